@@ -28,7 +28,7 @@ PROMPTS, SETTINGS = "prompts.json", "run_settings.json"
 # What a checkpoint holds beside the model, as patterns of names.
 STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
-    "lengths_*.json", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
+    "lengths_*.json", "in_flight_*.records", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 VERSION = 1
 LARGEST = 2**24  # bytes of a manifest: a hundred thousand files
 CHUNK = 2**24  # bytes that are read at a time
-OF_A_RANK = re.compile(r"(?:optimizer-(\d+)-of-\d+|rng_state_(\d+)|lengths_(\d+))\.\w+")
+OF_A_RANK = re.compile(r"(?:optimizer-(\d+)-of-\d+|rng_state_(\d+)|lengths_(\d+)|in_flight_(\d+))\.\w+")
 
 
 class Damaged(ValueError):

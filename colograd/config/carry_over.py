@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .knob import at_least, knob
+from .sampling import shaping
 from .steps import StepKnobs
 
 # Sampling parameters with which a completion can go on as a request of its own; another (`stop`, `min_tokens`) looks at
@@ -35,7 +37,7 @@ class CarryOverKnobs(StepKnobs):
             self.carry_over = None
         if self.carry_over is None:
             return
-        if isinstance(self.carry_over, bool) or not 0.5 <= float(self.carry_over) < 1:
+        if isinstance(self.carry_over, bool | str) or not 0.5 <= self.carry_over < 1:
             raise ValueError(
                 f"carry_over is {self.carry_over}, but must be a share from 0.5 up to below 1 of the groups that are "
                 "sampled at once: 0.8 is usual; leave it out for rounds that wait for all."
@@ -50,10 +52,13 @@ class CarryOverKnobs(StepKnobs):
             (of["router_replay"], "router_replay: true", "needs the experts of completions that were stopped"),
             (
                 not of["vllm_importance_sampling_correction"],
-                "vllm_importance_sampling_correction: false",
-                "leaves tokens of older weights uncorrected (as settings do that change the sampler's distribution)",
+                *_uncorrected(of),
             ),
-            (of_request, f"generation_kwargs: {of_request[:1]}", "looks at a whole request, and a part is one"),
+            (
+                of_request,
+                f"generation_kwargs has {', '.join(of_request)}, which",
+                f"a completion in parts may not have (these may stay: {', '.join(OF_A_TOKEN)})",
+            ),
         ]
         for applies, name, reason in reasons:
             if applies:
@@ -71,3 +76,12 @@ class CarryOverKnobs(StepKnobs):
         if self.carry_over is None:
             return self.groups_per_round
         return math.ceil(self.groups_per_round / self.carry_over - 1e-9)
+
+
+def _uncorrected(of: Mapping[str, Any]) -> tuple[str, str]:
+    """What leaves tokens of older weights as they are: the correction's own setting, or one that turns it off."""
+    leaves = "leaves tokens of older weights uncorrected"
+    changes = ", ".join(shaping(of))
+    if not changes:
+        return "vllm_importance_sampling_correction: false", leaves
+    return f"{changes}, which changes the sampler's distribution,", f"{leaves} (a top_k alone doesn't)"

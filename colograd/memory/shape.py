@@ -128,11 +128,11 @@ class Lengths:
         return (self.prompt + count * (seen + short)) / (self.prompt + count * short)
 
     def _scores(self, tokens: int) -> tuple[float, float]:
-        """Scores per token of a row of long completions, and of those what one completion has."""
+        """Scores per token of a row of long completions, and of those what the longest segment has."""
         count = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
         one = self.completion * (self.prompt + self.completion)
         whole = self.prompt + count * self.completion
-        return (self.prompt**2 + count * one) / whole, one / whole
+        return (self.prompt**2 + count * one) / whole, max(self.prompt**2, one) / whole
 
     def prompts_share(self, tokens: int) -> float:
         """The share of a row's tokens that are prompts'."""

@@ -6,17 +6,18 @@ They go with the group, as a column of its rollouts, into the journal and to the
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..batch import Group, Rollout
 
 SESSION = "session"  # a rollout's column: an agent's answers
+LARGEST = torch.finfo(torch.float32).max
 JUDGED = "judged_turns"  # a rollout's column: by the function's name what it returned for each answer
 
 Turns = list[float] | None  # a completion's; None: one number is of all of it
@@ -25,13 +26,15 @@ Turns = list[float] | None  # a completion's; None: one number is of all of it
 def answers_in(rollout: Rollout) -> int | None:
     """How many answers a session has; None: the rollout is no session."""
     answers = rollout.columns.get(SESSION)
-    return len(answers) if isinstance(answers, Sequence) and not isinstance(answers, str) else None
+    if not isinstance(answers, list | tuple) or not all(isinstance(each, Mapping) for each in answers):
+        return None
+    return len(answers)
 
 
 def are_numbers(values: Any, count: int) -> bool:
-    """Whether ``values`` are that many finite ones."""
+    """Whether ``values`` are that many that float32 has, none of them infinite."""
     fine = isinstance(values, Sequence) and len(values) == count
-    return fine and all(isinstance(each, numbers.Real) and math.isfinite(each) for each in values)
+    return fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values)
 
 
 def rule(values: Any, answers: int) -> str:
@@ -54,7 +57,7 @@ def split_turns(values: Iterable[Any], answers: Sequence[int | None]) -> tuple[l
     whole, turns = list[Any](), list[Turns]()
     for index, (value, count) in enumerate(zip(values, answers, strict=True)):
         kind = type(value).__name__
-        if isinstance(value, np.ndarray) and value.ndim == 1:
+        if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
             value = value.tolist()
         if not isinstance(value, (list, tuple)):
             whole.append(value)

@@ -63,7 +63,7 @@ class CarriedRounds:
         pool = self.in_flight.pool([prompt for step in steps for prompt in step], more_prompts)
         prompts = {prompt.position: prompt for prompt in pool}
         journal = stages.journal
-        end = None if journal is None else journal.round_end(version, prompts.__getitem__, self.ranks)
+        end = None if journal is None else journal.round_end(version, prompts.get, self.ranks)
         scored = None if end is None else self._recorded(pool, end, stages)
         if scored is not None and end is not None:
             self.in_flight.groups = end.carried
@@ -92,15 +92,17 @@ class CarriedRounds:
             with self.times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
                     done.add(group.position)
-                    if group.position in scoring.rewarded:
-                        continue
                     if self.one_call:
                         samples.append(group)
+                        continue
+                    if group.position in scoring.rewarded:
                         continue
                     started = time.perf_counter()
                     scoring.begin(group)
                     scoring.take_finished()
                     self.times.move("generate", "reward", time.perf_counter() - started)
+            if done <= scoring.rewarded.keys():  # else all are scored in the one call, also those that were before
+                samples.clear()
             return self._score(samples, scoring, [prompt for prompt in pool if prompt.position in done])
         finally:
             scoring.cancel()

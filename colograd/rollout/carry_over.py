@@ -7,6 +7,7 @@ that was carried long enough is waited for, so that no token is older than `carr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from ..batch import Group, Prompt
@@ -29,9 +30,9 @@ class CarryOver:
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
         self.engine.require(version)
-        groups = self.in_flight.begin(prompts, sampling.n, version)
+        groups = self.in_flight.begin(prompts, version)
         round_ = _Round(self.engine, groups, self.in_flight.due(groups, version), self.in_flight.takes)
-        round_.submit(sampling, seed, purpose)
+        round_.submit(sampling, seed, purpose, self.in_flight.size)
         try:
             while round_.lacks:
                 yield from round_.hand_over(version)
@@ -56,9 +57,10 @@ class _Round:
         self.whole = [group.prompt.position for group in groups if group.is_whole]  # of these, in the order of ending
         self.requests: dict[str, tuple[int, int]] = {}  # position, and which completion
 
-    def submit(self, sampling: Sampling, seed: int, purpose: str) -> None:
-        """Queue each completion that hasn't ended, the oldest group's first."""
-        for position, group in self.groups.items():
+    def submit(self, sampling: Sampling, seed: int, purpose: str, size: int) -> None:
+        """Queue each completion that hasn't ended of the ``size`` oldest groups. (A resumed run may have more, if its
+        share or its number of ranks was another one.)"""
+        for position, group in itertools.islice(self.groups.items(), size):
             for index, each in enumerate(group.completions):
                 if each.finish_reason is not None:
                     continue

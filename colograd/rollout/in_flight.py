@@ -9,6 +9,8 @@ rollout log.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
@@ -27,12 +29,11 @@ from .group_records import NONSENSE, JournalError, digest_of_example
 from .record_file import Record, RecordFile, read_records
 
 FILE = "in_flight_{rank}.records"  # in a checkpoint
-WHOLE = 0  # the position of the only record
+HEAD = 0  # the position of the first record, which says how many groups follow, one a record
 ROWS = pa.schema(
     [
-        ("position", pa.int64()),
         ("since", pa.int64()),
-        ("example", pa.string()),  # a digest of the dataset's row
+        ("prompt", pa.string()),  # a digest of the dataset's row and of the prompt's tokens
         ("ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("spans", pa.list_(pa.int64())),  # length, version, length, version ...
@@ -81,7 +82,11 @@ class GroupInFlight:
 
     prompt: Prompt
     completions: tuple[PartialCompletion, ...]  # [G]
-    since: int  # the step of the round that drew its prompt
+    since: int  # the step of the round that began it
+
+    @property
+    def has_begun(self) -> bool:
+        return any(completion.ids or completion.finish_reason for completion in self.completions)
 
     @property
     def is_whole(self) -> bool:
@@ -107,10 +112,13 @@ class InFlight:
         takes: groups that a round trains.
         size: groups that are sampled at once.
         max_age: optimizer steps for which a group may be carried.
+        completions: of a group.
+        longest: tokens that a completion may have.
     """
 
-    def __init__(self, takes: int, size: int, max_age: int) -> None:
+    def __init__(self, takes: int, size: int, max_age: int, completions: int, longest: int) -> None:
         self.takes, self.size, self.max_age = takes, size, max_age
+        self.completions, self.longest = completions, longest
         self.groups: tuple[GroupInFlight, ...] = ()  # the oldest first
 
     @classmethod
@@ -118,7 +126,9 @@ class InFlight:
         """Of a run; None: its rounds wait for all groups."""
         if config.carry_over is None:
             return None
-        return cls(config.groups_per_round, config.groups_in_flight, config.carry_over_max_age * config.round_length)
+        assert config.num_generations is not None and config.max_completion_length is not None
+        age, longest = config.carry_over_max_age * config.round_length, config.max_completion_length
+        return cls(config.groups_per_round, config.groups_in_flight, age, config.num_generations, longest)
 
     def pool(self, new: Sequence[Prompt], more_prompts: Callable[[int, int], list[Prompt]]) -> list[Prompt]:
         """The prompts of a round: of the groups that are carried, the new ones, and as many as are lacking.
@@ -130,13 +140,11 @@ class InFlight:
         more = more_prompts(0, lacking) if lacking > 0 else []
         return [*(group.prompt for group in self.groups), *new, *more]
 
-    def begin(self, prompts: Sequence[Prompt], n: int, version: int) -> list[GroupInFlight]:
+    def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
         """The groups of a round's prompts as they are before it."""
-        carried = {group.prompt.position: group for group in self.groups}
-        return [
-            carried.get(prompt.position) or GroupInFlight(prompt, (PartialCompletion(),) * n, since=version)
-            for prompt in prompts
-        ]
+        begun = {group.prompt.position: group for group in self.groups if group.has_begun}
+        new = (PartialCompletion(),) * self.completions
+        return [begun.get(prompt.position) or GroupInFlight(prompt, new, since=version) for prompt in prompts]
 
     def due(self, groups: Sequence[GroupInFlight], version: int) -> set[int]:
         """The positions of groups that can't be carried any further."""
@@ -148,111 +156,146 @@ class InFlight:
     def save(self, folder: str | Path, rank: int, ranks: int) -> None:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
-    def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> None:
+    def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
         """Take this rank's groups, or its share of what another number of ranks had in flight, if all of it is there.
 
+        Returns: a warning of groups that aren't there; "": none.
+
         Raises:
-            JournalError: a prompt isn't the one that was sampled.
+            JournalError: a prompt isn't the one that was sampled, or a group has another number of completions.
         """
         own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
-        if own is not None:
-            self.groups = own.carried
-            return
-        files = [*Path(folder).glob(FILE.format(rank="*"))]
-        ends = [read_round_end(path, prompt_at, ranks=len(files)) for path in files]
-        carried = [group for end in ends if end is not None for group in end.carried]
-        carried = sorted(carried, key=lambda group: (group.since, group.prompt.position))
-        self.groups = tuple(carried[rank::ranks]) if all(end is not None for end in ends) else ()
+        if own is None:
+            files = [*Path(folder).glob(FILE.format(rank="*"))]
+            ends = [read_round_end(path, prompt_at, ranks=len(files)) for path in files]
+            if None in ends:
+                self.groups = ()
+                return f"carry_over: {folder} lacks the groups in flight of some of its ranks: they aren't trained."
+            carried = [group for end in ends if end is not None for group in end.carried]
+            own = RoundEnd((), tuple(sorted(carried, key=lambda each: (each.since, each.prompt.position))[rank::ranks]))
+        self.groups = tuple(self._fitting(group, folder) for group in own.carried)
+        return ""
+
+    def _fitting(self, group: GroupInFlight, folder: str | Path) -> GroupInFlight:
+        """A group with which a run of these settings can go on: what has all the tokens that it may have, ends."""
+        if len(group.completions) != self.completions:
+            raise JournalError(
+                f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
+                f"{self.completions}: set it back, or leave them out by ignore_data_skip: true."
+            )
+        completions = [
+            dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
+            if each.finish_reason is None and len(each.ids) >= self.longest
+            else each
+            for each in group.completions
+        ]
+        return dataclasses.replace(group, completions=tuple(completions))
 
 
 # -- its bytes
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write a file of one record, in the place of one that is there.
+    """Write a file in the place of one that is there.
 
     Args:
         ranks: whose rounds take prompts together.
 
     Raises:
         OSError: the disk is full, or away.
+        ValueError: a group is larger than a record may be.
     """
     path.unlink(missing_ok=True)
     file = RecordFile(path)
+    head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
     try:
-        file.append(Record(WHOLE, _bytes(end, ranks)))
+        file.append(Record(HEAD, json.dumps(head).encode()))
+        for group in end.carried:
+            file.append(Record(group.prompt.position, _bytes(group)))
         file.flush()
     finally:
         file.close()
 
 
-def read_round_end(path: Path, prompt_at: Callable[[int], Prompt], ranks: int) -> RoundEnd | None:
-    """What `write_round_end` wrote; None: nothing, a torn record, or that of another number of ranks.
+def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
+    """What `write_round_end` wrote; None: nothing, a torn file, that of another number of ranks, or of prompts of which
+    there is none at a position.
 
     Raises:
         JournalError: a prompt isn't the one that was sampled, or the bytes are nonsense.
     """
-    record = next(read_records(path), None) if path.is_file() else None
-    if record is None:
+    records = list(read_records(path)) if path.is_file() else []
+    if not records:
         return None
     try:
-        batch = pa.ipc.open_stream(record.content).read_all()
-        batch.validate(full=True)
-        about: dict[str, Any] = json.loads(batch.schema.metadata[b"round"])
-        if about["ranks"] != ranks:
+        head: dict[str, Any] = json.loads(records[0].content)
+        if head["ranks"] != ranks or head["groups"] != len(records) - 1:
             return None
-        groups: dict[int, GroupInFlight] = {}
-        for row in batch.to_pylist():
-            position = int(row["position"])
-            prompt = groups[position].prompt if position in groups else prompt_at(position)
-            if row["example"] != digest_of_example(prompt.example):
-                raise JournalError(
-                    f"{path} has a group in flight of another prompt at position {position}: the dataset or its order "
-                    "has changed. Put it back, or begin anew."
-                )
-            before = groups[position].completions if position in groups else ()
-            groups[position] = GroupInFlight(prompt, (*before, _completion(row)), int(row["since"]))
-        return RoundEnd(tuple(map(int, about["done"])), tuple(groups.values()))
+        groups = []
+        for record in records[1:]:
+            prompt = prompt_at(record.position)
+            if prompt is None:
+                return None
+            groups.append(_group(record.content, prompt, path))
+        return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
     except JournalError:
         raise
     except (pa.ArrowException, *NONSENSE) as error:
         raise JournalError(f"{path} can't be read ({type(error).__name__}: {error}): move it away.") from None
 
 
-def _bytes(end: RoundEnd, ranks: int) -> bytes:
-    rows = [(group, each) for group in end.carried for each in group.completions]
+def _digest(prompt: Prompt) -> str:
+    tokens = np.asarray(prompt.input.ids, dtype=np.int64).tobytes()
+    return f"{digest_of_example(prompt.example)} {hashlib.blake2b(tokens, digest_size=16).hexdigest()}"
+
+
+def _bytes(group: GroupInFlight) -> bytes:
+    parts = group.completions
 
     def numbers(name: str, values: list[Any]) -> pa.Array:
         return pa.array(values, ROWS.field(name).type)
 
-    kept = [None if each.kept is None else each.kept for _, each in rows]
     columns = [
-        numbers("position", [group.prompt.position for group, _ in rows]),
-        numbers("since", [group.since for group, _ in rows]),
-        numbers("example", [digest_of_example(group.prompt.example) for group, _ in rows]),
-        numbers("ids", [np.asarray(each.ids, dtype=np.int32) for _, each in rows]),
-        numbers("logprobs", [np.asarray(each.logprobs, dtype=np.float32) for _, each in rows]),
-        numbers("spans", [[n for span in each.spans for n in (span.length, span.version)] for _, each in rows]),
-        numbers("finish_reason", [each.finish_reason and each.finish_reason.value for _, each in rows]),
-        numbers("kept_ids", [None if of is None else of.ids.numpy() for of in kept]),
-        numbers("kept_counts", [None if of is None else of.counts.numpy() for of in kept]),
+        numbers("since", [group.since] * len(parts)),
+        numbers("prompt", [_digest(group.prompt)] * len(parts)),
+        numbers("ids", [np.frombuffer(each.ids, dtype=np.int32) for each in parts]),
+        numbers("logprobs", [np.frombuffer(each.logprobs, dtype=np.float32) for each in parts]),
+        numbers("spans", [[n for span in each.spans for n in (span.length, span.version)] for each in parts]),
+        numbers("finish_reason", [each.finish_reason and each.finish_reason.value for each in parts]),
+        numbers("kept_ids", [None if each.kept is None else each.kept.ids.numpy() for each in parts]),
+        numbers("kept_counts", [None if each.kept is None else each.kept.counts.numpy() for each in parts]),
     ]
-    about = json.dumps({"done": end.done, "ranks": ranks})
-    table = pa.table(columns, schema=ROWS.with_metadata({"round": about}))
+    table = pa.table(columns, schema=ROWS)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue().to_pybytes())
 
 
-def _completion(row: dict[str, Any]) -> PartialCompletion:
-    ids, logprobs = array("i", row["ids"]), array("f", row["logprobs"])
-    spans = tuple(VersionSpan(*pair) for pair in zip(row["spans"][::2], row["spans"][1::2], strict=True))
+def _group(content: bytes, prompt: Prompt, path: Path) -> GroupInFlight:
+    table = pa.ipc.open_stream(content).read_all()
+    table.validate(full=True)
+    rows = [{name: table[name][index] for name in ROWS.names} for index in range(len(table))]
+    if any(row["prompt"].as_py() != _digest(prompt) for row in rows):
+        raise JournalError(
+            f"{path} has a group in flight of another prompt at position {prompt.position}: the dataset, its order, or "
+            "the chat template has changed. Put it back, or leave out what is in flight by ignore_data_skip: true."
+        )
+    return GroupInFlight(prompt, tuple(map(_completion, rows)), rows[0]["since"].as_py())
+
+
+def _completion(row: dict[str, pa.Scalar]) -> PartialCompletion:
+    def numbers(name: str) -> np.ndarray[Any, Any]:
+        return row[name].values.to_numpy()
+
+    ids, logprobs = array("i", numbers("ids").tobytes()), array("f", numbers("logprobs").tobytes())
+    pairs = numbers("spans").reshape(-1, 2).tolist()
+    spans = tuple(VersionSpan(*pair) for pair in pairs)
     assert len(ids) == len(logprobs) == sum(span.length for span in spans), "lengths differ"
     kept = None
-    if row["kept_counts"] is not None:
-        ids_kept, counts = (torch.tensor(row[name], dtype=torch.int32) for name in ("kept_ids", "kept_counts"))
+    if row["kept_counts"].is_valid:
+        ids_kept, counts = (torch.from_numpy(numbers(name).copy()) for name in ("kept_ids", "kept_counts"))
         assert len(counts) == len(ids) and int(counts.sum()) == len(ids_kept), "the kept tokens don't fit"
         kept = KeptTokens(ids_kept, counts)
-    reason = row["finish_reason"]
+    reason = row["finish_reason"].as_py()
     return PartialCompletion(ids, logprobs, spans, kept, None if reason is None else FinishReason(reason))

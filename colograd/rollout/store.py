@@ -325,10 +325,10 @@ class RolloutStore:
             path = self._round / self._round_end_name
             try:
                 write_round_end(path, end, ranks)
-            except OSError as error:
+            except Exception as error:  # a round whose end can't be recorded is trained on all the same
                 self.problem = _problem(path, error)
 
-    def round_end(self, step: int, prompt_at: Callable[[int], Prompt], ranks: int) -> RoundEnd | None:
+    def round_end(self, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
         """How the round of ``step`` ended on this rank; None: it didn't, or prompts were shared out otherwise.
 
         Raises:

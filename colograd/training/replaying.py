@@ -4,7 +4,7 @@ the run's folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ..config import GRPOConfig
 from ..data.images import ImageReader
 from ..parallel.ranks import on_all_ranks
 from ..rollout.figures import read_figures
+from ..rollout.in_flight import RoundEnd
 from ..rollout.sampler import Sampler
 from ..rollout.store import About, JournalError, RolloutStore, files_of
 from .recorded_settings import OF_GROUPS
@@ -76,6 +77,20 @@ class ReplayStore(RolloutStore):
             found = len(self.positions(step))
             if found < wanted:
                 raise JournalError(self._lacking(start, steps_named(step + 1, step + args.round_length), found, wanted))
+
+    def round_end(self, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd:
+        """How the round of ``step`` ended.
+
+        Raises:
+            JournalError: on another number of ranks, whose rounds had other groups, or nothing says how.
+        """
+        end = super().round_end(step, prompt_at, ranks)
+        if end is None:
+            raise JournalError(
+                f"{self.folder} doesn't say which groups a round of {ranks} rank(s) took at step {step} (carry_over): "
+                "replay it on as many ranks as the run had."
+            )
+        return end
 
     def check_settings(self, start: int) -> None:
         for number, folder in self._folders():

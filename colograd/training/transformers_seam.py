@@ -25,7 +25,7 @@ from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
-from ..reporting.console import Console
+from ..reporting.console import LOGGER, Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
@@ -225,8 +225,10 @@ class SeamTrainer(Trainer):
         if self.in_flight is not None and not self.args.ignore_data_skip:  # else positions are given anew
             with on_all_ranks("the groups in flight"):
                 at = functools.partial(prompt_at, self.train_prompts, self.args)
-                if layout.engine_place == 0:
-                    self.in_flight.load(checkpoint, layout.data_rank, layout.data_size, at)
+                rank, ranks = layout.data_rank, layout.data_size
+                warning = self.in_flight.load(checkpoint, rank, ranks, at) if layout.engine_place == 0 else ""
+                if warning:
+                    LOGGER.warning(warning)
         for second in self.learner.second_models.values():
             with loading(checkpoint, "a second model"):
                 second.load(checkpoint)

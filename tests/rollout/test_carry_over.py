@@ -8,6 +8,7 @@ import shutil
 from array import array
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launcher
@@ -20,9 +21,11 @@ from transformers import AutoModelForCausalLM
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup, VersionSpan
 from colograd.engine.protocol import Sampled
+from colograd.engine.sampling import Sampling
 from colograd.losses.objective import Objective
 from colograd.policy.packing import pack
 from colograd.replayer import Replayer
+from colograd.rollout import carry_over
 from colograd.rollout.in_flight import GroupInFlight, InFlight, PartialCompletion
 from colograd.training.replaying import Replay
 
@@ -247,18 +250,45 @@ def test_what_is_in_flight_is_saved_and_shared_out_among_other_ranks(tmp_path: P
     def prompt_at(position: int) -> Prompt:
         return Prompt({"prompt": str(position)}, (1, 2, position), position)
 
-    one, two = InFlight(2, 4, max_age=2), InFlight(2, 4, max_age=2)
+    one, two = (InFlight(2, 4, max_age=2, completions=2, longest=9) for _ in range(2))
     one.groups, two.groups = (group(3, 5, 2, 0), group(2, 6, 1, 4)), (group(9, 4, 7, 1),)
     one.save(tmp_path, 0, 2)
     two.save(tmp_path, 1, 2)
-    loaded = InFlight(2, 4, max_age=2)
+    loaded = InFlight(2, 4, max_age=2, completions=2, longest=9)
     loaded.load(tmp_path, 0, 2, prompt_at)
     assert loaded.groups == one.groups
     loaded.load(tmp_path, 0, 1, prompt_at)
     assert [each.prompt.position for each in loaded.groups] == [9, 3, 2], "the oldest first"
     assert loaded.due(loaded.groups, version=6) == {9} and loaded.due(loaded.groups, version=8) == {9, 3}
-    with pytest.raises(ValueError, match="of another prompt at position 3"):
-        loaded.load(tmp_path, 0, 2, lambda position: Prompt({"prompt": "other"}, (1,), position))
+    for other in (Prompt({"prompt": "other"}, (1, 2, 3), 3), Prompt({"prompt": "3"}, (1, 2, 4), 3)):
+        with pytest.raises(ValueError, match="of another prompt at position 3"):
+            loaded.load(tmp_path, 0, 2, lambda _, other=other: other)
+    shorter = InFlight(2, 4, max_age=2, completions=2, longest=4)
+    assert shorter.load(tmp_path, 0, 2, prompt_at) == ""
+    reasons = [[each.finish_reason for each in group.completions] for group in shorter.groups]
+    assert reasons == [[FinishReason.STOP, None], [FinishReason.STOP, FinishReason.LENGTH]], "it has all it may have"
+    with pytest.raises(ValueError, match="groups in flight of 2 completions, but num_generations is 3"):
+        InFlight(2, 4, max_age=2, completions=3, longest=9).load(tmp_path, 0, 2, prompt_at)
+    Path(tmp_path, "in_flight_1.records").unlink()
+    Path(tmp_path, "in_flight_5.records").write_bytes(b"")
+    assert "lacks the groups in flight of some of its ranks" in loaded.load(tmp_path, 0, 3, prompt_at)
+    assert loaded.groups == ()
+
+
+def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
+    """A resumed run may have more groups in flight than its own share or number of ranks gives."""
+    in_flight = InFlight(2, 3, max_age=2, completions=2, longest=9)
+    prompts = [Prompt({"prompt": str(number)}, (1, number), number) for number in range(6)]
+    begun = GroupInFlight(prompts[0], (PartialCompletion().extended(sampled(2, FinishReason.ABORT), 4),) * 2, 4)
+    waiting = GroupInFlight(prompts[1], (PartialCompletion(),) * 2, 4)
+    in_flight.groups = (begun, waiting)
+    groups = in_flight.begin(prompts, version=7)
+    assert [group.since for group in groups] == [4, *[7] * 5], "what hasn't begun doesn't age"
+    engine = SimpleNamespace(submit=lambda *given, **more: str(next(numbers)))
+    numbers = iter(range(100))
+    round_ = carry_over._Round(engine, groups, set(), 2)
+    round_.submit(Sampling(2, 9, 1.0, {}), 0, "train", in_flight.size)
+    assert {position for position, _ in round_.requests.values()} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -271,8 +301,8 @@ def test_what_is_in_flight_is_saved_and_shared_out_among_other_ranks(tmp_path: P
         ({"curriculum": {}}, "curriculum draws"),
         ({"router_replay": True}, "router_replay: true needs"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false leaves"),
-        ({"repetition_penalty": 1.1}, "vllm_importance_sampling_correction: false leaves"),
-        ({"generation_kwargs": {"stop": ["."]}}, "'stop'.* looks at a whole request"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty, which changes .* uncorrected"),
+        ({"generation_kwargs": {"stop": ["."]}}, "generation_kwargs has stop, which a completion in parts"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
