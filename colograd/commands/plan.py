@@ -245,6 +245,8 @@ def described(options: argparse.Namespace) -> RunDescription:
     _keep_to_context(options, model.config)
     settings = _quantization(options, model.config)
     check_planned(model.config, per_engine)
+    if note := _of_experts(model, options):
+        options.notes["experts"] = note
     packed, reference = to_pack(model, settings), 0
     if options.lora_r:
         model = with_adapter(model, options.lora_r)
@@ -262,6 +264,20 @@ def described(options: argparse.Namespace) -> RunDescription:
         reference=reference,
         teacher=_teacher_bytes(options),
         to_pack=packed,
+    )
+
+
+def _of_experts(model: Any, options: argparse.Namespace) -> str:
+    """What expert parallelism would give, which there isn't; empty: no mixture, or one GPU."""
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    if not experts or options.gpus == 1:
+        return ""
+    elements, size = sum(p.numel() for p in experts) / 1e9, sum(p.nbytes for p in experts) / GIB
+    present = size / options.vllm_tensor_parallel_size
+    return (
+        f"{elements:,.2f} billion of the parameters are experts', {present:,.1f} GiB of "
+        f"weights in the engine on each GPU; expert parallelism over all {options.gpus}, which isn't available in this "
+        f"version, would leave {size / options.gpus:,.1f}"
     )
 
 

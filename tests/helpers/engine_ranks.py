@@ -1,16 +1,21 @@
-"""Runs on several ranks that share an engine."""
+"""Runs on several ranks that share an engine, a policy or rows."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import launcher
+import torch
 from paths import SCRIPTS
 
 TWO = {"vllm_tensor_parallel_size": 2}
+# AdamW at its default of 1e-8 turns the rounding of gradients that are nearly 0 into whole steps.
+SETTINGS = {"adam_epsilon": 1e-4}
+FIGURES = ("loss", "entropy", "grad_norm", "reward", "num_tokens", "completions/mean_length", "train/packed_tokens")
 
 
 def start(script: str, ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -25,3 +30,28 @@ def run(model: Path, folder: Path, ranks: int, **changes: Any) -> list[dict]:
     done = start("same_rollouts.py", ranks, model, folder, json.dumps(changes))
     assert done.returncode == 0, done.stderr[-3000:]
     return results(folder, ranks)
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
+
+
+def check_ends_alike(model: Path, folder: Path, ranks: int) -> None:
+    """Each of ``ranks`` has the weights of one rank's run, up to a 1e-5th of what that moved."""
+    from transformers import AutoModelForCausalLM
+
+    expected = torch.load(folder / "weights0-of-1.pt")
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    moved = norm(value - before[name] for name, value in expected.items())
+    for rank in range(ranks):
+        found = torch.load(folder / f"weights{rank}-of-{ranks}.pt")
+        assert found.keys() == expected.keys()
+        assert norm(found[name] - value for name, value in expected.items()) < 1e-5 * moved
+
+
+def check_adapters_end_alike(folder: Path, ranks: int, before: dict[str, torch.Tensor], of: int = 0) -> None:
+    expected = {name: p for name, p in torch.load(folder / "weights0-of-1.pt").items() if "lora_" in name}
+    moved = norm(value - before[name] for name, value in expected.items())
+    for rank in range(ranks):
+        found = torch.load(folder / f"weights{rank}-of-{of or ranks}.pt")
+        assert norm(found[name] - value for name, value in expected.items()) < 1e-5 * moved

@@ -161,7 +161,7 @@ def test_the_architecture_names_files_that_are_there() -> None:
     ] == []
     rows = text.partition("## Where is ...?")[2].strip().splitlines()[4:9]
     assert [row.split(" | ")[0].strip("| ").split(",")[0] for row in rows] == [
-        "A new engine", "Another second model", "Sequence parallelism", "Rollouts in fp8",
+        "A new engine", "Another second model", "Rollouts in fp8", "Sequence parallelism",
         "Training beside the tail of sampling",
     ]  # fmt: skip
     assert [row for row in rows if len(set(named.findall(row))) > 3] == []

@@ -10,9 +10,8 @@ from typing import Any
 import launcher
 import pytest
 import tiny
-from engine_ranks import run, start
+from engine_ranks import FIGURES, SETTINGS, check_adapters_end_alike, check_ends_alike, run, start
 from paths import SCRIPTS
-from test_tensor_layout import FIGURES, SETTINGS, check_adapters_end_alike, check_ends_alike
 
 from colograd.policy.supported import check_shared_rows
 

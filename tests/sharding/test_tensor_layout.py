@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from engine_ranks import results, run, start
+from engine_ranks import FIGURES, SETTINGS, check_adapters_end_alike, check_ends_alike, results, run, start
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
@@ -26,27 +25,6 @@ from colograd.sharding import optimizer_state
 from colograd.sharding.strategy import Owned
 from colograd.sharding.weight_files import WeightFiles
 from colograd.weights import check_adapter_in_parts
-
-# AdamW at its default of 1e-8 turns the rounding of gradients that are nearly 0 into whole steps.
-SETTINGS = {"adam_epsilon": 1e-4}
-FIGURES = ("loss", "entropy", "grad_norm", "reward", "num_tokens", "completions/mean_length", "train/packed_tokens")
-
-
-def norm(tensors: Iterable[torch.Tensor]) -> float:
-    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
-
-
-def check_ends_alike(model: Path, folder: Path, ranks: int) -> None:
-    """Each of ``ranks`` has the weights of one rank's run, up to a 1e-5th of what that moved."""
-    from transformers import AutoModelForCausalLM
-
-    expected = torch.load(folder / "weights0-of-1.pt")
-    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    moved = norm(value - before[name] for name, value in expected.items())
-    for rank in range(ranks):
-        found = torch.load(folder / f"weights{rank}-of-{ranks}.pt")
-        assert found.keys() == expected.keys()
-        assert norm(found[name] - value for name, value in expected.items()) < 1e-5 * moved
 
 
 def check_in_parts(model: Path, folder: Path, ranks: int, size: int, sharding: str, **changes: Any) -> list[dict]:
@@ -128,14 +106,6 @@ def test_an_adapter_is_cut_as_its_base_and_trained_in_the_engines_slots(
     (tmp_path / "weights0-of-1.pt").rename(tmp_path / f"weights0-of-{ranks}.pt")
     (tmp_path / "weights0-of-1.pt").write_bytes(expected)
     check_adapters_end_alike(tmp_path, 1, start, of=ranks)
-
-
-def check_adapters_end_alike(folder: Path, ranks: int, before: dict[str, torch.Tensor], of: int = 0) -> None:
-    expected = {name: p for name, p in torch.load(folder / "weights0-of-1.pt").items() if "lora_" in name}
-    moved = norm(value - before[name] for name, value in expected.items())
-    for rank in range(ranks):
-        found = torch.load(folder / f"weights{rank}-of-{of or ranks}.pt")
-        assert norm(found[name] - value for name, value in expected.items()) < 1e-5 * moved
 
 
 @pytest.mark.slow
