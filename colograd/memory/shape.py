@@ -152,9 +152,9 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Bytes that one layer keeps for the backward pass, per token.
 
     Counted on transformers' Llama layer as in arXiv 2205.05198 (section 4.1), without the attention matrix, which fused
-    attention never stores. RMSNorms, two or four: float32 input, normalised and scaled output. Attention: queries, keys and
-    values, twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product;
-    where it is a mixture also its input and output, once per expert.
+    attention never stores. RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and values,
+    twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product; where it
+    is a mixture also its input and output, once per expert.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
