@@ -59,30 +59,28 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
     return RankBytes(
         engine=engine,
         policy=sizes.packed if run.shared and run.ranks_per_engine == 1 else sizes.weights,
-        gradients=_gradients(run, _parts_of_gradients(run, strategy)),
+        gradients=_gradients(run, strategy),
         optimizer=_state(run, 1 if strategy == "none" else ranks),
         exchange=0 if strategy == "none" or ranks == 1 else _buckets(sizes, ranks),
     )
 
 
-def _parts_of_gradients(run: RunDescription, strategy: str) -> int:
-    """How many ranks share out the gradients that may go to the host."""
-    return run.devices.ranks if strategy == "gradients" else 1
-
-
-def _gradients(run: RunDescription, parts: int) -> int:
+def _gradients(run: RunDescription, strategy: str) -> int:
     """Bytes of gradients on each device. What embedding and head have in float32 counts as activations."""
-    own = run.sizes.gradients // parts
-    if not (run.offloads_gradients and run.devices.on_gpu):
-        return own
-    return _on_way(run, parts) + host_sums.buffer_bytes(own)
+    own = run.sizes.gradients // (run.devices.ranks if strategy == "gradients" else 1)
+    return _on_way(run, strategy) + host_sums.buffer_bytes(own) if _leave(run, strategy) else own
 
 
-def _on_way(run: RunDescription, parts: int) -> int:
+def _leave(run: RunDescription, strategy: str) -> bool:
+    """Whether gradients go to the host."""
+    return run.offloads_gradients and run.devices.on_gpu and strategy in ("none", "optimizer", "gradients")
+
+
+def _on_way(run: RunDescription, strategy: str) -> int:
     """Bytes of gradients on their way to the host at once."""
-    if not (run.offloads_gradients and run.devices.on_gpu):
-        return 0
-    return host_sums.on_way(run.sizes.gradients // parts, run.sizes.matrix * run.sizes.gradient_itemsize // parts)
+    parts = run.devices.ranks if strategy == "gradients" else 1
+    largest = run.sizes.matrix * run.sizes.gradient_itemsize
+    return host_sums.on_way(run.sizes.gradients // parts, largest // parts) if _leave(run, strategy) else 0
 
 
 def _state(run: RunDescription, ranks: int) -> int:
@@ -141,7 +139,7 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     cut = run.ranks_per_engine if strategy in TENSOR else 1
     sizes = run.shape.split(cut), own_tokens, itemsize, run.checkpointing
     trained = Trained(trains_head, adapted)
-    on_host = OnHost(run.offloads_activations and devices.on_gpu, _on_way(run, _parts_of_gradients(run, strategy)))
+    on_host = OnHost(run.offloads_activations and devices.on_gpu, _on_way(run, strategy))
     activations = activation_bytes(*sizes, device, copied, trained, on_host)
     if run.tower is not None:
         activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)

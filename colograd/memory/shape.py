@@ -19,6 +19,7 @@ BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention bac
 SHORT = 8
 SCORE = 8  # bytes that a soft-capped score keeps: the tanh, the softmax in float32, and that in the row's dtype
 GATED = {"gpt_oss": 7}  # whose gate is clamped, and times its own sigmoid; see `Shape.gated`
+NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # also behind attention and MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Shape:
     tied: bool = False  # the head's weight is the embedding's
     experts: int = 0  # of a mixture, that one token goes through
     gated: int = 4  # tensors of the MLP's size that are kept: gate, activated gate, up, product
+    norms: int = 2  # of a layer
     window: int = 0  # tokens that some layers see, at most; 0: all layers see all
     copies: bool = False  # attention is of a kind that copies keys (soft caps, dropout)
     capped: int = 0  # heads whose scores exist in memory, as no fused kernel takes soft caps
@@ -63,6 +65,7 @@ class Shape:
             tied=bool(getattr(model_config, "tie_word_embeddings", False)),
             experts=experts,
             gated=GATED.get(getattr(model_config, "model_type", ""), 4),
+            norms=NORMS.get(getattr(model_config, "model_type", ""), 2),
             window=_window(model_config),
             copies=any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attention_dropout")),
             capped=heads if getattr(text, "attn_logit_softcapping", None) else 0,
@@ -149,11 +152,11 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Bytes that one layer keeps for the backward pass, per token.
 
     Counted on transformers' Llama layer as in arXiv 2205.05198 (section 4.1), without the attention matrix, which fused
-    attention never stores. Two RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and
-    values, twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product;
-    where it is a mixture also its input and output, once per expert.
+    attention never stores. RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and values,
+    twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product; where it
+    is a mixture also its input and output, once per expert.
     """
-    norms = 2 * shape.hidden * (4 + 2 * itemsize)
+    norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
     return norms + itemsize * (3 * shape.queries + (2 + 2 * copied) * shape.keys + mlp)
 

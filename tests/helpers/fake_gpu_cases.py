@@ -401,7 +401,7 @@ def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
 
 
 def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
-    """Of two rows each; bytes of page-locked memory after each step."""
+    """Of one row and of two; bytes of page-locked memory after each step."""
     accumulate_in_float32(model.parameters())
     sharding, locked = (WholeOnHost if offloads else WholeCopies)(model), []
     optimizer = AdamWSplit(model.parameters(), compiled=False, streamed=offloads)
@@ -409,8 +409,8 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
     with inputs_on_host(model, LayerInputs(CUDA) if offloads else None):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         forward = PolicyForward(model, 0.9)
-        for _ in range(2):
-            for _ in range(2):
+        for rows in (1, 2):
+            for _ in range(rows):
                 sharding.backward(sum(part.sum() for part in forward.of_row(row()) if part.requires_grad))
             sharding.sum_gradients()
             optimizer.step()
