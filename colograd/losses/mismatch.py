@@ -127,9 +127,12 @@ class SamplerMismatch:
         while long - short > 1:
             middle = (short + long) // 2
             short, long = (middle, long) if share(middle) >= HALF else (short, middle)
+        closer = "bring the two closer (cast_lm_head_to_fp32: true; dtype: float32 with bf16: false)"
+        if config.carry_over is not None:
+            closer = "raise carry_over, as tokens of older weights differ more"
         return (
             f"sampler: its log-probabilities and the trainer's differ by {spread:.3f} nats (a token's standard "
             f"deviation), so with vllm_importance_sampling_mode: {mode} completions of more than about {short:,} "
-            f"tokens count less than half, and of {longest:,} tokens {share(longest):.0%}: set token_truncate, or "
-            "bring the two closer (cast_lm_head_to_fp32: true; dtype: float32 with bf16: false)"
+            f"tokens count less than half, and of {longest:,} tokens {share(longest):.0%}: set "
+            f"token_truncate, or {closer}"
         )

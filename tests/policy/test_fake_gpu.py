@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_gpu
+import fake_gpu_cases
 import pytest
 from paths import HELPERS
 
@@ -15,12 +16,24 @@ FIGURES = dict[str, Any]
 LAYERS = 4
 
 
-@pytest.fixture(scope="module")
-def cases() -> dict[str, FIGURES]:
-    """All of them, in one process: its imports take longer than the passes."""
+LONG = ("long_sequences_of_a_packed_base", "long_windows")  # take half a minute each
+
+
+def run(*names: str) -> dict[str, FIGURES]:
+    """In one process: its imports take longer than most passes."""
     if reason := fake_gpu.why_not():
         pytest.skip(reason)
-    return {case["name"]: case for case in fake_gpu.run(Path(HELPERS) / "fake_gpu_cases.py")}
+    return {case["name"]: case for case in fake_gpu.run(Path(HELPERS) / "fake_gpu_cases.py", *names)}
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, FIGURES]:
+    return run(*(name for name in fake_gpu_cases.CASES if name not in LONG))
+
+
+@pytest.fixture(scope="module")
+def long_cases() -> dict[str, FIGURES]:
+    return run(*LONG)
 
 
 def found(cases: dict[str, FIGURES], name: str) -> FIGURES:
@@ -69,16 +82,22 @@ def test_layers_that_are_computed_again(cases: dict[str, FIGURES]) -> None:
     check_plan(case)
 
 
-@pytest.mark.parametrize(
-    ("name", "calls"), [("long_sequences", 2), ("long_sequences_of_a_packed_base", 2), ("long_windows", 1)]
-)
-def test_sequences_of_131072_tokens_take_what_is_planned(name: str, calls: int, cases: dict[str, FIGURES]) -> None:
-    """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
-    case = found(cases, name)
-    check_on_the_gpu(case, *(["float32"] if "packed" in name else []))
+def check_long(case: FIGURES, calls: int, *others: str) -> None:
+    check_on_the_gpu(case, *others)
     assert case["flash"] == {"forward": 2 * calls * LAYERS, "backward": calls * LAYERS}
     assert case["copied"] < 64 * 2 * 2**17
     check_plan(case)
+
+
+def test_sequences_of_131072_tokens_take_what_is_planned(cases: dict[str, FIGURES]) -> None:
+    """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
+    check_long(found(cases, "long_sequences"), 2)
+
+
+@pytest.mark.slow
+def test_so_do_those_of_packed_bases_and_of_layers_with_windows(long_cases: dict[str, FIGURES]) -> None:
+    check_long(found(long_cases, "long_sequences_of_a_packed_base"), 2, "float32")
+    check_long(found(long_cases, "long_windows"), 1)
 
 
 @pytest.mark.parametrize("name", ["soft_caps", "long_soft_caps"])
