@@ -253,11 +253,15 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         ):
             if attrgetter(name)(self):
                 yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
-        if self.carry_over is not None and self.vllm_importance_sampling_mode.startswith("sequence"):
-            yield (
-                f"carry_over: vllm_importance_sampling_mode {self.vllm_importance_sampling_mode} multiplies the ratios "
-                "of all old tokens of a completion, so that long ones hardly count: token_truncate weighs each apart."
-            )
+        if self.carry_over is not None:
+            takes, held = self.groups_per_round, self.groups_in_flight
+            yield f"carry_over: an engine has {held} groups in flight, of which a round takes {takes} ({takes / held:.0%})"
+            mode = self.vllm_importance_sampling_mode
+            if mode.startswith("sequence"):
+                yield (
+                    f"carry_over: vllm_importance_sampling_mode {mode} multiplies the ratios of all old tokens of a "
+                    "completion, so that long ones hardly count: token_truncate weighs each apart."
+                )
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
                 f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by "

@@ -136,6 +136,9 @@ class Sampler:
             statistics = round_statistics(
                 steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
             )
+            if self.carried_rounds is not None:
+                for of_step in statistics:  # each tells how old its tokens are, also if none is
+                    of_step.counts.setdefault("carry_over/ages", 0)
             self.recorder.note(steps, statistics, self.hooks.combine)
         return SampledRound(tuple(steps), tuple(statistics), partition)
 
