@@ -255,7 +255,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
         if self.carry_over is not None:
             takes, held = self.groups_per_round, self.groups_in_flight
-            yield f"carry_over: an engine has {held} groups in flight, of which a round takes {takes} ({takes / held:.0%})"
+            yield f"carry_over: an engine has {held} groups in flight; a round takes {takes} ({takes / held:.0%})"
             mode = self.vllm_importance_sampling_mode
             if mode.startswith("sequence"):
                 yield (
