@@ -345,6 +345,7 @@ NEW = {
     "prompts_per_step",
     "max_prompt_tokens",
     "offload_gradients",
+    "sequence_parallel_size",
     "offload_optimizer",
     "overlap",
     "offload_reference",
