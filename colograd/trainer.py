@@ -215,6 +215,11 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             self.console.say(line)
         for line in built.warnings(args, task):
             self.console.warn(line)
+        if (size := args.sequence_parallel_size) > 1 and self.replaces("compute_loss"):
+            self.console.warn(
+                f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "
+                f"policy_logprobs counts {size} times: divide it by {size}"
+            )
 
     # -- stages: a subclass replaces any of these
 

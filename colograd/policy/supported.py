@@ -64,21 +64,34 @@ def can_be_cut(model_config: Any) -> bool:
     return model_config.model_type in CUT
 
 
-def check_shared_rows(model: Any, config: GRPOConfig, why_padded: str) -> None:
-    """Raise a ValueError if ranks are to share out the tokens of rows, and the model's rows can't be cut."""
-    size, inner = config.sequence_parallel_size, unwrap(model)
-    if size == 1:
-        return
-    found = {
-        f"rows of {type(inner).__name__} are padded ({why_padded})": bool(why_padded),
-        f"{type(inner).__name__} has layers whose state goes from token to token": any(mixers_of(inner)),
-        f"{type(inner).__name__} reads images": images.takes_images(inner.config)
-        and not images.reads_text_alone(inner),
-    }
-    for reason in (reason for reason, holds in found.items() if holds):
+def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
+    """Raise a ValueError if ``size`` ranks are to share out the tokens of rows, and the model's rows can't be cut."""
+    if size > 1 and (reason := why_rows_stay_whole(model, why_padded)):
         raise ValueError(
             f"sequence_parallel_size is {size}, but {reason}, which ranks can't share out in this version: set it to 1."
         )
+
+
+def why_rows_stay_whole(model: Any, why_padded: str) -> str:
+    """Why ranks can't share out the tokens of a model's rows; empty: they can. Its modules and configuration say so."""
+    inner = unwrap(model)
+    name = type(inner).__name__
+    found = {
+        f"rows of {name} are padded ({why_padded})": bool(why_padded),
+        f"{name} has layers whose state goes from token to token": any(mixers_of(inner)),
+        f"{name} reads images": images.takes_images(inner.config) and not images.reads_text_alone(inner),
+        f"{name} chooses its rotary frequencies by the row's last position": _rotates_by_length(inner.config),
+    }
+    return next((reason for reason, holds in found.items() if holds), "")
+
+
+def _rotates_by_length(model_config: Any) -> bool:
+    """Whether rotary frequencies depend on the largest position that a forward sees."""
+    text = model_config.get_text_config()
+    given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    ways = [given, *(of_layers for of_layers in given.values() if isinstance(of_layers, dict))]
+    kinds = [str(way.get("rope_type") or "") for way in ways]
+    return text.model_type == "phimoe" or any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
 
 def _check_cut(model_config: Any, config: GRPOConfig, is_quantized: bool) -> None:

@@ -287,7 +287,7 @@ class Learner:
                 with second.present() as model:
                     choose_rows_where_it_trains(model, device, asked=seen)
         check_compiled(self.config, why)
-        check_shared_rows(self.model, self.config, why)
+        check_shared_rows(self.model, self.config.sequence_parallel_size, why)
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)

@@ -95,7 +95,10 @@ def first_rows(
         groups: this rank's own that are to be packed.
         early: what this rank has trained.
         recorded: of all ranks, when the step was trained before; then nothing is trained, and the same rows come first.
+            Ranks that must step together can't have it: it may give them different rows.
     """
+    if rules.ranks_per_row > 1 or rules.equal_counts:
+        recorded = None
     if early is None and recorded is None:
         return FirstRows([*groups])
     held = gather([(scored.group.position, len(scored.group.rollouts)) for scored in groups])

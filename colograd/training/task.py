@@ -123,7 +123,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         policy = load_policy(given.model, given.processing_class, args, given.peft_config, _has_images(given))
         if given.samples:
             policy = merged_beside_experts(policy, args)
-        check_shared_rows(policy.model, args, policy.why_padded)
+        check_shared_rows(policy.model, args.sequence_parallel_size, policy.why_padded)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
         if args.tensor_parallel:
             check_adapter_in_parts(policy.adapter, args.sharding)

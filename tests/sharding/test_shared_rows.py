@@ -174,14 +174,33 @@ def test_what_they_don_t_go_with_is_named_at_start(
         config._check_sequences()
 
 
-def test_models_whose_rows_can_t_be_cut_are_named_at_start(tmp_path: Path) -> None:
+def test_models_whose_rows_can_t_be_cut_are_named_at_start() -> None:
     import row_cases
 
-    config = tiny.config(tmp_path)
-    config.sequence_parallel_size = 2
     dense, hybrid = row_cases.PACKED["llama"](), row_cases.RECURRENT["lfm2"]()
-    check_shared_rows(dense, config, "")
+    check_shared_rows(dense, 2, "")
     with pytest.raises(ValueError, match=r"is 2, but Lfm2ForCausalLM has layers whose state .* set it to 1"):
-        check_shared_rows(hybrid, config, "")
+        check_shared_rows(hybrid, 2, "")
     with pytest.raises(ValueError, match=r"rows of LlamaForCausalLM are padded \(a reason\)"):
-        check_shared_rows(dense, config, "a reason")
+        check_shared_rows(dense, 2, "a reason")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}},
+    ],
+)
+def test_frequencies_that_the_last_position_chooses_are_refused(rope: dict[str, Any]) -> None:
+    """A rank that has the row's first tokens alone would choose others."""
+    import row_cases
+
+    model = row_cases.PACKED["llama"]()
+    for kind in ("linear", "llama3", "yarn"):
+        model.config.rope_parameters = {"rope_type": kind, "factor": 2.0}
+        check_shared_rows(model, 2, "")
+    model.config.rope_parameters = rope
+    with pytest.raises(ValueError, match=r"is 2, but LlamaForCausalLM chooses its rotary frequencies .* set it to 1"):
+        check_shared_rows(model, 2, "")

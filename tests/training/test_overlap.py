@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import launcher
 import pytest
+import row_cases
 import tiny
 import torch
 from paths import SCRIPTS
@@ -19,12 +21,13 @@ from paths import SCRIPTS
 from colograd.config import GRPOConfig
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.losses.objective import Objective
+from colograd.policy.packing import PackingRules
 from colograd.report.reading import RecordedRun
 from colograd.reporting.event_log import events_of
 from colograd.rollout.figures import FILE as FIGURES
 from colograd.rollout.partition import FILE as PARTITION
 from colograd.sharding import strategy_of
-from colograd.training.overlap import describe, shared_groups, why_not
+from colograd.training.overlap import describe, first_rows, shared_groups, why_not
 
 STEPS = 3
 # Else MKL's products depend, by their last bits, on where in memory a matrix begins.
@@ -219,6 +222,17 @@ def test_what_needs_the_whole_step_waits_and_says_so(changes: dict[str, Any], re
 @pytest.mark.parametrize("stage", ["compute_loss", "compute_advantages"])
 def test_stages_of_ones_own_wait(stage: str) -> None:
     assert f"a {stage} of your own" in why({}, lambda name: name == stage)
+
+
+def test_a_recorded_partition_is_for_ranks_that_step_by_themselves() -> None:
+    """A run without `sequence_parallel_size` may have recorded different rows for ranks that share them out now."""
+    (scored, *_), cpu = row_cases.make_groups(), torch.device("cpu")
+    alone = PackingRules(100, False, False, True, False, False, 0.0, cpu)
+    recorded = ((((scored.group.position, tuple(range(len(scored.group.rollouts)))),),),)
+    assert len(first_rows([scored], None, recorded, alone).rows) == 1
+    for change in ({"ranks_per_row": 2}, {"equal_counts": True}):
+        found = first_rows([scored], None, recorded, dataclasses.replace(alone, **change))
+        assert found.rest == [scored] and not found.rows
 
 
 def test_off_is_the_default_and_yaml_s_bare_off_is_it_too(tmp_path: Path) -> None:
