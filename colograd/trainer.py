@@ -188,7 +188,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)
-        if not args.on_cpu or args.bf16 or args.torch_compile:  # else the rows were proved as they will run
+        # Else the rows were proved as they will run.
+        if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
             with self.compute_loss_context_manager():
                 self.learner.prove_rows(task.seen)
             self.policy = self.learner.policy

@@ -236,14 +236,20 @@ def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
 
 
 def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
-    """The groups as micro-batches."""
+    """The groups as micro-batches; ranks that compute each row together have the first one's. A collective."""
     import torch
 
     from ..batch import ScoredGroup
+    from ..parallel.ranks import gather
     from ..policy.packing import pack
 
+    layout = trainer.args.layout
+    scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
+    if layout.ranks_per_row > 1:
+        first = layout.row_group[0]
+        scored = gather([one.for_training() for one in scored] if layout.rank == first else [])[first]
     return pack(
-        [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups],
+        scored,
         trainer.learner.rules.max_tokens or 4096,
         mask_truncated=False,
         device=trainer.args.device,

@@ -190,6 +190,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
+    from ..config.sharding import TENSOR, check_beside_sequences
+
     counts = {
         "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
         "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
@@ -210,6 +212,13 @@ def _check(options: argparse.Namespace) -> None:
             f"--sequence-parallel is {options.sequence_parallel_size}, but must divide --gpus ({options.gpus}): choose "
             f"one of {', '.join(divisors)}."
         )
+    parts = options.vllm_tensor_parallel_size if getattr(options, "sharding", "none") in TENSOR else 1
+    if options.gpus % (options.sequence_parallel_size * parts):
+        raise ValueError(
+            f"--sequence-parallel is {options.sequence_parallel_size}, but it times --tensor-parallel ({parts}) must "
+            f"divide --gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose others."
+        )
+    check_beside_sequences(options)
     if options.bits and not options.lora_r:
         raise ValueError(
             f"--bits is {options.bits}, but only an adapter is trained on a quantised base: give --lora-rank (16, say)."
@@ -237,7 +246,8 @@ def described(options: argparse.Namespace) -> RunDescription:
     from ..engine.arguments import check_parts
     from ..memory.description import Devices, Workload, describe_run
     from ..policy.outline import outline, to_pack, with_adapter
-    from ..policy.supported import check_planned
+    from ..policy.row_proof import obstacle
+    from ..policy.supported import check_planned, check_shared_rows
 
     per_engine = options.vllm_tensor_parallel_size
     model = outline(options.model_name_or_path, getattr(torch, options.dtype), options.trust_remote_code)
@@ -245,6 +255,7 @@ def described(options: argparse.Namespace) -> RunDescription:
     _keep_to_context(options, model.config)
     settings = _quantization(options, model.config)
     check_planned(model.config, per_engine)
+    check_shared_rows(model, options.sequence_parallel_size, obstacle(model))
     if note := _of_experts(model, options):
         options.notes["experts"] = note
     packed, reference = to_pack(model, settings), 0

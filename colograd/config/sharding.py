@@ -152,6 +152,26 @@ NOT_IN_SEQUENCES = ("torch_compile", "router_replay", "teacher_model_name_or_pat
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 
+def check_beside_sequences(settings: Any) -> None:
+    """Raise a ValueError if ranks are to share out a row's tokens beside a setting that they can't have.
+
+    Args:
+        settings: a `GRPOConfig`, or the options of `colograd plan`, which have some of its fields.
+    """
+    size = settings.sequence_parallel_size
+    if size > 1 and getattr(settings, "sharding", "none") == "fsdp":
+        raise ValueError(
+            f"sequence_parallel_size is {size} and sharding is 'fsdp', which don't go together in this version: "
+            "set sharding: gradients, or tensor+gradients for a policy that no rank has room for."
+        )
+    names = [name for name in NOT_IN_SEQUENCES if getattr(settings, name, False)]
+    if size > 1 and names:
+        raise ValueError(
+            f"sequence_parallel_size is {size} and {names[0]} is {getattr(settings, names[0])}, which isn't available "
+            f"where ranks share out a row's tokens in this version: remove {names[0]}, or sequence_parallel_size."
+        )
+
+
 @dataclass
 class ShardingKnobs(TrainingArguments):
     """Sharding."""
@@ -225,8 +245,8 @@ class ShardingKnobs(TrainingArguments):
             )
         if self.parallelism_config is not None:
             raise ValueError(
-                "parallelism_config is set, but ranks hold full copies of the policy and train whole sequences: remove "
-                "it."
+                "parallelism_config is set, but accelerate shards nothing here: remove it, and set sharding, "
+                "vllm_tensor_parallel_size or sequence_parallel_size."
             )
         if self.offload_gradients and self.sharding == "fsdp":
             raise ValueError(
@@ -264,16 +284,7 @@ class ShardingKnobs(TrainingArguments):
                     f"sequence_parallel_size is {size}, but it{of_parts} must divide {where}, {ranks}: choose one of "
                     f"{', '.join(able)}."
                 )
-        if self.sharding == "fsdp":
-            raise ValueError(
-                f"sequence_parallel_size is {size} and sharding is 'fsdp', which don't go together in this version: "
-                "set sharding: gradients, or tensor+gradients for a policy that no rank has room for."
-            )
-        if names := [name for name in NOT_IN_SEQUENCES if getattr(self, name)]:
-            raise ValueError(
-                f"sequence_parallel_size is {size} and {names[0]} is {getattr(self, names[0])}, which isn't available "
-                f"where ranks share out a row's tokens in this version: remove {names[0]}, or sequence_parallel_size."
-            )
+        check_beside_sequences(self)
 
     def resolve_sharding(self, strategy: str) -> None:
         """Resolve ``auto``, once the policy and the prompts are known."""

@@ -41,7 +41,7 @@ def with_step_entropy(
         timed: is entered once around all of those forwards, if there are any.
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
-    if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows))) > 1:
+    if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
             micro_batches = map(PolicyForward.prepare, step.rows)
             own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])

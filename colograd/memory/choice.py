@@ -90,7 +90,7 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
     Args:
         able: values that the model supports, sparsest first; the last one is the fallback.
     """
-    tokens = run.tokens or max(BUSY_TOKENS, run.length)
+    tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
 
     def leaves_room(every: int) -> bool:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
@@ -127,7 +127,8 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield "offload_optimizer: sampling"
     if on_gpu and run.can_stream and not run.streams and fit(streams=True):
         yield f"offload_optimizer: stream ({gib(run.sizes.optimizer // ranks)} GiB each way over the bus per step)"
-    if on_gpu and run.can_stream and not run.offloads_gradients and strategy != "fsdp":
+    goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
+    if on_gpu and run.can_stream and not run.offloads_gradients and goes_to_host:
         moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
         if fit(offloads_gradients=True):
             yield f"offload_gradients: true ({moved})"
@@ -161,8 +162,8 @@ def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
     """How many ranks could share out a row's tokens, beyond those that do."""
     parts = run.ranks_per_engine if strategy in TENSOR else 1
     able = range(run.ranks_per_sequence + 1, run.devices.ranks + 1)
-    possible = strategy != "fsdp" and run.tower is None
-    return [size for size in able if run.devices.ranks % (size * parts) == 0] if possible else []
+    possible = strategy != "fsdp" and run.can_share_rows
+    return [size for size in able if run.devices.takes_rows_of(size * parts)] if possible else []
 
 
 def adapter_elements(shape: Shape, rank: int) -> int:

@@ -13,12 +13,13 @@ import torch
 
 from ..config.engine import NOT_IN_PARTS
 from ..config.policy import resolve_optimizer
-from ..config.sharding import TENSOR
+from ..config.sharding import NOT_IN_SEQUENCES, TENSOR
 from ..engine.arguments import MOST_SEQUENCES, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.dropout import largest_dropout
 from ..policy.lora import is_adapted
-from ..policy.supported import can_be_cut
+from ..policy.row_proof import obstacle
+from ..policy.supported import can_be_cut, why_rows_stay_whole
 from ..runtime import process
 from ..sharding.selection import STRATEGIES as CLASSES
 from .policy_sizes import PolicySizes
@@ -40,6 +41,11 @@ class Devices:
     available: int  # bytes, on the fullest device, before a rank allocates anything
     name: str = "a GPU"
     on_gpu: bool = True
+    ranks_per_node: int = 0  # 0: all of them
+
+    def takes_rows_of(self, ranks: int) -> bool:
+        """Whether so many ranks can train each row together."""
+        return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class RunDescription:
     strategies: tuple[str, ...] = STRATEGIES  # of sharding that the run may use
     samples: bool = True  # False: there is no engine
     ranks_per_sequence: int = 1  # that share out a row's tokens
+    can_share_rows: bool = False  # the model and the settings let ranks do so
     tower: Tower | None = None
 
     @property
@@ -182,22 +189,28 @@ def describe_run(
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
-        strategies=_strategies(settings, model, devices.ranks),
-        ranks_per_sequence=getattr(settings, "sequence_parallel_size", 1),
+        strategies=_strategies(settings, model, devices),
+        ranks_per_sequence=settings.sequence_parallel_size,
+        can_share_rows=work.shares_prompts and _can_share_rows(settings, model),
         tower=Tower.of(model),
     )
 
 
-def _strategies(settings: Any, model: Any, ranks: int) -> tuple[str, ...]:
+def _can_share_rows(settings: Any, model: Any) -> bool:
+    refused = any(getattr(settings, name, False) for name in NOT_IN_SEQUENCES)
+    return not (refused or why_rows_stay_whole(model, obstacle(model)))
+
+
+def _strategies(settings: Any, model: Any, devices: Devices) -> tuple[str, ...]:
     """Those that the run may use."""
     whole, weights = not is_adapted(model), settings.weights
-    size = getattr(settings, "sequence_parallel_size", 1)
+    size = settings.sequence_parallel_size
     found = {*WHOLE}
     if whole and not settings.offload_gradients and weights in ("auto", "gathered") and size == 1:
         found.add("fsdp")
     refused = any(getattr(settings, name, False) for name in NOT_IN_PARTS) or largest_dropout(model)
     in_parts = settings.vllm_tensor_parallel_size > 1 and whole and weights in ("auto", "shared")
-    in_parts = in_parts and ranks % (size * settings.vllm_tensor_parallel_size) == 0
+    in_parts = in_parts and devices.takes_rows_of(size * settings.vllm_tensor_parallel_size)
     if in_parts and not refused and can_be_cut(model.config) and engine_dtype(settings, model.dtype) == model.dtype:
         found |= {*TENSOR} if getattr(settings, "vllm_model_impl", "auto") != "transformers" else set()
     return tuple(strategy for strategy in ORDER if strategy in found)
@@ -215,4 +228,4 @@ def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
         name = "cpu" if sharing == 1 else f"cpu, shared by {sharing} ranks"
         total = memory.total // sharing
         available = min(memory.total, memory.available + loaded * sharing) // sharing
-    return Devices(world_size(), total, min(gather(available)), name, on_gpu)
+    return Devices(world_size(), total, min(gather(available)), name, on_gpu, process.local_world_size())

@@ -133,11 +133,11 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
-    own_tokens = -(-tokens // run.ranks_per_sequence)  # in attention all of them for as small a part of the heads
+    own_tokens = -(-tokens // run.ranks_per_sequence)
     trains_head = run.sizes.largest >= run.shape.vocabulary * run.shape.hidden
     adapted = 2 * run.sizes.trained < run.sizes.elements  # else most parameters are trained
     cut = run.ranks_per_engine if strategy in TENSOR else 1
-    sizes = run.shape.split(cut), own_tokens, itemsize, run.checkpointing
+    sizes = run.shape.split(cut).on_row_ranks(run.ranks_per_sequence), own_tokens, itemsize, run.checkpointing
     trained = Trained(trains_head, adapted)
     on_host = OnHost(run.offloads_activations and devices.on_gpu, _on_way(run, strategy))
     activations = activation_bytes(*sizes, device, copied, trained, on_host)

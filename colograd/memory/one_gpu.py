@@ -60,6 +60,7 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
     for name, changes in WAYS.items():
         changed = dataclasses.replace(run, **changes)
         able = run.can_stream or not (changes.keys() & {"streams", "offloads_gradients"})
+        able = able and not (run.ranks_per_sequence > 1 and changes.keys() & {"offloads_gradients"})
         if able and changed not in seen:
             seen.append(changed)
             plan = best_plan(changed, strategy)
@@ -68,7 +69,8 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 def host_bytes(run: RunDescription, tokens: int) -> int:
     """What a rank keeps in page-locked host memory, in micro-batches of ``tokens``."""
-    inputs = again(run.shape, run.checkpointing) * tokens * run.shape.hidden * run.sizes.itemsize
+    own = -(-tokens // run.ranks_per_sequence)
+    inputs = again(run.shape, run.checkpointing) * own * run.shape.hidden * run.sizes.itemsize
     optimizer, gradients = run.sizes.optimizer * run.streams, run.sizes.gradients * run.offloads_gradients
     return optimizer + gradients + inputs * run.offloads_activations
 
@@ -105,7 +107,8 @@ def bus_bytes(run: RunDescription, tokens: int) -> Bus:
     sizes, lengths, shape = run.sizes, run.lengths, run.shape
     prompts = -(-run.sequences // lengths.group)
     whole = run.sequences * lengths.completion + prompts * lengths.prompt
-    passes, to_gpu, to_host = max(1, -(-whole // max(tokens, 1))), 0, 0
+    own = max(1, -(-tokens // run.ranks_per_sequence))  # of each row
+    passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
     if run.streams:
         to_gpu, to_host = sizes.optimizer, sizes.optimizer
     if run.offloads_gradients:

@@ -82,6 +82,17 @@ class Shape:
             vocabulary=-(-self.vocabulary // ranks),
         )
 
+    def on_row_ranks(self, ranks: int) -> Shape:
+        """The shape per token of their own of ``ranks`` that share out a row's tokens: in attention each has all tokens
+        for some heads, and where they don't divide those of keys and values, more than its share of these."""
+        heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
+        if heads % ranks == 0 and keys % ranks == 0:
+            return self
+        if heads % ranks == 0 and ranks % keys == 0:  # one on each
+            return replace(self, keys=ranks * self.head)
+        filled = -(-heads // ranks) * ranks * self.head
+        return replace(self, queries=filled, keys=filled)
+
 
 def _window(model_config: Any) -> int:
     """The largest sliding window of a model's layers; 0 without one."""

@@ -62,6 +62,7 @@ def measure(
     shape: tuple[int, int, int],
     rules: PackingRules,
     pending_bytes: int,
+    ranks_per_sequence: int = 1,
 ) -> tuple[int, int]:
     """The least safe budget of all ranks' GPUs, and the bytes that it takes. A collective.
 
@@ -70,6 +71,7 @@ def measure(
         clean: frees activations and gradients.
         shape: tokens of the longest prompt and of the longest completion, and completions per group.
         pending_bytes: of the optimizer's state, if it isn't allocated yet.
+        ranks_per_sequence: that share out a row's tokens, of which each is to have enough.
     """
     device = rules.device
     prompt, completion, count = shape
@@ -93,7 +95,7 @@ def measure(
 
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
-    return fill(peak, int(SHARE * min(gather(free))), max(LARGEST, prompt + completion))
+    return fill(peak, int(SHARE * min(gather(free))), max(LARGEST * ranks_per_sequence, prompt + completion))
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:

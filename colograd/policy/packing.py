@@ -68,8 +68,9 @@ def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[Packe
     """One step's rows on this rank. A collective; with ``equal_counts`` short ranks add dummies."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:
-        rows += (dummy(rules.device),) * (max(gather(len(rows))) - len(rows))
+    if rules.equal_counts:  # with a token for each rank of a row: without any, experts would get no gradient there
+        filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
+        rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
 
 

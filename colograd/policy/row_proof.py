@@ -50,7 +50,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
 
 def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[ModelInput]) -> str:
     own = _own_attention(model)
-    why = why or _obstacle(model)
+    why = why or obstacle(model)
     if not why:
         recurrent.make_segmented(model)
         images.set_attention(model, attention.NAME)
@@ -74,7 +74,7 @@ def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[Mod
     return why
 
 
-def _obstacle(model: Any) -> str:
+def obstacle(model: Any) -> str:
     """Why the architecture can't take packed rows, by a look at its configuration; empty: it may."""
     config, has_states = model.config.get_text_config(), any(recurrent.mixers_of(model))
     if not (has_states or getattr(model, "_supports_attention_backend", False)):

@@ -52,6 +52,7 @@ def strategy_name(config: GRPOConfig) -> str:
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
     if config.sequence_parallel_size > 1:
+        assert not config.offloads_gradients
         return OF_ROWS[strategy_name(config)]
     return (ON_HOST if config.offloads_gradients else STRATEGIES)[strategy_name(config)]
 

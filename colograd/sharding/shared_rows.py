@@ -62,11 +62,12 @@ class SharedRows(ShardingStrategy):
         self._around(model)
 
     def _around(self, model: torch.nn.Module) -> None:
-        model.around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
+        # Below an adapter's wrapper, which finds it there, as the rows' proof runs the model itself.
+        unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
 
     def close(self) -> None:
         super().close()
-        del self.model.around_forward
+        del unwrap(self.model).around_forward
 
     @contextmanager
     def agree(self, what: str) -> Iterator[None]:
@@ -112,10 +113,28 @@ class SharedTokens(SharedRows):
         super().close()
         whole_rows(unwrap(self.model))
 
+    def _goes_alike(self, loss: torch.Tensor) -> bool:
+        """Whether the row's ranks reach the same parameters: an expert may have no token of one's part. Amid the
+        backward a rank that waits for the others' bucket would keep from them the exchange of heads that they wait for.
+        A collective of the row."""
+        return len({*self.row.gather(_unreached(loss, self.model))}) == 1
+
     def describe(self) -> str:
         size = self._groups.sequence.size
         rows = f"sequences: {size} ranks share out each row's tokens, and exchange heads in attention"
         return "; ".join(filter(None, (rows, super().describe())))  # type: ignore[safe-super]
+
+
+def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
+    """Which of the trained parameters, in their order, are nowhere in a loss's graph."""
+    nodes, seen, reached = [loss.grad_fn], set(), set()
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in seen:
+            seen.add(node)
+            reached.add(id(getattr(node, "variable", None)))
+            nodes += [before for before, _ in node.next_functions]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return tuple(index for index, parameter in enumerate(trained) if id(parameter) not in reached)
 
 
 class RowsOfWholeCopies(SharedTokens, WholeCopies):

@@ -99,6 +99,7 @@ class SharedGradients(SharedOptimizer):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self._next = len(self.buckets)  # bucket to reduce: outside of a backward none
+        self._amid = True  # whether the present backward's are reduced amid it
         self._missing: list[int] = []  # gradients of each bucket that this backward hasn't made yet
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
@@ -116,7 +117,7 @@ class SharedGradients(SharedOptimizer):
     def backward(self, loss: torch.Tensor) -> None:
         """A collective. Should it fail on this rank, the others' exchanges are still answered, with zeros."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._next = 0
+        self._next, self._amid = 0, self._goes_alike(loss)
         try:
             loss.backward()
         except BaseException as error:
@@ -129,9 +130,13 @@ class SharedGradients(SharedOptimizer):
                 self._reduce_next()
             self._finish()
 
+    def _goes_alike(self, loss: torch.Tensor) -> bool:
+        """Whether buckets may be reduced amid this backward; if not, they are when it has ended."""
+        return True
+
     def _made(self, index: int) -> None:
         """A gradient of bucket ``index`` is there. Buckets go in their order, which is the same on all ranks."""
-        if self._next == len(self.buckets):
+        if not self._amid or self._next == len(self.buckets):
             return
         self._missing[index] -= 1
         while self._next < len(self.buckets) and not self._missing[self._next]:

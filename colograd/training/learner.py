@@ -314,7 +314,8 @@ class Learner:
             pending = token_budget.optimizer_bytes(self.model, self.hooks.optimizer, config.optim, self.sharding.parts)
             pending = device_bytes(pending) if config.streams_optimizer else pending
             self.model.train()
-            tokens, size = token_budget.measure(train, self._free_gradients, shape, self.rules, pending)
+            given = shape, self.rules, pending, config.sequence_parallel_size
+            tokens, size = token_budget.measure(train, self._free_gradients, *given)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
         self.memory = self.memory.with_measured(tokens, size)
         self.console.say(

@@ -383,6 +383,10 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
             ["--sequence-parallel", "3"],
             "--sequence-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8.",
         ),
+        (
+            ["--sequence-parallel", "2", "--offload-gradients"],
+            "sequence_parallel_size is 2 and offload_gradients is True, which isn't available where ranks share out",
+        ),
         (["--tensor-parallel", "3"], "--tensor-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8."),
         (
             ["--tensor-parallel", "8"],

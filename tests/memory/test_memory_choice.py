@@ -20,6 +20,7 @@ from colograd.memory.choice import (
 )
 from colograd.memory.description import PLANNED_TOKENS, STRATEGIES
 from colograd.memory.estimate import estimate
+from colograd.memory.one_gpu import ways
 from colograd.memory.shape import Lengths
 from colograd.memory.table import GIB, PHASES
 
@@ -174,6 +175,26 @@ def test_each_remedy_is_tried(qwen: Path) -> None:
     assert not fits(kept, "optimizer") and "gradient_checkpointing: true" in remedies(kept, "optimizer")
     tiny = large.run(qwen, total=GIB, available=GIB)
     assert remedies(tiny, "fsdp").startswith("no single change")
+
+
+def test_rows_are_shared_out_where_the_run_can_and_by_as_many_ranks_as_a_machine_has(qwen: Path) -> None:
+    long = large.run(qwen, length=2**18, lengths=Lengths(2**10, 2**18 - 2**10, 8), ranks=16, can_stream=True)
+    assert "sequence_parallel_size" not in remedies(long, "gradients"), "the model or the settings don't let it"
+    able = large.changed(long, can_share_rows=True)
+    size = int(remedies(able, "gradients").partition("sequence_parallel_size: ")[2].split()[0])
+    assert not fits(able, "gradients") and fits(large.changed(able, ranks_per_sequence=size), "gradients")
+    assert "sequence_parallel_size" not in remedies(large.changed(able, ranks_per_node=size // 2), "gradients")
+    shared = large.changed(able, ranks_per_sequence=2)
+    assert "offload_gradients" not in remedies(shared, "gradients")
+    assert not any("gradients" in way.name for way in ways(shared, "gradients"))
+
+
+def test_key_value_heads_that_ranks_don_t_divide_are_on_each_that_needs_them(qwen: Path) -> None:
+    shape = large.run(qwen).shape  # 28 heads, 4 of keys and values
+    heads = {ranks: shape.on_row_ranks(ranks) for ranks in (1, 2, 4, 8, 14, 28)}
+    of_keys = {ranks: found.keys // shape.head for ranks, found in heads.items()}
+    assert of_keys == {1: 4, 2: 4, 4: 4, 8: 32, 14: 28, 28: 28}
+    assert heads[8].queries // shape.head == 32 and heads[28].queries == shape.queries
 
 
 def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path) -> None:

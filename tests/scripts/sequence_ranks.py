@@ -1,6 +1,6 @@
 """Rows whose tokens ranks share out, against whole rows: log-probabilities, entropies, losses of routers, gradients.
 
-Started by tests/policy/test_sequence_parallel.py.
+Started by tests/sharding/test_shared_rows.py.
 
     torchrun --nproc-per-node S sequence_ranks.py OUT_DIR [CASE ...]
 
@@ -9,6 +9,7 @@ Each rank computes the step's rows whole, and then its tokens of them; gradients
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -37,6 +38,9 @@ from colograd.policy.packing import dummy, plan_rows
 from colograd.policy.routing import tells_routing
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.sequence_parallel import RowGroups, share_rows, whole_rows
+from colograd.sharding import zero
+from colograd.sharding.buckets import buckets_of
+from colograd.sharding.shared_rows import RowsOfSharedGradients
 
 CPU = torch.device("cpu")
 
@@ -163,6 +167,38 @@ def compare(name: str, groups: RowGroups) -> dict[str, float]:
     }
 
 
+class SomeExperts(torch.nn.Module):
+    """Of two experts the second has a token on some ranks alone."""
+
+    def __init__(self, first: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([first, copy.deepcopy(first)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return sum(expert(hidden) for expert in self.experts[: 1 + rank() % 2])  # type: ignore[return-value]
+
+
+def experts_without_tokens(groups: RowGroups) -> list[float]:
+    """How far the gradients that ZeRO-2 has summed, a parameter per bucket, are off those of whole backwards."""
+    model = make(CASES["llama"]).eval()
+    assert choose_rows(model) == ""
+    for layer in model.model.layers:
+        layer.mlp = SomeExperts(layer.mlp)
+    share_rows(model, groups)
+    batch = PolicyForward.prepare(rows_of("llama")[0])
+    policy_logprobs(model, batch, 1.0)[0].sum().backward()
+    expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    for gradient in expected.values():
+        dist.all_reduce(gradient)
+    model.zero_grad(set_to_none=True)
+    zero.buckets_of = functools.partial(buckets_of, elements=1)
+    sharding = RowsOfSharedGradients(model)
+    sharding.backward(policy_logprobs(model, batch, 1.0)[0].sum())
+    off = [float((piece.part.grad - piece.of(expected[piece.name])).abs().max()) for piece in sharding.owned()]
+    sharding.close()
+    return [max(off), float(len(sharding.buckets))]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -171,7 +207,7 @@ def main() -> None:
     groups = RowGroups.of(layout, None)
     found = {name: compare(name, groups) for name in sys.argv[2:] or CASES}
     alike = len({*map(str, gather([entry["forward"] for entry in found.values()]))}) == 1
-    result = {"cases": found, "alike": alike, "held": held(groups)}
+    result = {"cases": found, "alike": alike, "held": held(groups), "experts": experts_without_tokens(groups)}
     Path(sys.argv[1], f"rank{rank()}-of-{size}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

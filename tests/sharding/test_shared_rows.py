@@ -32,6 +32,8 @@ def test_rows_in_parts_have_the_log_probabilities_and_gradients_of_whole_rows(
     assert all(rank["alike"] for rank in found), "every rank computes the same loss, to the last bit"
     for whole, part in (rank["held"] for rank in found):
         assert part < 1.1 * whole / ranks, "of activations a rank keeps its share"
+    for off, buckets in (rank["experts"] for rank in found):
+        assert off < 1e-5 and buckets > 10, "with sharding: gradients, where a rank has no token for an expert"
     for name, case in found[0]["cases"].items():
         assert 0 <= case["forward"] < 1e-5 and case["gradient"] < 1e-5, name
         labels = [rank["cases"][name]["labels"] for rank in found]
