@@ -214,8 +214,9 @@ information. TRL's deprecation warnings have no counterpart: old names are read,
 other lengths); `torch_compile_mode` takes modes without CUDA graphs. `use_liger_kernel` means the kernels of layers, as
 in TRL 1.16; Liger's losses are an error ([performance.md](performance.md#compiled-layers-and-ligers-kernels)).
 
-`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size` and `parallelism_config` aren't available in this version:
-each is an error at start that says so. So are datasets with a
+`fsdp` (set `sharding: fsdp`), `parallelism_config` (set `sharding`, `vllm_tensor_parallel_size` or
+`sequence_parallel_size`), `fp16` and `auto_find_batch_size` aren't available in this version: each is an error at start
+that says so. So are datasets with a
 transform (`with_transform`): apply it with `map`. `deepspeed` means the sharding strategy that does the same
 ([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
 

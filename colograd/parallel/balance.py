@@ -95,7 +95,11 @@ def balance(
     ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:
     """The groups that this rank trains, and how many of them others sampled than its engine and those of its team. A
-    collective."""
+    collective.
+
+    Args:
+        between_engines: also move groups from slow teams to fast ones; a team's own engines share theirs anyway.
+    """
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]

@@ -16,7 +16,7 @@ from .layout import RankLayout
 from .ranks import time_limit
 
 T = TypeVar("T")
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has a new name
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has a new name
 Box = tuple[tuple[int, int], ...]  # of each dimension the first element and the last + 1
 
 
@@ -142,7 +142,7 @@ class RankGroup:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every one's (n, ...), one behind the other: (size * n, ...)."""
         found = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
-        _all_gather(found, tensor.contiguous(), group=self.group)
+        all_gather(found, tensor.contiguous(), group=self.group)
         self.exchanged[0] += 1
         return found
 
@@ -160,17 +160,20 @@ class RankGroup:
         return tensor
 
 
-def group_of(layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False) -> RankGroup:
+def group_of(
+    layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
+) -> RankGroup:
     """This rank's group, if ``ranks_of`` says of a rank which ranks are in its group. A collective: every rank makes
     every group, in the same order.
 
     Args:
         meets: the ranks will ask whether they meet.
+        exchanges: on their devices, too; if not, they have the host's group alone.
     """
     world = range(layout.world_size)
     every = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in every)
-    made = {ranks: dist.new_group([*ranks], time_limit()) for ranks in groups}
+    made = {ranks: dist.new_group([*ranks], time_limit()) for ranks in groups if exchanges}
     hosts = {ranks: dist.new_group([*ranks], time_limit(), backend="gloo") for ranks in groups if meets}
     mine = tuple(ranks_of(layout))
-    return RankGroup(mine, mine.index(layout.rank), made[mine], hosts.get(mine))
+    return RankGroup(mine, mine.index(layout.rank), (made if exchanges else hosts)[mine], hosts.get(mine))

@@ -109,15 +109,12 @@ class PolicyForward:
 
     def _states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
         model = unwrap(self.model)
-        micro_batch, part = sequence_parallel.cut(model, micro_batch)
-        hidden = hidden_states(model, micro_batch, part)[0].index_select(0, micro_batch.logit_positions)
-        hidden = hidden.to(TeacherHead.of(model).dtype(hidden.device))
-        return (hidden if part is None else part.gather(hidden),)
+        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
+        return (hidden.to(TeacherHead.of(model).dtype(hidden.device)),)
 
     def _top(self, k: int, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
         model = unwrap(self.model)
-        micro_batch, part = sequence_parallel.cut(model, micro_batch)
-        hidden = hidden_states(model, micro_batch, part)[0].index_select(0, micro_batch.logit_positions)
+        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
         head = model.get_output_embeddings()
         kept = None if micro_batch.kept is None else Kept(micro_batch.kept, hidden.device)
 
@@ -128,7 +125,7 @@ class PolicyForward:
 
         with calls(head, top):
             found: torch.Tensor = head(hidden)
-        return (found if part is None else part.gather(found),)
+        return (found,)
 
     def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         model = unwrap(self.model)
@@ -186,16 +183,16 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def hidden_states(model: Any, micro_batch: MicroBatch, part: RowPart | None = None) -> torch.Tensor:
-    """A packed row's last hidden states, (1, T, hidden), or those of this rank's ``part`` of its tokens; a model
-    without packed attention runs its sequences padded."""
-    return _states_and_routers(model, micro_batch, part)[0]
+def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """A packed row's last hidden states, (1, T, hidden); a model without packed attention runs its sequences padded."""
+    return _states_and_routers(model, micro_batch)[0]
 
 
 def _states_and_routers(
     model: Any, micro_batch: MicroBatch, part: RowPart | None = None, **asked: Any
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """`hidden_states`, and of each layer with experts its router's logits (T, E), where ``asked`` has them returned."""
+    """`hidden_states`, or those of this rank's ``part`` of the tokens; and of each layer with experts its router's
+    logits (T, E), where ``asked`` has them returned."""
     if part is not None:
         asked["row_part"] = part
     sees = micro_batch.images is not None or images.in_each_forward(model)

@@ -52,7 +52,7 @@ class RowGroups:
         sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
         if engine is None:
             return cls(sequence, sequence)
-        row = group_of(layout, lambda rank: rank.row_group, meets=True)
+        row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
         counted = engine.exchanged  # of a row's exchanges, whichever of its ranks are in them
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
@@ -113,10 +113,10 @@ class RowPart:
         return slice(start, start + self.tokens[self.group.place])
 
     def cut(self, row: MicroBatch) -> MicroBatch:
-        """The row with this rank's tokens and labels in all that a forward reads. Its layout stays the whole row's."""
+        """The row with this rank's tokens and labels in all that a forward reads. Its layout stays the whole row's.
+        (No teacher, and no experts to replay: such runs are refused.)"""
         tokens, own = self.range, self.own
         kept = None if row.kept is None else row.kept.of(self.own_on_host)
-        states, top = (None if x is None else x.index_select(0, own.to(x.device)) for x in _of_teacher(row))
         return dataclasses.replace(
             row,
             input_ids=row.input_ids[:, tokens],
@@ -124,9 +124,6 @@ class RowPart:
             logit_positions=row.logit_positions.index_select(0, own) - tokens.start,
             labels=row.labels.index_select(0, own),
             kept=kept,
-            teacher_states=states,
-            teacher_top=top,
-            experts=None if row.experts is None else row.experts[tokens],
         )
 
     def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
@@ -188,10 +185,6 @@ def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
     positions = row.logit_positions.cpu() if row.host_positions is None else row.host_positions
     part = RowPart.of(groups.sequence, row.layout.num_tokens, positions, row.input_ids.device)
     return part.cut(row), part
-
-
-def _of_teacher(row: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return row.teacher_states, row.teacher_top
 
 
 def _divisible(

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ..parallel.ranks import world_size
+from ..parallel.shards import all_gather
 from ..policy.images import keep_gradients_out, tower_layers
 from ..policy.layers import decoder_layers
 from ..runtime.page_locked import host_empty
-from .buckets import all_gather, reduce_scatter
+from .buckets import reduce_scatter
 
 
 class Exchange(NamedTuple):

@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
+from ..parallel.shards import all_gather
 from .strategy import Owned
 
 # Elements of a bucket; a larger parameter has one of its own. 64 MiB of float32 gradients keep a link busy.
 ELEMENTS = 2**24
 
-# torch 2.13 has new names for both.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13's new name
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
 from ..parallel.ranks import rank, world_size
-from .buckets import all_gather
+from ..parallel.shards import all_gather
 
 # Elements that are whole at once; a row of all ranks that is larger is by itself. A decoder block has more.
 ELEMENTS = 2**24

@@ -54,12 +54,13 @@ class TensorStrategy(SharedRows):
     def describe(self) -> str:
         own = sum(parameter.numel() for parameter in self.model.parameters())
         size, data = self.cut.engine.size, self.cut.data.size
+        parallel = "tensor parallel" if self.row.size == size else f"tensor parallel among {size} of them"
         shared = f"; {self.state_of} in {data} parts" if self.state_of and data > 1 else ""
         whole = self.cut.elements
         return (
             f"sharding: the policy lies in the engine's layout, {own / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
-            f"parameters on this rank; {size} ranks train each row together (tensor parallel), gradients are summed "
-            f"over {data}{shared}"
+            f"parameters on this rank; {self.row.size} ranks train each row together ({parallel}), gradients are "
+            f"summed over {data}{shared}"
         )
 
     # -- a step

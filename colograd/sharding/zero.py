@@ -23,7 +23,7 @@ IN_FLIGHT = 2  # reductions at once: the next gradients are computed meanwhile, 
 class SharedOptimizer(SharedParts):
     """Stage 1: the optimizer's state is shared out. Gradients are whole until a step's last backward."""
 
-    shared_out = "optimizer state"
+    shared_out, exchanged = "optimizer state", "once per step"
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -34,10 +34,9 @@ class SharedOptimizer(SharedParts):
 
     def describe(self) -> str:
         elements = sum(sum(bucket.sizes) for bucket in self.buckets)
-        when = "in each backward" if self.meets_in_backward else "once per step"
         return (
             f"sharding: {self.shared_out} of {elements / 1e6:,.1f} M trained parameters in {self.parts} parts, one per "
-            f"rank; {len(self.buckets)} buckets, exchanged {when}"
+            f"rank; {len(self.buckets)} buckets, exchanged {self.exchanged}"
         )
 
     def _after_step(self) -> None:
@@ -94,7 +93,7 @@ class SharedOptimizer(SharedParts):
 class SharedGradients(SharedOptimizer):
     """Stage 2: gradients are shared out too. A bucket's are reduced, and freed, as soon as a backward has made them."""
 
-    meets_in_backward, shared_out = True, "optimizer state and gradients"
+    meets_in_backward, shared_out, exchanged = True, "optimizer state and gradients", "in each backward"
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)

@@ -23,7 +23,7 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
     """How a run's groups become micro-batches; a budget of 0 is still to be measured.
 
     Args:
-        equal_counts: ranks meet in each backward, and not only at the end of a step.
+        equal_counts: ranks meet in each forward or backward, and not only at the end of a step.
     """
     return PackingRules(
         max_tokens=config.token_budget,
@@ -46,7 +46,7 @@ class _Share(NamedTuple):
     sequences: int
     packed_tokens: int  # through the model in one forward
     micro_batches: int
-    moved_groups: int  # trained here and sampled by another engine
+    moved_groups: int  # trained here and sampled by no engine of the ranks that train each row together
     early_tokens: int  # of packed_tokens: trained before all ranks had sampled
 
 
