@@ -131,6 +131,15 @@ def test_bad_input_is_the_one_line_that_training_gives(
     assert not (recipe.parent / "out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.engine
+def test_ranks_that_share_rows_check_the_same_ones(recipe: Path) -> None:
+    given = ("doctor", "--config", recipe, "--sequence_parallel_size", 2)
+    done = launcher.run("colograd.commands.cli", *given, ranks=2, cwd=HELPERS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "all is well" in done.stdout
+
+
 def test_a_difference_is_judged_on_average_and_at_its_largest() -> None:
     def judged(*values: float) -> bool:
         return doctor._near("x", torch.tensor(values), 0.1, "Do this.").ok
