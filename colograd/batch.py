@@ -513,9 +513,7 @@ class MicroBatch:
     experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
     kept: KeptTokens | None = None  # of the labels, in host memory; every model's distribution is that over them
     images: Mapping[int, tuple[Images, ...]] | None = None  # by their segment, with places in it; None: there are none
-    ages: torch.Tensor | None = (
-        None  # (N,) float32, optimizer steps from the weights that sampled to the round's; None: 0
-    )
+    ages: torch.Tensor | None = None  # (N,) float32, optimizer steps from a token's weights to the round's; None: 0
     host_positions: torch.Tensor | None = None  # (N,) logit_positions in host memory, for ranks that share the row
 
     @property

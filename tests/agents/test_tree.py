@@ -69,7 +69,7 @@ def test_rewards_of_answers_add_to_the_advantages_of_their_tokens() -> None:
     other = made(([1], [5]), ([1, 5, 6], [7, 8]), turn_rewards=[0.0, 1.0])
     rewards = torch.tensor([[1.0], [0.0]])
     estimator = AdvantageEstimator("none", "sum_then_normalize", "mean", (1.0,))
-    found = with_turn_rewards(estimator.of_group(rewards), Group({}, (one, other), 0), estimator)
+    found = with_turn_rewards(estimator.of_group(rewards), Group({}, (one, other), 0), estimator, {})
     assert list(one.completion_ids) == [2, 3, 9, 4] and list(other.completion_ids) == [5, 6, 7, 8]
     assert found.tolist() == [1.0, 1.0, 0.5, 0.0, -1.0, -0.5, 0.0, 0.0]
     (row,) = pack([ScoredGroup(Group({}, (one, other), 0), rewards, found)], 100, False, CPU)
@@ -77,8 +77,8 @@ def test_rewards_of_answers_add_to_the_advantages_of_their_tokens() -> None:
     assert of_token == {2: 1.0, 3: 1.0, 9: 0.5, 4: 0.0, 5: -1.0, 6: -0.5, 7: 0.0, 8: 0.0}
     failed = made(([1], [5]), agent_failure="it fell")
     plain = estimator.of_group(rewards)
-    assert with_turn_rewards(plain, Group({}, (one, failed), 0), estimator) is plain
-    assert with_turn_rewards(plain, Group({}, (made(([1], [5])), made(([1], [6]))), 0), estimator) is plain
+    assert with_turn_rewards(plain, Group({}, (one, failed), 0), estimator, {}) is plain
+    assert with_turn_rewards(plain, Group({}, (made(([1], [5])), made(([1], [6]))), 0), estimator, {}) is plain
 
 
 @pytest.mark.parametrize("given", [[1.0], "ab", [1.0, math.nan], 3, [1.0, None]])
