@@ -23,12 +23,11 @@ ALL = (
 )  # fmt: skip
 # Of slow tests, which train for long, these alone.
 SLOW = (
-    "test_router_replay.py::", "test_tensor_parallel.py::test_a_mixture_of_experts_in_parts",
+    "test_router_replay.py::", "test_weights.py::", "test_tensor_parallel.py::test_a_mixture_of_experts_in_parts",
     "test_tensor_parallel.py::test_an_adapter_is_merged",
 )  # fmt: skip
 SMALL = (
     "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
-    "weights/test_weights_adapter.py::test_sampler_and_trainer_agree_with_an_adapter_that_does_something",
     "policy/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
 )
 # By the end of a test's name: why it says nothing with V2 in Triton's interpreter.

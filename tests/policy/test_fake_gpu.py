@@ -16,7 +16,7 @@ FIGURES = dict[str, Any]
 LAYERS = 4
 
 
-LONG = ("long_sequences_of_a_packed_base", "long_windows")  # take half a minute each
+LONG = ("long_sequences", "long_sequences_of_a_packed_base", "long_windows")  # take half a minute each
 
 
 def run(*names: str) -> dict[str, FIGURES]:
@@ -89,13 +89,10 @@ def check_long(case: FIGURES, calls: int, *others: str) -> None:
     check_plan(case)
 
 
-def test_sequences_of_131072_tokens_take_what_is_planned(cases: dict[str, FIGURES]) -> None:
-    """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
-    check_long(found(cases, "long_sequences"), 2)
-
-
 @pytest.mark.slow
-def test_so_do_those_of_packed_bases_and_of_layers_with_windows(long_cases: dict[str, FIGURES]) -> None:
+def test_sequences_of_131072_tokens_take_what_is_planned(long_cases: dict[str, FIGURES]) -> None:
+    """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
+    check_long(found(long_cases, "long_sequences"), 2)
     check_long(found(long_cases, "long_sequences_of_a_packed_base"), 2, "float32")
     check_long(found(long_cases, "long_windows"), 1)
 

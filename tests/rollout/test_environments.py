@@ -585,6 +585,7 @@ def test_only_text_is_shown() -> None:
 # -- two ranks
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_on_one_rank_costs_its_deadline_and_no_rank_hangs(tmp_path: Path) -> None:
     template = tmp_path / "tools.jinja"
     template.write_text(tiny.TOOL_TEMPLATE)

@@ -97,7 +97,7 @@ def test_bytes_through_collectives(ranks, count) -> None:
         assert found == pytest.approx(size * (parameters + layers), rel=0.05)
 
 
-@pytest.mark.parametrize(("wrote", "reads"), [(2, 4), (4, 1), (1, 2)])
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 4), (4, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_with_other_ranks_and_another_way(ranks, folders, tmp_path, wrote, reads) -> None:
     """The three steps after it leave the same bits, whoever wrote it; and each way reads what any other wrote."""
     (expected,) = ranks[1]

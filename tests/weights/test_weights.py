@@ -25,9 +25,10 @@ from colograd.weights import proof, sign_probe, state_dict_on_host, weight_sync
 from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights
 
-FAMILIES = [
-    ("llama", True), ("llama", False), ("qwen2", True), ("qwen2", False),
-    ("qwen3", True), ("qwen3", False), ("gemma3", True), ("gemma3", False),
+FAMILIES = [  # tied or not; half of them in the slow suite
+    ("llama", False), ("qwen2", True), ("qwen3", False), ("gemma3", True),
+    *(pytest.param(*of, marks=pytest.mark.slow)
+      for of in (("llama", True), ("qwen2", False), ("qwen3", True), ("gemma3", False))),
 ]  # fmt: skip
 GREEDY = Sampling(n=1, max_tokens=12, temperature=0.0, options={})
 
@@ -287,7 +288,9 @@ class TestProof:
             build(str(tiny_model), tmp_path)
 
     @pytest.mark.engine
-    @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+    @pytest.mark.parametrize(
+        "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "gemma3"))]
+    )
     def test_any_single_parameter_that_the_engine_has_a_copy_of_is_named(self, family, tmp_path) -> None:
         """Most are shown to be read all at once; of Gemma's norms, which multiply by 1 + weight, each by itself."""
         folder = tiny.make_model(tmp_path / "model", family, tied=family != "qwen2")
