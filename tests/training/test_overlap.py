@@ -122,7 +122,7 @@ def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_mod
     done = start(tiny_model, tmp_path, "kill")
     assert done.returncode and "Rank 0 ended without a word" in done.stderr, done.stderr[-3000:]
     run = tmp_path / "overlapped"
-    shutil.rmtree(run / "checkpoint-2")
+    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written beside the next step, and so perhaps cut
     done = start(tiny_model, tmp_path, "resume")
     assert done.returncode == 0, done.stderr[-3000:]
     second = run / "_journal" / "step-00000001"
