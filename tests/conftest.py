@@ -75,3 +75,19 @@ def vllm_imported() -> Iterator[None]:
 def _for_engines(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("engine"):
         request.getfixturevalue("vllm_imported")
+
+
+@pytest.fixture
+def scorer_of() -> Iterator[Any]:
+    """Makes a `Scorer` of reward functions, which is closed after the test."""
+    from colograd.rewards import Scorer, resolve_rewards
+
+    made: list[Any] = []
+
+    def make(*functions: Any, **settings: Any) -> Any:
+        made.append(Scorer(resolve_rewards(list(functions), None), **settings))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()

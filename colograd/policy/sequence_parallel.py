@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..parallel.shards import RankGroup, group_of
 from .exchanges import leave
 from .sending import to_device_async
 
+Send = Callable[[torch.Tensor], torch.Tensor]
 PACKED = "colograd_packed"  # the attention of packed rows, by its name: see `attention`
 
 
@@ -153,7 +155,7 @@ class RowPart:
         return q, k, v
 
     def _to_heads(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _ToHeads.apply(tokens, self)
+        found: torch.Tensor = _Exchange.apply(tokens, self.send_heads, self.send_tokens)
         return found
 
     def own_heads(self, sinks: torch.Tensor) -> torch.Tensor:
@@ -163,7 +165,7 @@ class RowPart:
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
         """(1, T, own heads, D) of all tokens -> (1, own tokens, heads, D) of all heads."""
-        found: torch.Tensor = _ToTokens.apply(output[0], self)
+        found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 
     def send_heads(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -204,32 +206,18 @@ def _divisible(
     return query, key.index_select(1, index), value.index_select(1, index)
 
 
-class _ToHeads(torch.autograd.Function):
-    """`RowPart.send_heads`. It moves each number once, so its inverse gives the gradient."""
+class _Exchange(torch.autograd.Function):
+    """A way to send what ranks have, each number once, so that the way back gives the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, part: RowPart) -> torch.Tensor:
-        ctx.part = part
-        return part.send_heads(tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.part.send_tokens(gradient), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """`RowPart.send_tokens`."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, part: RowPart) -> torch.Tensor:
-        ctx.part = part
-        return part.send_tokens(heads)
+    def forward(ctx: Any, tensor: torch.Tensor, there: Send, back: Send) -> torch.Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.part.send_heads(gradient), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -17,8 +17,8 @@ import torch
 from ..batch import Group, Rollout
 
 SESSION = "session"  # a rollout's column: an agent's answers
-LARGEST = torch.finfo(torch.float32).max
 JUDGED = "judged_turns"  # a rollout's column: by the function's name what it returned for each answer
+LARGEST = torch.finfo(torch.float32).max
 
 Turns = list[float] | None  # a completion's; None: one number is of all of it
 

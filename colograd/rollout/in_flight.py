@@ -64,16 +64,10 @@ class PartialCompletion:
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """The rollout of a whole completion, in the round at step ``version``."""
         assert self.finish_reason is not None
-        return Rollout(
-            input=prompt,
-            completion_ids=self.ids,
-            sampler_logprobs=torch.frombuffer(self.logprobs, dtype=torch.float32),
-            sampled=torch.ones(len(self.ids), dtype=torch.bool),
-            finish_reason=self.finish_reason,
-            policy_version=version,
-            kept=self.kept,
-            spans=() if all(span.version == version for span in self.spans) else self.spans,
-        )
+        whole = Sampled(self.ids, self.logprobs, self.finish_reason, kept=self.kept).rollout(prompt, version)
+        if all(span.version == version for span in self.spans):
+            return whole
+        return dataclasses.replace(whole, spans=self.spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, Sco
 from colograd.commands.cli import main
 from colograd.reporting.completions import columns, read_log, write_log
 from colograd.reporting.group_views import completion_rows
-from colograd.rewards import RewardError, Scorer, resolve_rewards
+from colograd.rewards import RewardError, Scorer
 from colograd.rollout.statistics import RolloutStatistics
 from colograd.usercode.worker_process import CallLog
 
@@ -35,19 +35,6 @@ from colograd.usercode.worker_process import CallLog
 def make_group(size: int = 3, position: int = 17) -> Group:
     rollout = Rollout(ModelInput((1, 2)), (3,), torch.zeros(1), torch.ones(1, dtype=torch.bool), FinishReason.STOP, 0)
     return Group({"prompt": "2 + 2 ="}, (rollout,) * size, position)
-
-
-@pytest.fixture
-def scorer_of():
-    made: list[Scorer] = []
-
-    def make(*functions: Any, **settings: Any) -> Scorer:
-        made.append(Scorer(resolve_rewards(list(functions), None), **settings))
-        return made[-1]
-
-    yield make
-    for scorer in made:
-        scorer.close()
 
 
 def score(scorer: Scorer, *groups: Group) -> torch.Tensor:

@@ -14,7 +14,7 @@ from reward_cases import per_answer
 from colograd.agents.turn_rewards import with_turn_rewards
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from colograd.losses.advantages import AdvantageEstimator
-from colograd.rewards import RewardError, Scorer, resolve_rewards
+from colograd.rewards import RewardError, Scorer
 from colograd.rewards.turns import JUDGED
 from colograd.rollout.stages import Stages
 from colograd.rollout.store import RolloutStore
@@ -36,19 +36,6 @@ def session(tokens: tuple[int, ...], **columns: Any) -> Rollout:
 
 def group(**columns: Any) -> Group:
     return Group({"prompt": "so"}, tuple(session(tokens, **columns) for tokens in ANSWERS), 5)
-
-
-@pytest.fixture
-def scorer_of() -> Any:
-    made: list[Scorer] = []
-
-    def make(*functions: Any, **settings: Any) -> Scorer:
-        made.append(Scorer(resolve_rewards(list(functions), None), **settings))
-        return made[-1]
-
-    yield make
-    for scorer in made:
-        scorer.close()
 
 
 def score(scorer: Scorer, of: Group) -> torch.Tensor:
