@@ -51,7 +51,8 @@ help: ## List the targets (the default)
 setup: $(STAMP) ## Make .venv with everything pinned; does nothing when it is up to date
 
 # The stamp is written last, so an interrupted set-up is repeated. Before that, packages pip was killed in the middle of
-# (INSTALLER is among the last files it writes) are dropped, since pip would take them for installed.
+# (INSTALLER is among the last files it writes) are dropped, since pip would take them for installed. What pip would
+# compile one file after another is compiled on all cores; a file that can't be (a template) is left.
 $(STAMP): $(REQUIREMENTS) setup.cfg
 	@set -e; \
 	kind="$(KIND)"; \
@@ -72,17 +73,18 @@ $(STAMP): $(REQUIREMENTS) setup.cfg
 	find "$(VENV)/lib" -path '*/site-packages/~*' -prune -exec rm -rf '{}' +; \
 	echo "$$kind" > "$(VENV)/.colograd-kind"; \
 	if [ "$$kind" = cpu ]; then \
-	  $(PIP) install --no-deps -r requirements/cpu.txt; \
+	  $(PIP) install --no-compile --no-deps -r requirements/cpu.txt; \
 	  "$(PY)" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' 2>/dev/null || { \
 	    $(PIP) uninstall --yes torch; \
 	    echo "setup: pip's index gave a torch that is not the CPU build, or one that does not import; add PyTorch's CPU" \
 	      "wheel index to pip's settings (PIP_EXTRA_INDEX_URL) and run make setup again" >&2; \
 	    exit 1; }; \
 	else \
-	  $(PIP) install -r requirements/cuda.txt; \
-	  $(PIP) install --no-deps -r requirements/nodeps.txt; \
+	  $(PIP) install --no-compile -r requirements/cuda.txt; \
+	  $(PIP) install --no-compile --no-deps -r requirements/nodeps.txt; \
 	fi; \
 	$(PIP) install --no-deps --no-build-isolation -e .; \
+	"$(PY)" -m compileall -qq -j 0 "$(VENV)/lib" || true; \
 	touch "$(STAMP)"
 
 model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instruct)

@@ -33,6 +33,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
+from . import cpu_attention
 from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one, kernels
 from .sending import to_device_async
 from .sequence_parallel import PACKED as NAME
@@ -178,6 +179,8 @@ def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
     scaling: float | None, causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
+    if dropout == 0.0 and cpu_attention.slow(query) and query.shape[-1] == value.shape[-1]:
+        return cpu_attention.attention(query, key, value, mask, causal, scaling)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

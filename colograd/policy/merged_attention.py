@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..batch import SegmentLayout
+from . import cpu_attention
 from .sending import to_device_async
 
 Places: TypeAlias = slice | torch.Tensor | None  # tokens of a row; None: all of them
@@ -139,8 +140,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Output, log-sum-exp (Q, heads) float32, and what else the backward is to get, of queries, keys and values."""
     if call.sequences is None:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        parts = (kernel(*part, 0.0, call.causal, scale=scale) for part in _one_by_one(call, *inputs))
+        parts = (cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in _one_by_one(call, *inputs))
         return *_joined(parts), None
     forward, _, takes = kernels()
     grouped = {"enable_gqa": inputs[0].shape[1] != inputs[1].shape[1]} if "enable_gqa" in takes else {}
@@ -155,11 +155,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Of the call's ``inputs`` (queries, keys, values); ``rows``: gradient, output and log-sum-exp of its queries."""
     if call.sequences is None:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts = (
-            kernel(*part, 0.0, call.causal, scale=scale) for part in _one_by_one(call, rows[0], *inputs, *rows[1:])
-        )
-        return _joined(parts)
+        each = _one_by_one(call, rows[0], *inputs, *rows[1:])
+        return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
     gradient, out, whole = rows
     causal, window = _visible(call)
     lse = whole.t().contiguous()

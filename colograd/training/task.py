@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -277,8 +278,8 @@ def agent_of(agent: Any, rollout_func: Any, tools: Toolbox | None, args: GRPOCon
         )
     if args.replays_truncation:
         raise ValueError(f"{_TRUNCATED} of an agent's sessions it isn't recorded what is left: {_UNCORRECTED}")
-    # `node agent.js` and `./agent.sh` are commands.
-    if isinstance(agent, str) and not set(agent) & {" ", "/"} and is_import_path(agent):
+    # `node agent.js`, `./agent.sh` and, where it is on PATH, `agent.sh` are commands.
+    if isinstance(agent, str) and not set(agent) & {" ", "/"} and is_import_path(agent) and not shutil.which(agent):
         agent = find_object(agent, "agent", callable)
     return Agent.of(agent)
 

@@ -51,8 +51,12 @@ def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, 
         agent_of(agent, None, tools, args)
 
 
-@pytest.mark.parametrize("command", ["node agent.js", "./agent.sh", "python -m my.agent"])
-def test_a_line_with_arguments_or_a_folder_is_a_command(command: str) -> None:
+@pytest.mark.parametrize("command", ["node agent.js", "./agent.sh", "python -m my.agent", "agent.sh"])
+def test_a_line_with_arguments_or_a_folder_and_a_program_on_path_are_commands(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent.sh").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     args: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
     agent = agent_of(command, None, None, args)
     assert agent is not None and agent.function is None and agent.command == tuple(command.split())

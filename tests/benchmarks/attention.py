@@ -5,8 +5,9 @@
 
 On a CPU processor seconds of one thread, on a GPU seconds by its own clock, in turns: milliseconds of the one and of
 the other, the median of the pairs' ratios, and the bytes that the backward keeps beside the row's queries, keys and
-values. Copied is one call per segment on a CPU, and one flash call over gathered keys on a GPU. Made-up completions
-have from an eighth of --completions to all of it. Exit status 1 where the two disagree.
+values. Copied is one call per segment on a CPU, and one flash call over gathered keys on a GPU. In bfloat16 on a CPU
+without products of it, there is a third: in place, with torch's own backward. Made-up completions have from an eighth
+of --completions to all of it. Exit status 1 where two disagree.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from colograd.runtime import process
 
@@ -30,7 +33,7 @@ from figures import machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 
 from colograd.batch import SegmentLayout  # noqa: E402
-from colograd.policy import attention  # noqa: E402
+from colograd.policy import attention, cpu_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once, calls_one_by_one  # noqa: E402
 
 ALLOWED = {"float32": 1e-4, "bfloat16": 0.05}  # relative difference of outputs and gradients
@@ -62,6 +65,10 @@ def in_place(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout
     return attention._merged_attention(query, key, value, calls, None)
 
 
+def torchs_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout) -> torch.Tensor:
+    return in_place(query, key, value, layout)
+
+
 def clock(device: torch.device) -> float:
     if device.type == "cpu":
         return time.process_time()
@@ -83,7 +90,8 @@ def once(attend: Attention, row: Sequence[torch.Tensor], gradient: torch.Tensor,
     started = clock(gradient.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = attend(*inputs, layout)
-    output.backward(gradient)
+    with mock.patch.object(cpu_attention, "slow", lambda _: False) if attend is torchs_backward else nullcontext():
+        output.backward(gradient)
     seconds = clock(gradient.device) - started
     kept.pop(output.untyped_storage().data_ptr(), None)  # which the next layer keeps anyway
     return seconds, sum(kept.values()), [output.detach(), *(x.grad for x in inputs)]
@@ -100,21 +108,25 @@ def cell(dtype: str, prompt: int, completion: int, group: int, options: argparse
         for heads in (queries, keys, keys)
     ]
     gradient = torch.randn(1, layout.num_tokens, queries, size, generator=made).to(device, row[0].dtype)
-    turns = [[once(attend, row, gradient, layout) for attend in (copied, in_place)] for _ in range(options.trials + 1)]
-    one, other = turns[0]
-    apart = max(float((a - b).float().norm() / a.float().norm()) for a, b in zip(one[2], other[2], strict=True))
+    ways = [copied, in_place, *([torchs_backward] if cpu_attention.slow(gradient) else [])]
+    turns = [[once(attend, row, gradient, layout) for attend in ways] for _ in range(options.trials + 1)]
+    one, other, *_ = turns[0]
+    pairs = itertools.chain.from_iterable(zip(one[2], found[2], strict=True) for found in turns[0][1:])
+    apart = max(float((a - b).float().norm() / a.float().norm()) for a, b in pairs)
     seconds = [[found[0] for found in turn] for turn in turns[1:]]
     return {
         "dtype": dtype, "prompt": prompt, "completion": completion, "group": group, "tokens": layout.num_tokens,
-        "copied_ms": 1000 * statistics.median(a for a, _ in seconds),
-        "in_place_ms": 1000 * statistics.median(b for _, b in seconds),
-        "ratio": statistics.median(a / b for a, b in seconds),
+        "copied_ms": 1000 * statistics.median(a for a, *_ in seconds),
+        "in_place_ms": 1000 * statistics.median(b for _, b, *_ in seconds),
+        "ratio": statistics.median(a / b for a, b, *_ in seconds),
+        "torchs_ms": 1000 * statistics.median(c for _, _, c in seconds) if len(ways) == 3 else None,
         "copied_bytes": one[1], "in_place_bytes": other[1], "apart": apart,
     }  # fmt: skip
 
 
 HEADER = (
-    "", "prompt", "completions, at most", "G", "copied, ms", "in place, ms", "ratio", "copied keeps, MiB", "in place",
+    "", "prompt", "completions, at most", "G", "copied, ms", "in place, ms", "ratio", "torch's backward, ms",
+    "copied keeps, MiB", "in place",
 )  # fmt: skip
 
 
@@ -122,6 +134,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
     return [
         found["dtype"], *(str(found[name]) for name in ("prompt", "completion", "group")),
         f"{found['copied_ms']:.1f}", f"{found['in_place_ms']:.1f}", f"{found['ratio']:.2f}",
+        "" if found["torchs_ms"] is None else f"{found['torchs_ms']:.1f}",
         f"{found['copied_bytes'] / MIB:.1f}", f"{found['in_place_bytes'] / MIB:.1f}",
     ]  # fmt: skip
 

@@ -8,7 +8,8 @@ in every process, so that options can be compared: they are written as a run's j
 With --sampled the engine writes them, and its log-probabilities are compared with the trainer's. With --set
 vllm_enable_sleep_mode=true it says what the sleep gives back. With --copied-keys attention copies a prompt's keys for
 each of its completions, in every step, or in every second one: the others then read them in place, however short the
-prompt is, on completions of the same lengths.
+prompt is, on completions of the same lengths. With --torch-backward, steps with copied keys have torch's own backward
+of attention too, which on a CPU without products of bfloat16 isn't what is run else.
 The formula of the FLOPs is in colograd/training/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
@@ -42,7 +43,7 @@ from figures import GB, PeakMemory, machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 from side_by_side import make_prompts  # noqa: E402
 
-from colograd.policy import attention  # noqa: E402
+from colograd.policy import attention, cpu_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once  # noqa: E402
 from colograd.training.utilisation import Matrices, Work, peak_of  # noqa: E402
 
@@ -68,6 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of GRPOConfig")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train an adapter of rank R on all layers")
     parser.add_argument("--copied-keys", choices=("never", "always", "turns"), default="never", help="in attention")
+    parser.add_argument("--torch-backward", action="store_true", help="of attention, in steps with copied keys")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     options = parser.parse_args(argv)
     if options.copied_keys == "turns" and options.steps < 3:
@@ -210,7 +212,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
 
     kind: Any = GRPOTrainer if options.sampled else Replayer
 
-    own, steps = attention._calls, itertools.count()
+    own, own_slow, steps = attention._calls, cpu_attention.slow, itertools.count()
 
     def copying(query: Any, value: Any, layout: Any, window: int | None) -> Any:
         return calls_at_once(layout, window or EVERYTHING, query.device) if query.is_cuda else ()
@@ -223,6 +225,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             copies = options.copied_keys == "always" or (options.copied_keys == "turns" and next(steps) % 2 == 1)
             attention._calls = copying if copies else own
+            cpu_attention.slow = (lambda _: False) if copies and options.torch_backward else own_slow
             if options.copied_keys == "turns":
                 attention._in_place_from = 0
             watch.begin_training(inputs.rows, copies)
