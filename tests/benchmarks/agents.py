@@ -167,7 +167,7 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     config = GRPOConfig(output_dir=folder, num_generations=2, report_to="none")
     config.per_device_train_batch_size = options.sessions
     engine = VLLMEngine(
-        options.model, config, torch.bfloat16, options.tokens + 128, 2**28, Needs(sequences=options.sessions)
+        options.model, config, torch.bfloat16, options.tokens + 128, 2**30, Needs(sequences=options.sessions)
     )
     engine.stamp(0)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -217,7 +217,9 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     names = [*writers]
     for trial in range(options.trials):
         for name in names[trial % len(names) :] + names[: trial % len(names)]:
-            found[name].append(measured.run(lambda writer=writers[name]: run(writer)))  # type: ignore[misc]
+            found[name].append(own := measured.run(lambda writer=writers[name]: run(writer)))  # type: ignore[misc]
+            shown = ", ".join(f"{each.replace('_', ' ')} {value:.2f}" for each, value in own.items())
+            print(f"trial {trial + 1}, {name}: {shown}", file=sys.stderr, flush=True)
     light_seconds = (light.seconds - before) / options.trials
     shared.close()
     light.close()
