@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..engine.chat_api import BadRequest
 from ..engine.protocol import Engine, Sampled
 from ..engine.sampling import Sampling
+
+PAUSE = 0.02  # seconds without a new request after which no more are expected at once
+FIRST_STEP = 0.5  # seconds that a step may take, before one was run
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +76,18 @@ class WorkQueue:
             self._changed.wait_for(lambda: bool(self._new or self._dropped or self._woken), seconds)
             self._woken = False
 
+    def gather(self, count: int, seconds: float) -> None:
+        """Wait for new requests, until there are ``count``, or none has come for a `PAUSE`."""
+        until, seen = time.monotonic() + seconds, 0
+
+        def another() -> bool:
+            return len(self._new) > seen
+
+        with self._changed:
+            while another() and len(self._new) < count and (left := until - time.monotonic()) > 0:
+                seen = len(self._new)
+                self._changed.wait_for(another, min(PAUSE, left))
+
     def take(self) -> tuple[list[Work], list[Work]]:
         """New requests, and dropped ones, since the last call."""
         with self._changed:
@@ -86,9 +102,20 @@ class Decoder:
     def __init__(self, engine: Engine, queue: WorkQueue) -> None:
         self.engine, self.queue = engine, queue
         self._running: dict[str, Work] = {}
+        self._step_seconds = FIRST_STEP  # of the last one
 
-    def step(self, idle_seconds: float) -> None:
-        """Submit what is new, run one step, and answer what it finished; without requests, wait for one a little."""
+    def step(self, idle_seconds: float, sessions: int) -> None:
+        """Submit what is new, run one step, and answer what it finished; without requests, wait for one a little.
+
+        Sessions that begin together ask together. A step for the first of them alone would take as long as one for all
+        of them, while their requests are read ever more slowly beside it. So where the engine has nothing to do it
+        waits for the others, as long as a step takes at most.
+
+        Args:
+            sessions: programs that run, each of which may ask.
+        """
+        if not self._running:
+            self.queue.gather(sessions, self._step_seconds)
         new, dropped = self.queue.take()
         if gone := [name for name, work in self._running.items() if work in dropped]:
             for name in gone:
@@ -103,7 +130,9 @@ class Decoder:
         if not self._running:
             self.queue.wait(idle_seconds)
             return
+        began = time.monotonic()
         finished_requests = self.engine.advance()
+        self._step_seconds = time.monotonic() - began
         for name, ids in self.engine.written():
             if (running := self._running.get(name)) is not None:
                 running.go_on(list(ids))

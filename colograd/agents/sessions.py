@@ -167,7 +167,7 @@ class AgentSessions:
             yield from running.open(prompts, sampling.n)
             while running.unfinished:
                 running.start()
-                decoder.step(POLL)
+                decoder.step(POLL, running.count)
                 watchdog.progress("agents' sessions")
                 yield from running.finished()
 
@@ -193,6 +193,11 @@ class _RunningSessions:
     @property
     def unfinished(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def count(self) -> int:
+        """Programs that run."""
+        return len(self._running)
 
     def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
         """Take all sessions that are to be run; yields the groups of which a record has all."""

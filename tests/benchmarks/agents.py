@@ -1,13 +1,21 @@
 """What the agents' endpoint costs: sessions that each ask once, beside plain generation with the same engine.
 
-    python tests/benchmarks/agents.py [--model M] [--sessions 64] [--trials 5] [--out F.json]
+    python tests/benchmarks/agents.py [--model M] [--sessions 64] [--trials 5] [--clients light openai] [--out F.json]
 
-One engine, in turns: `Engine.generate` with a prompt per session, and `AgentSessions` whose program asks for as many
-tokens through the `openai` package. Both sample `--tokens` tokens per request. The programs run in this process, so
-that the client's own work counts against the endpoint; they share one pool of connections.
+One engine, in turns, the order changing from trial to trial: `Engine.generate` with a prompt per session, and
+`AgentSessions` whose program asks for as many tokens. Both sample `--tokens` tokens per request. Two clients ask:
 
-- `ratio.tokens_per_second`, `ratio.tokens_per_processor_second`: the endpoint's over plain generation's, medians over
-  the pairs. The second hardly depends on the machine's other work.
+- `light`: the programs let one other process ask, with nothing but sockets. Its processor seconds are the client's,
+  not the endpoint's: they are in the seconds of the clock, for it runs on the same cores, but not in this process's.
+- `openai`: the programs use the `openai` package in this process and share one pool of connections, as the guide's do.
+  So what that package does counts against the endpoint.
+
+The figures are medians over the trials:
+
+- `ratio`: the endpoint's tokens per second, and per second of this process's processor time, over plain generation's
+  in the same trial. The second hardly depends on the machine's other work.
+- `steps`, `step_seconds`: of the engine. `other_seconds`: of the clock, outside its steps. Both sides' steps do the
+  same work, so that where a step takes longer on one side, the machine was slower meanwhile.
 
 Trees, too: `trees.ratio` is the tokens of made-up sessions' branches as rows of their own over those of the packed
 trees, for a group of 16 sessions of depth 12 with two compactions and three branches behind a long system prompt.
@@ -17,11 +25,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +48,8 @@ from phases import ROOT, versions  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 WARM_UP = 8  # tokens
+PLAIN = "plain"
+CLIENTS = ("light", "openai")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,19 +58,100 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=64, help="at once (64)")
     parser.add_argument("--tokens", type=int, default=128, help="that each request samples (128)")
     parser.add_argument("--trials", type=int, default=5, help="pairs of runs (5)")
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=CLIENTS, help="of the programs (both)")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     return parser.parse_args(argv)
 
 
-def timed(run: Callable[[], int]) -> tuple[float, float]:
-    """Tokens per second, and per processor second."""
-    wall, busy = time.perf_counter(), time.process_time()
-    tokens = run()
-    return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - busy)
+# A process that sends what it reads, a line each, and prints the answers.
+ASK = r"""
+import asyncio, json, sys, time
+
+async def ask(number, port, key, body):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+    head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    answer = (await reader.read()).partition(b"\r\n\r\n")[2].decode()
+    writer.close()
+    print(json.dumps([number, answer, time.process_time()]), flush=True)
+
+async def main():
+    lines, tasks = asyncio.StreamReader(), []
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        number, port, key, body = json.loads(line)
+        tasks.append(asyncio.create_task(ask(number, port, key, json.dumps(body).encode())))
+    await asyncio.gather(*tasks)
+
+asyncio.run(main())
+"""
 
 
-def pairs(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Both in turns."""
+class LightClient:
+    """A process that asks for the programs of this one."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ASK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._asked: list[Future[Any]] = []
+        self._lock = threading.Lock()
+        self.seconds = 0.0  # of a processor, that the process has used
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def ask(self, base_url: str, key: str, body: dict[str, Any]) -> Any:
+        """An answer's body."""
+        port = int(base_url.split(":")[2].partition("/")[0])
+        assert self._process.stdin is not None
+        with self._lock:
+            self._asked.append(answer := Future())
+            self._process.stdin.write(json.dumps([len(self._asked) - 1, port, key, body]) + "\n")
+            self._process.stdin.flush()
+        return json.loads(answer.result())
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            number, answer, self.seconds = json.loads(line)
+            self._asked[number].set_result(answer)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._reader.join()
+
+
+class Measured:
+    """Runs of one side."""
+
+    def __init__(self, engine: Any) -> None:
+        self._steps: list[float] = []
+        self._advance, engine.advance = engine.advance, self._step
+
+    def _step(self) -> Any:
+        began = time.perf_counter()
+        found = self._advance()
+        self._steps.append(time.perf_counter() - began)
+        return found
+
+    def run(self, work: Callable[[], int]) -> dict[str, float]:
+        self._steps.clear()
+        wall, busy = time.perf_counter(), time.process_time()
+        tokens = work()
+        wall, busy = time.perf_counter() - wall, time.process_time() - busy
+        return {
+            "tokens_per_second": tokens / wall,
+            "tokens_per_processor_second": tokens / busy,
+            "steps": float(len(self._steps)),
+            "step_seconds": sum(self._steps),
+            "other_seconds": wall - sum(self._steps),
+        }
+
+
+def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """All in turns."""
     from openai import OpenAI
     from transformers import AutoTokenizer
 
@@ -63,7 +159,7 @@ def pairs(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     from colograd.agents.context import ChatFormat
     from colograd.agents.session import Limits
     from colograd.agents.sessions import Agent, AgentSessions, AgentSettings
-    from colograd.batch import Prompt
+    from colograd.batch import Group, Prompt
     from colograd.engine.chat_api import ChatAPI
     from colograd.engine.sampling import Sampling
     from colograd.engine.vllm_engine import Needs, VLLMEngine
@@ -71,7 +167,7 @@ def pairs(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     config = GRPOConfig(output_dir=folder, num_generations=2, report_to="none")
     config.per_device_train_batch_size = options.sessions
     engine = VLLMEngine(
-        options.model, config, torch.bfloat16, options.tokens + 128, 2**28, Needs(sequences=options.sessions)
+        options.model, config, torch.bfloat16, options.tokens + 128, 2**30, Needs(sequences=options.sessions)
     )
     engine.stamp(0)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -87,37 +183,60 @@ def pairs(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     ]
 
     # One for all sessions: a client of its own would load certificates for each, which takes longer than its request.
-    shared = OpenAI(base_url="http://127.0.0.1", api_key="none")
+    shared, light = OpenAI(base_url="http://127.0.0.1", api_key="none"), LightClient()
 
-    def ask_once(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    def by_openai(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         client = shared.with_options(base_url=base_url, api_key=api_key)
         reply = client.chat.completions.create(model=model, messages=row["prompt"])
         return float(reply.usage.completion_tokens)
 
-    api = ChatAPI(tokenizer, "policy", "", "", "")
+    def by_light(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+        reply = light.ask(base_url, api_key, {"model": model, "messages": row["prompt"]})
+        return float(reply["usage"]["completion_tokens"])
+
+    api, form = ChatAPI(tokenizer, "policy", "", "", ""), ChatFormat(tokenizer, {}, [tokenizer.eos_token_id])
     settings = AgentSettings(None, options.sessions, Limits(8, 8), refuses=True, raises=True)
-    source = AgentSessions(
-        engine, Agent.of(ask_once), api, ChatFormat(tokenizer, {}, [tokenizer.eos_token_id]), settings
-    )
+    programs = {"light": by_light, "openai": by_openai}
+    writers: dict[str, Any] = {PLAIN: engine}
+    writers |= {name: AgentSessions(engine, Agent.of(programs[name]), api, form, settings) for name in options.clients}
 
     def run(writer: Any, tokens: int = options.tokens) -> int:
-        groups = writer.generate(prompts, dataclasses.replace(sampling, max_tokens=tokens), version=0, seed=0)
-        return sum(int(rollout.sampled.sum()) for group in groups for rollout in group.rollouts)
+        drawn = dataclasses.replace(sampling, max_tokens=tokens)
+        none: list[Group] = []
+        # as the trainer asks: Python's collector rests
+        groups = engine.on_engine_leader(lambda: [*writer.generate(prompts, drawn, version=0, seed=0)], none)
+        read = [rollout for group in groups for rollout in group.rollouts]
+        assert sorted(each.prompt_ids for each in read) == sorted(each.input.ids for each in prompts)
+        return sum(int(rollout.sampled.sum()) for rollout in read)
 
-    found: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for writer in (engine, source):
+    measured = Measured(engine)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in writers}
+    for writer in writers.values():
         run(writer, WARM_UP)
-    for _ in range(options.trials):
-        found.append((timed(lambda: run(engine)), timed(lambda: run(source))))
+    before = light.seconds
+    names = [*writers]
+    for trial in range(options.trials):
+        for name in names[trial % len(names) :] + names[: trial % len(names)]:
+            found[name].append(own := measured.run(lambda writer=writers[name]: run(writer)))  # type: ignore[misc]
+            shown = ", ".join(f"{each.replace('_', ' ')} {value:.2f}" for each, value in own.items())
+            print(f"trial {trial + 1}, {name}: {shown}", file=sys.stderr, flush=True)
+    light_seconds = (light.seconds - before) / options.trials
     shared.close()
+    light.close()
     engine.close()
-    names = ("tokens_per_second", "tokens_per_processor_second")
-    figures: dict[str, Any] = {"plain": {}, "endpoint": {}, "ratio": {}}
-    for at, name in enumerate(names):
-        figures["plain"][name] = statistics.median(pair[0][at] for pair in found)
-        figures["endpoint"][name] = statistics.median(pair[1][at] for pair in found)
-        figures["ratio"][name] = statistics.median(pair[1][at] / pair[0][at] for pair in found)
-    return figures
+    figures: dict[str, Any] = {name: medians(each) for name, each in found.items()}
+    figures["ratio"] = {
+        name: medians(
+            {key: own[key] / plain[key] for key in own} for own, plain in zip(found[name], found[PLAIN], strict=True)
+        )
+        for name in options.clients
+    }
+    return figures | {"light_client_seconds": light_seconds, "runs": found}
+
+
+def medians(runs: Iterable[dict[str, float]]) -> dict[str, float]:
+    given = [*runs]
+    return {name: statistics.median(run[name] for run in given) for name in given[0]}
 
 
 def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
@@ -164,12 +283,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     process.quiet_logs(verbose=False)
     process.prepare_ranks()
     with tempfile.TemporaryDirectory() as folder:
-        figures = pairs(options, folder) | {"trees": trees()}
+        figures = sides(options, folder) | {"trees": trees()}
     figures |= {"machine": machine(), "versions": versions(), "sessions": options.sessions, "tokens": options.tokens}
-    rows = [
-        [name, *(f"{figures[kind][name]:.3f}" for kind in ("plain", "endpoint", "ratio"))] for name in figures["ratio"]
-    ]
-    print(table(["", "plain", "endpoint", "ratio"], rows))
+    columns = [PLAIN, *options.clients]
+    rows = [[name, *(f"{figures[column][name]:.2f}" for column in columns)] for name in figures[PLAIN]]
+    for name in ("tokens_per_second", "tokens_per_processor_second"):
+        rows.append([f"ratio of {name}", "", *(f"{figures['ratio'][each][name]:.3f}" for each in options.clients)])
+    print(table(["", *columns], rows))
+    if "light" in options.clients:
+        print(f"the light client's process: {figures['light_client_seconds']:.2f} processor seconds a run")
     tokens = figures["trees"]
     print(
         f"trees: {tokens['packed']:,.0f} tokens; {tokens['branches']:,.0f} of their branches as rows "
