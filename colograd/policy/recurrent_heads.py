@@ -120,7 +120,7 @@ def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.T
         in_proj=_same, norm=lambda scanned, gate: scanned, out_proj=_same, conv1d=_convolution(mixer.conv1d, own),
         A_log=part.own_heads(mixer.A_log), dt_bias=part.own_heads(mixer.dt_bias), D=part.own_heads(mixer.D),
     )  # fmt: skip
-    no_gate = hidden.new_zeros(()).expand(1, found[0].shape[1], width)
+    no_gate = exchanged.new_zeros(()).expand(1, found[0].shape[1], width)
     mixed = run(stand_in, torch.cat([no_gate, *(x.flatten(2) for x in found), own_steps.squeeze(-1)], -1))
     mixed = part.to_tokens(mixed.unflatten(-1, (own_heads, -1)), heads).flatten(2)
     return mixer.out_proj(mixer.norm(mixed, gate).to(hidden.dtype))
