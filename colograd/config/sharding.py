@@ -208,7 +208,8 @@ class ShardingKnobs(TrainingArguments):
     sequence_parallel_size: int = knob(
         1,
         "Ranks that share out the tokens of each row, neighbours on one machine: each computes its part of a "
-        "micro-batch's tokens, and in attention all tokens for a part of the heads. A rank's activations are then of "
+        "micro-batch's tokens, and in attention (as in the layers with a state of LFM2, Qwen3.5 and Granite 4) all "
+        "tokens for a part of the heads. A rank's activations are then of "
         "that part, for sequences that no GPU has room for. Each samples for itself as ever. With `sharding: none`, "
         "`optimizer`, `gradients` or the three of `tensor`, whose ranks of an engine have a part of the policy each. "
         "See docs/scaling.md.",

@@ -3,6 +3,7 @@ state at a prompt's end begins each of its completions, and gradients go through
 
 The mixing is transformers' own code, with its kernels: it goes on from a cache, which here is of tensors that nothing
 changes in place. A prompt runs by itself; completions run together, behind their prompts' states, padded to the right.
+Where ranks share out a row's tokens, a rank mixes all of them for a part of the heads: `recurrent_heads`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import SegmentLayout
+from . import recurrent_heads
 from .layers import decoder_layers
 from .sending import to_device_async
 
@@ -31,7 +33,7 @@ def make_segmented(model: torch.nn.Module) -> None:
         if (mixers := [*mixers_of(layer)]) and not any("forward" in mixer.__dict__ for mixer in mixers):
             for mixer in mixers:
                 kind: Any = type(mixer)
-                mixer.layout = None
+                mixer.layout = mixer.row_part = None
                 # A bound method: a copy of the mixer gets one that is bound to it.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
@@ -59,20 +61,29 @@ def _cache_name(kind: Any) -> str:
 
 
 def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Before a layer, also where a checkpoint computes it again: its mixers are told the row's layout."""
+    """Before a layer, also where a checkpoint computes it again: its mixers are told the row's layout, and which part
+    of the row's tokens this rank has."""
     for mixer in mixers:
-        mixer.layout = kwargs.get("layout")
+        mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
 
 
 def _forward(own: Any, cache: str, mixer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if mixer.layout is None:
         kwargs.pop("layout", None)
         return own(mixer, hidden_states, *args, **kwargs)
-    plan = _plan(mixer.layout, hidden_states.device)
+    run = functools.partial(_over_segments, own, cache, mixer.layout)
+    if mixer.row_part is not None:
+        return recurrent_heads.mix(mixer, hidden_states, mixer.row_part, run)
+    return run(mixer, hidden_states)
+
+
+def _over_segments(own: Any, cache: str, layout: SegmentLayout, mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """A mixer's own forward of the row's tokens, (1, T, C)."""
+    plan = _plan(layout, inputs.device)
     states: dict[int, _States] = {}
     outputs = []
     for batch in plan.batches:
-        tokens = hidden_states[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
+        tokens = inputs[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
         carried = _States.of([states[p] for p in batch.parents])
         outputs.append(own(mixer, tokens, **{cache: carried}).flatten(0, 1))
         if batch.is_parent:

@@ -84,7 +84,7 @@ def routing_of(
     """From each layer's ``router_logits`` (T, E), in the packed row's order, with ``chosen`` experts per token; from
     those of this rank's ``part`` of the row's tokens, where ranks share them out."""
     weights = token_weights(micro_batch)
-    weights = weights if part is None else weights[part.range]
+    weights = weights if part is None else part.own_weights(weights)
     loads, probabilities, entropy = [], [], []
     for logits in router_logits:
         logprobs = logits.float().log_softmax(-1)

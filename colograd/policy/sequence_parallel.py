@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..batch import MicroBatch
+from ..batch import UNKNOWN, MicroBatch, SegmentLayout
 from ..parallel.layout import RankLayout
 from ..parallel.shards import RankGroup, group_of
 from .exchanges import leave
@@ -88,6 +88,7 @@ class RowPart:
     own: torch.Tensor  # (n,) which of the row's N labels this rank computes
     own_on_host: torch.Tensor
     places: torch.Tensor  # (N,) of each label among those of all ranks, each filled up to the most that one has
+    fillers: int = 0  # how many of the tokens, at the row's end, are in no sequence: see `_with_a_token_for_each`
 
     @classmethod
     def of(cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device) -> RowPart:
@@ -116,7 +117,7 @@ class RowPart:
 
     def cut(self, row: MicroBatch) -> MicroBatch:
         """The row with this rank's tokens and labels in all that a forward reads. Its layout stays the whole row's.
-        (No teacher, and no experts to replay: such runs are refused.)"""
+        (No teacher: such runs are refused.)"""
         tokens, own = self.range, self.own
         kept = None if row.kept is None else row.kept.of(self.own_on_host)
         return dataclasses.replace(
@@ -126,6 +127,7 @@ class RowPart:
             logit_positions=row.logit_positions.index_select(0, own) - tokens.start,
             labels=row.labels.index_select(0, own),
             kept=kept,
+            experts=None if row.experts is None else row.experts[tokens],
         )
 
     def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
@@ -133,6 +135,10 @@ class RowPart:
         another rank's labels is computed there."""
         found: torch.Tensor = _Gather.apply(of_labels, self)
         return found
+
+    def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """(T,) weights of the row's tokens -> of this rank's; fillers have none."""
+        return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """A sum over this rank's tokens -> over the row's."""
@@ -158,10 +164,17 @@ class RowPart:
         found: torch.Tensor = _Exchange.apply(tokens, self.send_heads, self.send_tokens)
         return found
 
-    def own_heads(self, sinks: torch.Tensor) -> torch.Tensor:
-        """Of (H,) those of the queries that `to_heads` gives this rank."""
-        each = -(-len(sinks) // self.group.size)
-        return F.pad(sinks, (0, each * self.group.size - len(sinks))).split(each)[self.group.place]
+    def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """(1, own tokens, heads, D) of all heads -> (1, T, own heads, D) of all tokens."""
+        filled = -of_tokens.shape[2] % self.group.size
+        by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
+        return self._to_heads(by_rank)[None]
+
+    def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
+        """Of (H, ...) those of the heads that `to_all_tokens` or, of queries, `to_heads` gives this rank."""
+        each = -(-len(of_heads) // self.group.size)
+        behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
+        return F.pad(of_heads, behind).split(each)[self.group.place]
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
         """(1, T, own heads, D) of all tokens -> (1, own tokens, heads, D) of all heads."""
@@ -185,8 +198,22 @@ def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
     if groups is None or model.config._attn_implementation != PACKED:
         return row, None
     positions = row.logit_positions.cpu() if row.host_positions is None else row.host_positions
-    part = RowPart.of(groups.sequence, row.layout.num_tokens, positions, row.input_ids.device)
-    return part.cut(row), part
+    filled = _with_a_token_for_each(row, groups.sequence.size)
+    part = RowPart.of(groups.sequence, filled.layout.num_tokens, positions, row.input_ids.device)
+    part = dataclasses.replace(part, fillers=filled.layout.num_tokens - row.layout.num_tokens)
+    return part.cut(filled), part
+
+
+def _with_a_token_for_each(row: MicroBatch, ranks: int) -> MicroBatch:
+    """The layers of some models take no empty input. So a row with fewer tokens than ranks gets some more behind it, as
+    a segment that nothing sees, without a label."""
+    missing = ranks - row.layout.num_tokens
+    if missing <= 0:
+        return row
+    filled = {name: F.pad(getattr(row, name), (0, missing)) for name in ("input_ids", "position_ids")}
+    experts = None if row.experts is None else F.pad(row.experts, (0, 0, 0, 0, 0, missing), value=UNKNOWN)
+    layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
+    return dataclasses.replace(row, layout=layout, experts=experts, **filled)
 
 
 def _divisible(

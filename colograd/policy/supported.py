@@ -14,6 +14,7 @@ from . import images
 from .lora import adapter_folder, is_adapted, unwrap
 from .quantized import asked_for, check_quantized, saved_in
 from .recurrent import mixers_of
+from .recurrent_heads import can_share_out
 from .router_replay import SHARES
 from .routing import num_experts
 
@@ -76,9 +77,10 @@ def why_rows_stay_whole(model: Any, why_padded: str) -> str:
     """Why ranks can't share out the tokens of a model's rows; empty: they can. Its modules and configuration say so."""
     inner = unwrap(model)
     name = type(inner).__name__
+    mixers = sorted({type(mixer).__name__ for mixer in mixers_of(inner) if not can_share_out(mixer)})
     found = {
         f"rows of {name} are padded ({why_padded})": bool(why_padded),
-        f"{name} has layers whose state goes from token to token": any(mixers_of(inner)),
+        f"{name} has layers of {', '.join(mixers)}, whose state goes from token to token": bool(mixers),
         f"{name} reads images": images.takes_images(inner.config) and not images.reads_text_alone(inner),
         f"{name} chooses its rotary frequencies by the row's last position": _rotates_by_length(inner.config),
     }

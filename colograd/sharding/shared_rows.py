@@ -16,6 +16,7 @@ from ..parallel.faults import telling
 from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup
 from ..policy.lora import unwrap
+from ..policy.routing import num_experts
 from ..policy.sequence_parallel import RowGroups, share_rows, whole_rows
 from ..policy.tensor_parallel import parts_of
 from ..runtime.process import forget_frames
@@ -90,6 +91,8 @@ class SharedRows(ShardingStrategy):
 class SharedTokens(SharedRows):
     """Each rank computes some of a row's tokens, see `policy.sequence_parallel`."""
 
+    _reach_all = False
+
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> ShardingStrategy:
         parts = parts_of(unwrap(model))
@@ -116,8 +119,13 @@ class SharedTokens(SharedRows):
     def _goes_alike(self, loss: torch.Tensor) -> bool:
         """Whether the row's ranks reach the same parameters: an expert may have no token of one's part. Amid the
         backward a rank that waits for the others' bucket would keep from them the exchange of heads that they wait for.
-        A collective of the row."""
-        return len({*self.row.gather(_unreached(loss, self.model))}) == 1
+        A collective of the row. That looks at each node of a graph, so where no part of a model can be left out (it
+        is no mixture), and all ranks have reached all of it once, they do so from then on."""
+        if self._reach_all:
+            return True
+        unreached = self.row.gather(_unreached(loss, self.model))
+        self._reach_all = not any(unreached) and not num_experts(unwrap(self.model).config)
+        return len({*unreached}) == 1
 
     def describe(self) -> str:
         size = self._groups.sequence.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,13 @@ from paths import SCRIPTS
 TWO = {"vllm_tensor_parallel_size": 2}
 # AdamW at its default of 1e-8 turns the rounding of gradients that are nearly 0 into whole steps.
 SETTINGS = {"adam_epsilon": 1e-4}
+# What is told of a rank that fails amid a forward of the second step, by the faults of same_rollouts.py.
+FAULTS = {
+    "killed": "Rank 1",
+    "inside": "no room within a layer",
+    "hangs": r"Rank 1 made no progress for 1\d s \(rank_timeout\) in .*fail_inside",
+    "loss": "loss of step 2, micro-batch 0 is nan",
+}
 FIGURES = ("loss", "entropy", "grad_norm", "reward", "num_tokens", "completions/mean_length", "train/packed_tokens")
 
 
@@ -30,6 +38,20 @@ def run(model: Path, folder: Path, ranks: int, **changes: Any) -> list[dict]:
     done = start("same_rollouts.py", ranks, model, folder, json.dumps(changes))
     assert done.returncode == 0, done.stderr[-3000:]
     return results(folder, ranks)
+
+
+def check_fault_ends_all(model: Path, folder: Path, fault: str, **changes: Any) -> None:
+    done = start("same_rollouts.py", 2, model, folder, json.dumps(changes), fault)
+    assert done.returncode != 0 and re.search(FAULTS[fault], done.stderr), done.stderr[-3000:]
+
+
+def check_smaller_rows_where_memory_lacks_alike(model: Path, folder: Path, **changes: Any) -> None:
+    """Two ranks run out of memory at the same place of a forward, repeat the step, and end as one rank does."""
+    done = start("same_rollouts.py", 2, model, folder, json.dumps(SETTINGS | changes), "alike")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ran out of it and is repeated" in done.stdout
+    run(model, folder, 1, **SETTINGS)
+    check_ends_alike(model, folder, 2)
 
 
 def norm(tensors: Iterable[torch.Tensor]) -> float:

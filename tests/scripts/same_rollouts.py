@@ -116,6 +116,7 @@ def main() -> None:
     worst, completions = parity(trainer)
     slices = getattr(getattr(trainer.weights, "base", trainer.weights), "shared", ())  # below an adapter its base's
     result = {
+        "node": config.layout.node,
         "shared": sum(part.source.data_ptr() == part.destination.data_ptr() for part in slices),
         "parameters": len([*trainer.model.parameters()]) - len(getattr(trainer.weights, "slots", ())),
         "policy": sum(p.nbytes for p in trainer.model.parameters()),

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
@@ -25,22 +26,24 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from peft import LoraConfig
-from row_cases import PACKED, SHAPE, make, make_groups
+from row_cases import PACKED, RECURRENT, SHAPE, make, make_groups
 from saved_tensors import kept
 
-from colograd.batch import Branch, KeptTokens, PackedRow, Rollout, ScoredGroup
+from colograd.batch import UNKNOWN, Branch, KeptTokens, PackedRow, Rollout, ScoredGroup
 from colograd.parallel.layout import RankLayout
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, policy_logprobs, routed_logprobs
 from colograd.policy.lora import unwrap, wrap
 from colograd.policy.packing import dummy, plan_rows
+from colograd.policy.router_replay import make_replaying
 from colograd.policy.routing import tells_routing
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.sequence_parallel import RowGroups, share_rows, whole_rows
-from colograd.sharding import zero
+from colograd.sharding import shared_rows, zero
 from colograd.sharding.buckets import buckets_of
 from colograd.sharding.shared_rows import RowsOfSharedGradients
+from colograd.sharding.shared_rows import _unreached as unreached
 
 CPU = torch.device("cpu")
 
@@ -63,6 +66,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "adapter": PACKED["llama"],
     "kept": PACKED["llama"],
     "trees": PACKED["llama"],
+    **{name: RECURRENT[name] for name in ("lfm2", "qwen3_5", "qwen3_5_moe", "granitemoehybrid")},
+    "replayed experts": PACKED["qwen3_moe"],
+    "trees of a hybrid": RECURRENT["qwen3_5"],
+    "checkpoints of a hybrid": RECURRENT["lfm2"],
 }
 
 
@@ -70,7 +77,7 @@ def rows_of(name: str) -> list[PackedRow]:
     """Of 31 tokens, of 5, of 39, and a dummy of 2, of which some ranks have nothing."""
     first, *others = make_groups()
     short = first_of(others[0])
-    if name == "trees":
+    if name.startswith("trees"):
         first = with_trees(first)
     return [*(row for each in ([first], [short], others) for row in plan_rows(each, 100, False, CPU)), dummy(CPU)]
 
@@ -100,6 +107,13 @@ def some_kept(labels: torch.Tensor) -> KeptTokens:
     return KeptTokens(torch.cat(ids).int(), counts)
 
 
+def some_experts(tokens: int, draw: torch.Generator) -> torch.Tensor:
+    """Two of four for each token in both layers; every fifth token's weren't told."""
+    found = torch.rand(tokens, 2, 4, generator=draw).argsort(-1)[..., :2].to(torch.int8)
+    found[::5] = UNKNOWN
+    return found
+
+
 def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """What the rows' forwards gave, and the gradients of a loss of all of it."""
     model.zero_grad(set_to_none=True)
@@ -110,6 +124,8 @@ def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tens
         if name == "kept":
             batch = dataclasses.replace(batch, kept=some_kept(batch.labels))
         draw = torch.Generator().manual_seed(number)
+        if name == "replayed experts":
+            batch = dataclasses.replace(batch, experts=some_experts(batch.layout.num_tokens, draw))
         first, second = torch.randn(2, count, generator=draw)
         with attention.keys_in_place_from(0) if "in place" in name else nullcontext():
             if tells_routing(unwrap(model)):
@@ -144,7 +160,9 @@ def compare(name: str, groups: RowGroups) -> dict[str, float]:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02 if parameter.requires_grad else 0)
     assert choose_rows(unwrap(model)) == ""
-    if name == "checkpoints":
+    if name == "replayed experts":
+        make_replaying(model)
+    if name.startswith("checkpoints"):
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     whole, expected = run(model, name)
@@ -199,6 +217,23 @@ def experts_without_tokens(groups: RowGroups) -> list[float]:
     return [max(off), float(len(sharding.buckets))]
 
 
+def walks(groups: RowGroups) -> list[int]:
+    """How often graphs are looked at in two backwards: of a dense model, and of a mixture."""
+    found = []
+    for name in ("llama", "qwen3_moe"):
+        model, looked = make(CASES[name]), []
+        assert choose_rows(model) == ""
+        share_rows(model, groups)
+        batch = PolicyForward.prepare(rows_of("llama")[0])
+        with mock.patch.object(shared_rows, "_unreached", lambda *given: looked.append(1) or unreached(*given)):  # noqa: B023
+            sharding = RowsOfSharedGradients(model)
+            for _ in range(2):
+                sharding.backward(policy_logprobs(model, batch, 1.0)[0].sum())
+        sharding.close()
+        found.append(len(looked))
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -207,7 +242,8 @@ def main() -> None:
     groups = RowGroups.of(layout, None)
     found = {name: compare(name, groups) for name in sys.argv[2:] or CASES}
     alike = len({*map(str, gather([entry["forward"] for entry in found.values()]))}) == 1
-    result = {"cases": found, "alike": alike, "held": held(groups), "experts": experts_without_tokens(groups)}
+    result = {"cases": found, "alike": alike, "held": held(groups), "walks": walks(groups)}
+    result["experts"] = experts_without_tokens(groups)
     Path(sys.argv[1], f"rank{rank()}-of-{size}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import launcher
 import pytest
 import tiny
-from engine_ranks import FIGURES, SETTINGS, check_adapters_end_alike, check_ends_alike, run, start
+from engine_ranks import (
+    FIGURES,
+    SETTINGS,
+    check_adapters_end_alike,
+    check_ends_alike,
+    check_fault_ends_all,
+    check_smaller_rows_where_memory_lacks_alike,
+    run,
+)
 from paths import SCRIPTS
 
 from colograd.policy.supported import check_shared_rows
 
-SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees")
+SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees", "lfm2", "qwen3_5", "granitemoehybrid")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,8 @@ def test_rows_in_parts_have_the_log_probabilities_and_gradients_of_whole_rows(
     tmp_path: Path, ranks: int, cases: tuple[str, ...]
 ) -> None:
     """Windows, sinks, soft caps, experts with their load-balancing loss, adapters, trees; 3, 4 and 6 heads with 1, 2
-    and 3 of keys and values; rows with fewer tokens than ranks. Float32, whose rounding is about 1e-7."""
+    and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. Float32,
+    whose rounding is about 1e-7."""
     done = launcher.run(SCRIPTS / "sequence_ranks.py", tmp_path, *cases, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
@@ -34,6 +42,7 @@ def test_rows_in_parts_have_the_log_probabilities_and_gradients_of_whole_rows(
         assert part < 1.1 * whole / ranks, "of activations a rank keeps its share"
     for off, buckets in (rank["experts"] for rank in found):
         assert off < 1e-5 and buckets > 10, "with sharding: gradients, where a rank has no token for an expert"
+    assert all(rank["walks"] == [1, 2] for rank in found), "a dense model's graph is looked at once, a mixture's always"
     for name, case in found[0]["cases"].items():
         assert 0 <= case["forward"] < 1e-5 and case["gradient"] < 1e-5, name
         labels = [rank["cases"][name]["labels"] for rank in found]
@@ -73,6 +82,9 @@ CASES: list[tuple[str, int, int, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", 4, 2, {"heads": 4, "keys": 2}, {"sharding": "tensor+optimizer", **TENSOR}),
     ("llama", 4, 2, {"heads": 4, "keys": 2}, {"sharding": "tensor+gradients", **TENSOR}),
     ("llama", 4, 2, {}, {"sharding": "gradients", **TENSOR}),
+    ("lfm2", 2, 2, {}, {"sharding": "gradients"}),
+    ("lfm2", 4, 4, {}, {"sharding": "none", "gradient_checkpointing": True}),
+    ("lfm2", 4, 2, {}, {"sharding": "tensor+gradients", **TENSOR}),
 ]
 
 
@@ -125,30 +137,15 @@ def test_a_checkpoint_goes_on_with_any_ranks_and_parts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("killed", "Rank 1"),
-        ("inside", "no room within a layer"),
-        ("hangs", r"Rank 1 made no progress for 1\d s \(rank_timeout\) in .*fail_inside"),
-        ("loss", "loss of step 2, micro-batch 0 is nan"),
-    ],
-)
-def test_a_rank_that_fails_within_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str, told: str) -> None:
-    changes = {"sequence_parallel_size": 2, "sharding": "none"}
-    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(changes), fault)
-    assert done.returncode != 0 and re.search(told, done.stderr), done.stderr[-3000:]
+@pytest.mark.parametrize("fault", ["killed", "inside", "hangs", "loss"])
+def test_a_rank_that_fails_within_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str) -> None:
+    check_fault_ends_all(tiny_model, tmp_path, fault, sequence_parallel_size=2, sharding="none")
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_ranks_that_lack_memory_alike_pack_smaller_rows(tiny_model: Path, tmp_path: Path) -> None:
-    changes = {"sequence_parallel_size": 2, "sharding": "none", **SETTINGS}
-    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(changes), "alike")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ran out of it and is repeated" in done.stdout
-    run(tiny_model, tmp_path, 1, **SETTINGS)
-    check_ends_alike(tiny_model, tmp_path, 2)
+    check_smaller_rows_where_memory_lacks_alike(tiny_model, tmp_path, sequence_parallel_size=2, sharding="none")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +176,10 @@ def test_what_they_don_t_go_with_is_named_at_start(
 def test_models_whose_rows_can_t_be_cut_are_named_at_start() -> None:
     import row_cases
 
-    dense, hybrid = row_cases.PACKED["llama"](), row_cases.RECURRENT["lfm2"]()
-    check_shared_rows(dense, 2, "")
-    with pytest.raises(ValueError, match=r"is 2, but Lfm2ForCausalLM has layers whose state .* set it to 1"):
+    dense, hybrid = row_cases.PACKED["llama"](), row_cases.RECURRENT["falcon_h1"]()
+    for model in (dense, *(row_cases.RECURRENT[name]() for name in ("lfm2", "qwen3_5", "granitemoehybrid"))):
+        check_shared_rows(model, 2, "")
+    with pytest.raises(ValueError, match=r"is 2, but FalconH1ForCausalLM has layers of .*FalconH1Mixer.* set it to 1"):
         check_shared_rows(hybrid, 2, "")
     with pytest.raises(ValueError, match=r"rows of LlamaForCausalLM are padded \(a reason\)"):
         check_shared_rows(dense, 2, "a reason")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,16 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from engine_ranks import FIGURES, SETTINGS, check_adapters_end_alike, check_ends_alike, results, run, start
+from engine_ranks import (
+    FIGURES,
+    SETTINGS,
+    check_adapters_end_alike,
+    check_ends_alike,
+    check_fault_ends_all,
+    check_smaller_rows_where_memory_lacks_alike,
+    results,
+    run,
+)
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
@@ -142,29 +150,15 @@ def test_a_checkpoint_goes_on_with_engines_of_another_size(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("killed", "Rank 1"),
-        ("inside", "no room within a layer"),
-        ("hangs", r"Rank 1 made no progress for 1\d s \(rank_timeout\) in .*fail_inside"),
-    ],
-)
-def test_a_rank_that_fails_within_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str, told: str) -> None:
-    changes = {"vllm_tensor_parallel_size": 2, "sharding": "tensor"}
-    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(changes), fault)
-    assert done.returncode != 0 and re.search(told, done.stderr), done.stderr[-3000:]
+@pytest.mark.parametrize("fault", ["killed", "inside", "hangs"])
+def test_a_rank_that_fails_within_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str) -> None:
+    check_fault_ends_all(tiny_model, tmp_path, fault, vllm_tensor_parallel_size=2, sharding="tensor")
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_ranks_that_lack_memory_alike_pack_smaller_rows(tiny_model: Path, tmp_path: Path) -> None:
-    changes = {"vllm_tensor_parallel_size": 2, "sharding": "tensor", **SETTINGS}
-    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(changes), "alike")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ran out of it and is repeated" in done.stdout
-    run(tiny_model, tmp_path, 1, **SETTINGS)
-    check_ends_alike(tiny_model, tmp_path, 2)
+    check_smaller_rows_where_memory_lacks_alike(tiny_model, tmp_path, vllm_tensor_parallel_size=2, sharding="tensor")
     assert all(rank["shared"] == rank["parameters"] for rank in results(tmp_path, 2))
 
 

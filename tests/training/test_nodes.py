@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine_ranks
 import pytest
 import tiny
 from paths import SCRIPTS
@@ -148,6 +149,32 @@ def test_two_nodes_train_and_save_and_go_on_after_one_of_them_was_killed(nodes, 
     for rank, expected in zip(resumed, results(tmp_path), strict=True):
         assert rank["weights"] == expected["weights"] == resumed[0]["weights"]
         assert rank["rewards"] == expected["rewards"] and rank["steps"] == [1, 2, 3, 4]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sharding": "tensor+gradients", "vllm_tensor_parallel_size": 2},
+        {"sharding": "gradients", "sequence_parallel_size": 2},
+    ],
+)
+def test_the_ranks_of_each_node_share_an_engine_or_rows(
+    nodes: list[Node], tiny_model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """A policy in the layout of one engine per node, or rows cut over the node's ranks: the weights of one rank."""
+    engine_ranks.run(tiny_model, tmp_path, 1, **engine_ranks.SETTINGS)
+    given = [str(tiny_model), str(tmp_path), json.dumps(engine_ranks.SETTINGS | changes)]
+    launch = Launch(nodes, tmp_path / "nodes", "same_rollouts.py", [given] * 2)
+    assert launch.wait() == [0, 0], launch.said(0)[-3000:] + launch.said(1)[-3000:]
+    engine_ranks.check_ends_alike(tiny_model, tmp_path, 4)
+    found = engine_ranks.results(tmp_path, 4)
+    assert [rank["node"] for rank in found] == [0, 0, 1, 1]
+    assert found[0]["trained"] == found[1]["trained"] and found[2]["trained"] == found[3]["trained"]
+    for rank in found:
+        assert rank["shared"] == rank["parameters"] > 0, "every parameter is the engine's tensor"
+        assert 0 < rank["parity"] < 1e-5
+        assert all(log["sync/published_bytes"] == 0 for log in rank["logs"])
 
 
 def test_both_nodes_end_when_the_link_between_them_is_cut(nodes, tmp_path) -> None:
