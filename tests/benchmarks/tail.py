@@ -11,11 +11,12 @@ more for each sequence that runs; a token is trained in `--token` seconds. Group
 ones, finished ones of others, and what is left is balanced. The rates are given, not measured.
 
 The second form trains two ranks of one thread each, a step with overlap and a step without in turns; the second rank's
-completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor seconds
-of both ranks, what the simulation says with the rates of the steps without overlap, and where each rank spent its time;
-and how much two processors multiply at once, by what one does alone. Where that is far below 2, they are threads of one
-core: a rank that trains slows one that decodes, as no GPU of its own would. With `--turns MS` a rank runs while the
-other is stopped, for so many milliseconds each: two processors of half the speed that share nothing.
+completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor
+seconds of both ranks, what the simulation says with the rates of the steps without overlap, and where each rank spent
+its time; and how much two processors multiply at once, by what one does alone. Where that is far below 2, they are
+threads of one core: a rank that trains slows one that decodes, which a GPU of its own would not. With `--turns MS` a
+rank runs while the other is stopped, for so many milliseconds each: two processors of half the speed that share
+nothing.
 """
 
 from __future__ import annotations
