@@ -242,7 +242,7 @@ def be_rank(options: argparse.Namespace) -> None:
     trainer.close()
 
 
-def products_at_once(rank: int, seconds: float = 2.0) -> float:
+def products_at_once(rank: int, seconds: float = 1.0) -> float:
     """Products of matrices that two ranks compute in some time, by those of the first one alone."""
     import torch
 
