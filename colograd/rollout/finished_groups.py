@@ -7,11 +7,12 @@ sampled and trained its own groups, and looks for more.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class FinishedGroups:
         self._sizes: list[int] = []  # of these, in tokens; 0: others can't take it
         self._left: set[int] = set()  # indices of `_own` that nobody is known to have taken
         self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
-        self._is_sampled = self._is_hungry = False
+        self._is_sampled = self._is_hungry = self._is_last = False
         self._looked = 0.0
         for note in notes:
             self._store().delete_key(note)
@@ -95,7 +96,10 @@ class FinishedGroups:
             self._sizes.append(tokens_of(scored) if content else 0)
         if self._offered < len(self._own):
             self._offered = len(self._own)
-            self._store().set(self._key(f"sizes/{self.layout.rank}"), json.dumps(self._sizes))
+            self._tell_sizes()
+
+    def _tell_sizes(self) -> None:
+        self._store().set(self._key(f"sizes/{self.layout.rank}"), json.dumps(self._sizes))
 
     # -- a rank that has sampled
 
@@ -107,43 +111,67 @@ class FinishedGroups:
 
     def all_sampled(self) -> bool:
         """Whether no rank samples any more."""
-        return self._count("sampled", 0) >= self.layout.world_size
+        self._is_last = self._is_last or self._count("sampled", 0) >= self.layout.world_size
+        return self._is_last
+
+    def is_over(self) -> bool:
+        """Whether no rank samples any more, and none trains what it has taken."""
+        return self.all_sampled() and self._count("training", 0) <= 0
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """While this rank trains groups that it has taken."""
+        self._count("training", 1)
+        try:
+            yield
+        finally:
+            self._count("training", -1)
 
     def take(self, budget: int) -> list[ScoredGroup]:
-        """Groups for a row of ``budget`` tokens, this rank's own first; a larger one alone; none if there are none."""
-        if self._own and (self._is_hungry or self._count(f"wanted/{self._wanted}", 0)):
+        """Groups for a row of ``budget`` tokens, this rank's own first; a larger one alone; none if there are none.
+
+        When all have sampled, at most a share of what one rank has left: then all ranks end at the same time.
+        """
+        hungry = self._count(f"wanted/{self._wanted}", 0)
+        if self._own and hungry:
             self._offer()
-        taken = self._take_own(budget)
+        shares = 1 + max(hungry, 1) if self.all_sampled() else 0
+        taken = self._take_own(budget, shares)
         if not taken:
             self._ask()
-            taken = self._take_others(budget)
+            taken = self._take_others(budget, shares)
         return taken
 
-    def _take_own(self, budget: int) -> list[ScoredGroup]:
+    def _take_own(self, budget: int, shares: int) -> list[ScoredGroup]:
         taken: list[ScoredGroup] = []
-        room = budget
+        left = sum(tokens_of(self._own[index]) for index in self._left)
+        room = min(budget, left // shares) if shares else budget
         for index in sorted(self._left, key=lambda index: -tokens_of(self._own[index])):
             size = tokens_of(self._own[index])
             if size > room and taken:
                 continue
-            if index < self._offered and not self._claim(self.layout.rank, index):
-                self._left.discard(index)
-                continue
             self._left.discard(index)
+            if index < self._offered:
+                self._sizes[index] = 0
+                if not self._claim(self.layout.rank, index):
+                    continue
             taken.append(self._own[index])
             room -= size
             if room <= 0:
                 break
+        if self._offered and taken:
+            self._tell_sizes()  # others see what is left
         return taken
 
-    def _take_others(self, budget: int) -> list[ScoredGroup]:
+    def _take_others(self, budget: int, shares: int) -> list[ScoredGroup]:
         taken: list[ScoredGroup] = []
-        room = budget
         offers = {owner: self._sizes_of(owner) for owner in self._others}
         free = {
             owner: [i for i, size in enumerate(sizes) if size and (owner, i) not in self._gone]
             for owner, sizes in offers.items()
         }
+        most = max((sum(offers[owner][index] for index in left) for owner, left in free.items()), default=0)
+        room = min(budget, most // shares) if shares else budget
         for owner in sorted(free, key=lambda owner: -len(free[owner])):
             for index in sorted(free[owner], key=lambda index: -offers[owner][index]):
                 if offers[owner][index] > room and taken:
@@ -187,7 +215,7 @@ class FinishedGroups:
         names = [f"{kind}/{me}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
         names += [f"sizes/{me}"] if self._offered else []
         if me == 0:
-            names += ["sampled", "wanted/all"]
+            names += ["sampled", "training", "wanted/all"]
         if not self.layout.engine_place and not self.between_engines:
             names.append(f"wanted/{self.layout.data_rank}")
         return [*map(self._key, names)]

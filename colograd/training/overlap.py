@@ -2,7 +2,8 @@
 takes finished groups from these.
 
 No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
-unnormalised; ranks exchange nothing until all have sampled. What is left then is balanced, packed and trained as ever.
+unnormalised; ranks exchange nothing meanwhile. When all have sampled, nobody waits for one amid a micro-batch: ranks go
+on, in ever smaller micro-batches, until none of them trains. What is left then is balanced, packed and trained as ever.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def train_while_others_sample(
     budget: int,
     times: PhaseTimes,
 ) -> EarlyRows:
-    """Train finished groups, micro-batch by micro-batch, until no rank samples any more.
+    """Train finished groups, micro-batch by micro-batch, until no rank samples any more and none is amid one.
 
     Args:
         train: forward and backward of some groups, whose losses' metrics it adds; returns their rows.
@@ -56,7 +57,7 @@ def train_while_others_sample(
         What was trained; groups without rows: memory ran out, and all gradients are to be dropped.
     """
     early = EarlyRows()
-    while not finished.all_sampled():
+    while not finished.is_over():
         groups = finished.take(budget)
         if not groups:
             with times.phase("wait"):
@@ -65,7 +66,8 @@ def train_while_others_sample(
             continue
         early.groups += groups
         try:
-            early.rows += train(groups, early.metrics)
+            with finished.training():
+                early.rows += train(groups, early.metrics)
             continue
         except torch.OutOfMemoryError:
             pass

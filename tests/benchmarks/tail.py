@@ -3,7 +3,7 @@
     python tests/benchmarks/tail.py [--ranks 1 2 8 64] [--groups 16] [--completions 8] [--sequences 64]
                                     [--median 1000] [--longest 8192] [--spread 0.8] [--within 0.4]
                                     [--engine-step 0.02] [--sequence 0.0002] [--token 0.00005]
-    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--model M] [--device cuda] [--out F.json]
+    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 10] [--model M] [--device cuda] [--out F.json]
 
 The first form is a simulation of events. Lengths are lognormal: a prompt's median varies by `--spread` (of the
 logarithm), its completions around it by `--within`. An engine's step takes `--engine-step` seconds and `--sequence`
@@ -11,13 +11,18 @@ more for each sequence that runs; a token is trained in `--token` seconds. Group
 ones, finished ones of others, and what is left is balanced. The rates are given, not measured.
 
 The second form trains two ranks of one thread each, a step with overlap and a step without in turns; the second rank's
-completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor seconds
-of both ranks, what the simulation says with the rates of the steps without overlap, and where each rank spent its time.
+completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor
+seconds of both ranks, what the simulation says with the rates of the steps without overlap, and where each rank spent
+its time; and how much two processors multiply at once, by what one does alone. Where that is far below 2, they are
+threads of one core: a rank that trains slows one that decodes, which a GPU of its own would not. With `--turns MS` a
+rank runs while the other is stopped, for so many milliseconds each: two processors of half the speed that share
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -25,6 +30,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -94,22 +100,28 @@ def simulate(
     sampled = [max(of_rank) for of_rank in finished]
     left = [set(range(len(groups))) for groups in ranks]
     free = sampled[:]  # when each rank has nothing to do
-    all_sampled, busy = max(sampled), sum(sampled)
+    all_sampled, busy, hungry = max(sampled), sum(sampled), set[int]()
     events = [(at, rank) for rank, at in enumerate(sampled)] if overlap else []
     heapq.heapify(events)
     while events:
         now, rank = heapq.heappop(events)
+        shares = 0
         if now >= all_sampled:
-            continue
+            if max(free) <= now:  # nobody is amid a micro-batch
+                break
+            shares = 1 + max(1, len(hungry))
         tokens = 0
+        if not any(finished[rank][index] <= now for index in left[rank]):
+            hungry.add(rank)
         others = sorted((other for other in range(len(ranks)) if other != rank), key=lambda other: -len(left[other]))
         for owner in (rank, *others):
+            room = min(budget, sum(costs[owner][index] for index in left[owner]) // shares) if shares else budget
             ready = [index for index in left[owner] if finished[owner][index] <= now]
             for index in sorted(ready, key=lambda index: -costs[owner][index]):
-                if not tokens or tokens + costs[owner][index] <= budget:
+                if not tokens or tokens + costs[owner][index] <= room:
                     tokens += costs[owner][index]
                     left[owner].discard(index)
-            if tokens and (owner == rank or tokens >= budget):
+            if tokens and (owner == rank or tokens >= room):
                 break
         if tokens:
             busy += tokens * rates.token
@@ -117,7 +129,8 @@ def simulate(
             heapq.heappush(events, (free[rank], rank))
             continue
         coming = [finished[owner][index] for owner in range(len(ranks)) for index in left[owner]]
-        heapq.heappush(events, (min((at for at in coming if at > now), default=all_sampled), rank))
+        waits = [at for at in (*coming, *free) if at > now]
+        heapq.heappush(events, (min(waits, default=all_sampled), rank))
     rest = [[costs[rank][index] for index in sorted(left[rank])] for rank in range(len(ranks))]
     loads = [sum(rest[owner][index] for owner, index in row) * rates.token for row in plan(rest)]
     seconds = max(all_sampled, *free) + max(loads)
@@ -157,12 +170,12 @@ def print_simulation(options: argparse.Namespace) -> None:
 class Sizes:
     """Of a measured step, on each rank."""
 
-    groups: int = 18
-    completions: int = 4  # of a group
-    sequences: int = 18  # that an engine decodes at once
-    short: int = 32  # tokens of the first rank's completions
-    long: int = 128  # ... and of the second's
-    budget: int = 1024  # tokens of a micro-batch
+    groups: int = 12
+    completions: int = 5  # of a group
+    sequences: int = 10  # that an engine decodes at once: a rank's groups are finished one after the other
+    short: int = 24  # tokens of the first rank's completions
+    long: int = 96  # ... and of the second's
+    budget: int = 512  # tokens of a micro-batch
 
     def lengths(self, first: int) -> list[Lengths]:
         return [[[length] * self.completions] * self.groups for length in (first, self.long)]
@@ -212,6 +225,7 @@ def be_rank(options: argparse.Namespace) -> None:
         max_tokens_per_microbatch=sizes.budget,
         max_steps=2 + 2 * options.pairs,
         learning_rate=1e-6,
+        beta=0.04,
         report=False,
         generation_kwargs={"ignore_eos": True},
         vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": sizes.sequences},
@@ -219,11 +233,34 @@ def be_rank(options: argparse.Namespace) -> None:
     )
     trainer = InTurns(options.model, tiny.vowels, args, tiny.prompts(64), rollout_func=OfLength)
     shared = trainer.sampler.finished
+    (note := Path(options.folder, f"{rank}.pid")).write_text(str(os.getpid()))
     trainer.train()
-    ranks = gather(steps)
+    ranks, at_once = gather(steps), gather(products_at_once(rank))
     if not rank:
-        (Path(options.folder) / "steps.json").write_text(json.dumps(ranks))
+        (Path(options.folder) / "steps.json").write_text(json.dumps({"steps": ranks, "at_once": at_once[0]}))
+    note.unlink()
     trainer.close()
+
+
+def products_at_once(rank: int, seconds: float = 1.0) -> float:
+    """Products of matrices that two ranks compute in some time, by those of the first one alone."""
+    import torch
+
+    from colograd.parallel.ranks import gather
+
+    left, right = torch.randn(512, 256), torch.randn(256, 256)
+
+    def products() -> int:
+        ends, number = time.monotonic() + seconds, 0
+        while time.monotonic() < ends:
+            left @ right
+            number += 1
+        return number
+
+    if rank:
+        time.sleep(seconds)
+    alone = gather(0 if rank else products())[0]
+    return sum(gather(products())) / alone
 
 
 def overlaps(step: int) -> bool:
@@ -231,28 +268,62 @@ def overlaps(step: int) -> bool:
     return step % 4 in (0, 3)
 
 
-def run_ranks(model: str, options: argparse.Namespace) -> list[dict[bool, list[dict[str, float]]]]:
-    """Of each pair of steps, by overlap, each rank's figures. The first pair isn't counted: much is done once."""
+def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
+    """Let one of the two ranks run at a time, from when both have built their engines until one is done."""
+    notes = [folder / f"{rank}.pid" for rank in range(2)]
+
+    def present() -> list[int]:
+        return [int(note.read_text() or 0) for note in notes if note.exists()]
+
+    while ranks.poll() is None and not all(pids := present() if len(present()) == 2 else [0]):
+        time.sleep(0.1)
+    pids, runs = present(), 0
+    try:
+        while ranks.poll() is None and all(note.exists() for note in notes):
+            os.kill(pids[1 - runs], signal.SIGSTOP)
+            os.kill(pids[runs], signal.SIGCONT)
+            time.sleep(seconds)
+            runs = 1 - runs
+    except ProcessLookupError:
+        pass  # it failed: its launcher says why
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, list[dict[str, float]]]], float]:
+    """Of each pair of steps, by overlap, each rank's figures; and `products_at_once`. The first pair isn't counted:
+    much is done once."""
     with tempfile.TemporaryDirectory() as folder:
         port = str(process.free_port())
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, __file__]
         given = ["--rank-in", folder, "--model", model, "--pairs", str(options.pairs), "--device", options.device]
         given += ["--measured", *map(str, dataclasses.astuple(options.sizes))]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, *launch, *given, *(["--balanced"] if options.balanced else [])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        if done.returncode:
-            raise SystemExit(f"the ranks failed: {done.stdout[-4000:]}")
-        ranks = json.loads((Path(folder) / "steps.json").read_text())
-    of_steps = [list(of_step) for of_step in zip(*ranks, strict=True)]
-    return [
+        command = [sys.executable, *launch, *given, *(["--balanced"] if options.balanced else [])]
+        output = Path(folder) / "output"
+        with output.open("wb") as to:
+            ranks = subprocess.Popen(command, stdout=to, stderr=subprocess.STDOUT, env=environment)
+            try:
+                if options.turns:
+                    take_turns(ranks, Path(folder), options.turns / 1000)
+                ranks.wait()
+            finally:
+                ranks.terminate()
+        if ranks.returncode:
+            raise SystemExit(f"the ranks failed: {output.read_text(errors='replace')[-4000:]}")
+        found = json.loads((Path(folder) / "steps.json").read_text())
+    of_steps = [list(of_step) for of_step in zip(*found["steps"], strict=True)]
+    pairs = [
         {overlaps(step): of_steps[step] for step in (first, first + 1)} for first in range(2, 2 * options.pairs + 2, 2)
     ]
+    return pairs, found["at_once"]
+
+
+def trained(of_rank: dict[str, float]) -> float:
+    """Seconds of a rank's training, with the forward of the KL term's reference."""
+    return of_rank["time/train"] + of_rank["time/ref_logprobs"]
 
 
 def predicted(off: Sequence[Sequence[dict[str, float]]], first: int, sizes: Sizes) -> tuple[float, float]:
@@ -268,10 +339,10 @@ def predicted(off: Sequence[Sequence[dict[str, float]]], first: int, sizes: Size
     prompt = max(0, round((packed - completed) / (2 * sizes.groups)))
     waves = math.ceil(sizes.groups * sizes.completions / sizes.sequences)
     engine_step = statistics.median(step[1]["time/generate"] for step in off) / (waves * sizes.long)
-    token = statistics.median(sum(of_rank["time/train"] for of_rank in step) / packed for step in off)
+    token = statistics.median(sum(map(trained, step)) / packed for step in off)
     # Exchanges, the optimizer, packing: what a step takes besides, with overlap or without.
     besides = statistics.median(
-        step[0]["step_time"] - sum(max(of_rank[name] for of_rank in step) for name in ("time/generate", "time/train"))
+        step[0]["step_time"] - max(of_rank["time/generate"] for of_rank in step) - max(map(trained, step))
         for step in off
     )
     rates = Rates(engine_step, 0.0, token)
@@ -284,12 +355,13 @@ def predicted(off: Sequence[Sequence[dict[str, float]]], first: int, sizes: Size
 
 def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        pairs = run_ranks(options.model or make_model(Path(folder) / "model"), options)
+        pairs, at_once = run_ranks(options.model or make_model(Path(folder) / "model"), options)
     sizes = options.sizes
     told = predicted([pair[False] for pair in pairs], sizes.long if options.balanced else sizes.short, sizes)
+    print(f"two processors at once multiply {at_once:.2f} x what one does alone\n")
     print("| overlap | step, s | simulated, s | processor seconds of both ranks | trained early | idle |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    found: dict[str, Any] = {"pairs": pairs, "predicted": told}
+    found: dict[str, Any] = {"pairs": pairs, "predicted": told, "at_once": at_once}
     for name, overlap, simulated in (("off", False, told[0]), ("auto", True, told[1])):
         steps = [pair[overlap] for pair in pairs]
         seconds = statistics.median(step[0]["step_time"] for step in steps)
@@ -308,7 +380,7 @@ def measure(options: argparse.Namespace) -> None:
         for rank in range(2):
             phases = {
                 phase: statistics.median(pair[overlap][rank].get(f"time/{phase}", 0.0) for pair in pairs)
-                for phase in ("generate", "wait", "train", "sync", "optimizer")
+                for phase in ("generate", "wait", "ref_logprobs", "train", "sync", "optimizer")
             }
             print(f"{name}, rank {rank}: " + ", ".join(f"{phase} {took:.2f} s" for phase, took in phases.items()))
     if options.out:
@@ -320,7 +392,7 @@ def make_model(folder: Path) -> str:
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     import tiny
 
-    return str(tiny.make_model(folder, context=1024, layers=4, heads=8, keys=8, width=256))
+    return str(tiny.make_model(folder, context=1024, layers=4, heads=12, keys=12, width=384))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -340,6 +412,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="simulated steps")
     parser.add_argument("--pairs", type=int, default=0, help="measure two ranks so often")
     parser.add_argument("--balanced", action="store_true", help="measure equal lengths")
+    parser.add_argument("--turns", type=float, default=0.0, help="milliseconds in which one rank runs at a time")
     parser.add_argument("--model", help="a folder; none: a small random one")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(

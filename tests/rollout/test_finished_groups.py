@@ -67,6 +67,25 @@ def test_a_rank_takes_its_own_groups_and_then_those_that_another_offers_between_
     assert positions(second.take(20)) == [10] and second.take(20) == first.take(20) == []
 
 
+def test_when_all_have_sampled_ranks_share_what_is_left_until_none_trains(ranks: Make) -> None:
+    first, second = ranks(2)
+    for index in range(8):
+        second.add(group(10 + index, 4))
+    assert first.take(99) == []  # it wants groups
+    first.finish()
+    second.finish()
+    assert first.is_over() and second.is_over(), "nobody is amid a micro-batch: what is left is balanced"
+    with first.training():
+        assert not second.is_over()
+        sizes = []
+        for one in itertools.cycle((second, first)):
+            if not (taken := one.take(99)):
+                break
+            sizes.append(len(taken))
+    assert sizes == [4, 2, 2], "half of what it knows to be left, though there is room for all"
+    assert second.is_over()
+
+
 def test_no_group_is_taken_twice(ranks: Make) -> None:
     made = ranks(4)
     for rank, one in enumerate(made):

@@ -79,7 +79,7 @@ def test_a_rank_trains_groups_of_another_that_still_samples(compared: Path) -> N
         early = [event for event in mine if event[3] == "trained" and event[0] < last]
         assert any(sampled & {*event[4]} for event in early), "before the second rank's last group was sampled"
         counted = first["steps"][step]
-        assert 0 < counted["train/early_tokens"] < counted["train/packed_tokens"] and counted["train/moved_groups"] > 0
+        assert 0 < counted["train/early_tokens"] <= counted["train/packed_tokens"] and counted["train/moved_groups"] > 0
         assert 0 < counted["rollout/idle_share"] < 1
 
 
