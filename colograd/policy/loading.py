@@ -30,8 +30,8 @@ from . import quantized
 from .dropout import disable_dropout, largest_dropout
 from .images import (
     find_processors,
-    freeze_all_but_text,
     freeze_tower,
+    freeze_unread,
     has_tower,
     reads_text_alone,
     set_text_alone,
@@ -388,8 +388,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         if num_experts(loaded.config) and not packed and asked is None:
             _freeze_as_made(loaded)
         set_text_alone(loaded, has_images)
-        if reads_text_alone(loaded):
-            freeze_all_but_text(loaded)
+        freeze_unread(loaded)
         return loaded
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))

@@ -12,7 +12,6 @@ from typing import Any
 
 import datasets
 import launcher
-import plain_vllm
 import pytest
 import tiny
 import tiny_images
@@ -23,8 +22,8 @@ from image_cases import (
     OTHERS,
     PACKED,
     RANKS,
+    compare_with_what_was_saved,
     groups_of,
-    logprobs_of_transformers,
     loss_and_gradients,
     weights_after,
 )
@@ -33,7 +32,7 @@ from PIL import ExifTags, Image
 from saved_tensors import kept
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
+from colograd.batch import Images, ModelInput
 from colograd.commands import cli
 from colograd.data.images import ImageReader, in_rgb, text_of, with_images
 from colograd.engine.images import check_expanded
@@ -164,8 +163,11 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
     padded = loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
     assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
-    worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
-    assert worst < 1e-4, worst
+    # Gemma 4's embeddings, which are scaled up, have gradients of up to 50.
+    worst = max(
+        float((of - padded[1][name]).abs().max() / of.abs().max().clamp(min=1)) for name, of in packed[1].items()
+    )
+    assert worst < (1e-5 if family.startswith("gemma4") else 1e-4), worst
     tried(family, "packed", padded="where forced")
 
 
@@ -337,35 +339,6 @@ def test_a_family_trains(
     else:
         tried(family, "copied")
     trainer.close()
-
-
-def compare_with_what_was_saved(trainer: GRPOTrainer, saved: Path, scratch: Path) -> None:
-    """The trainer's row of a prompt with two pictures, transformers' and vLLM's own reading of a checkpoint give one
-    probability to each token of a completion. (Which depends on the pictures.)"""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    processor, loaded = AutoProcessor.from_pretrained(saved), AutoModelForImageTextToText.from_pretrained(saved)
-    again = loaded.state_dict()
-    assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
-    row = tiny_images.prompts(2, images=2)[1]
-    reader, completion = ImageReader(processor, loaded.config.image_token_id), list(range(40, 52))
-    asked, turned = (
-        reader.read(row | {"images": pictures}, {"add_generation_prompt": True}, "row 1")
-        for pictures in (row["images"], row["images"][::-1])
-    )
-    theirs = logprobs_of_transformers(loaded, asked, completion)
-    assert float((theirs - logprobs_of_transformers(loaded, turned, completion)).abs().max()) > 0.01
-
-    rollout = Rollout(asked, completion, torch.zeros(12), torch.ones(12).bool(), FinishReason.STOP, 0)
-    group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
-    (packed,) = pack([group], 400, False, torch.device("cpu"), share_prompts=True)
-    with torch.no_grad():
-        ours = policy_logprobs(trainer.model, packed, 1.0)[0]
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
-    given = asked.followed_by(completion).images
-    plain = plain_vllm.prompt_logprobs(saved, given.engine_ids, scratch, pictures=row["images"])
-    assert len(plain) == len(asked.ids) + len(completion) - 1
-    torch.testing.assert_close(plain[-12:], ours, rtol=0, atol=1e-4)
 
 
 def check_log(run: Path, steps: int, images: int) -> None:
