@@ -33,6 +33,7 @@ from .images import (
     freeze_tower,
     freeze_unread,
     has_tower,
+    hears,
     reads_text_alone,
     set_text_alone,
     takes_images,
@@ -140,6 +141,8 @@ class Policy:
             lines.append(
                 f"policy: text alone is trained; what {kind} sees or hears with is frozen, and not in the engine"
             )
+        elif hears(unwrap(self.model).config):
+            lines.append("policy: what the model hears with is frozen, and not in the engine")
         if self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and cpu_products.wanted():
             lines.append("policy: this CPU multiplies no bfloat16, so products are computed in float32 and rounded")
         if self.why_padded:

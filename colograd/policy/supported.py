@@ -42,6 +42,11 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
     if config.tensor_parallel:
         quantized = saved_in(model_config) or (asked_for(config, str(model)) if by_name else None)
         _check_cut(model_config, config, quantized is not None)
+    if (seen := getattr(model_config.get_text_config(), "use_bidirectional_attention", None)) in (True, "all"):
+        raise ValueError(
+            f"{model_config.model_type} has use_bidirectional_attention {seen!r}: its tokens see later ones, and can't "
+            "be sampled one after the other. Choose another model."
+        )
     if images.takes_images(model_config) and (has_images or model_config.model_type not in images.TEXT_FIRST):
         _check_images(model_config, config)
     if num_experts(model_config):

@@ -51,6 +51,11 @@ class Slice:
         return self.packed is not None or self.through is not None or self.rows is not None
 
     @property
+    def is_copy(self) -> bool:
+        """Whether the engine has all of the parameter a second time, as it is."""
+        return self.again and self.destination.shape == self.source.shape
+
+    @property
     def view(self) -> torch.Tensor:
         """The part of the policy's own tensor, which may move; not for a quantised one."""
         return self.source.detach()[self.cut]

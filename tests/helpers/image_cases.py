@@ -21,8 +21,8 @@ from colograd.policy.packing import pack
 
 RANKS = SCRIPTS / "two_ranks.py"
 PACKED = (
-    "gemma3_vl", "gemma4_vl", "gemma4_both_ways", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl",
-    "mistral3_vl", "internvl_vl",
+    "gemma3_vl", "gemma4_vl", "gemma4_both_ways", "gemma4_experts", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_5_vl", "mistral3_vl", "internvl_vl",
 )  # fmt: skip
 
 

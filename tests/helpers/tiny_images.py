@@ -350,6 +350,12 @@ def _gemma4_both_ways(shape: dict[str, Any]) -> tuple[Any, Any]:
     return _with_soft_tokens(shape, text, {"standardize": True}, None)
 
 
+def _gemma4_experts(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Likewise, with experts beside each layer's MLP."""
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    return _gemma4_both_ways({**shape, **experts})
+
+
 def _with_soft_tokens(
     shape: dict[str, Any], text: dict[str, Any], vision: dict[str, Any], audio: Any
 ) -> tuple[Any, Any]:
@@ -395,6 +401,7 @@ FAMILIES = {
     "gemma3_vl": _gemma3,
     "gemma4_vl": _gemma4,
     "gemma4_both_ways": _gemma4_both_ways,
+    "gemma4_experts": _gemma4_experts,
 }
 PROCESSORS = {
     "idefics3": _idefics3_processor,
@@ -405,7 +412,7 @@ PROCESSORS = {
     "mistral3_vl": _mistral3_processor,
     "internvl_vl": _internvl_processor,
     "gemma3_vl": gemma3_processor,
-    **dict.fromkeys(("gemma4_vl", "gemma4_both_ways"), _gemma4_processor),
+    **dict.fromkeys(("gemma4_vl", "gemma4_both_ways", "gemma4_experts"), _gemma4_processor),
 }
 
 
