@@ -273,8 +273,9 @@ def load_processor(path: str, config: GRPOConfig) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-            "SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch (see "
-            "docs/guide/images.md). If the folder has no processor, copy the files of the model it was trained from."
+            "Gemma 4's, SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch "
+            "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was trained "
+            "from."
         ) from None
     if not hasattr(found, "image_processor"):
         raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
