@@ -121,7 +121,8 @@ class ImageReader:
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-            return placeholders + sum(tokens - 1 for tokens in each)
+            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's, which aren't told
+            return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
         """A row's conversation, and its images in RGB."""

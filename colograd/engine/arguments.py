@@ -66,7 +66,7 @@ def engine_kwargs(
     if config.cast_lm_head_to_fp32 and computes_float32_heads():
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
     if images:
-        kwargs["limit_mm_per_prompt"] = {"image": images, "video": 0}
+        kwargs["limit_mm_per_prompt"] = {"image": images, "video": 0, "audio": 0}
     if config.world_size > 1:
         kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:

@@ -1,4 +1,5 @@
-"""Attention within a picture in both directions, on a CPU: for models whose image tokens see each other (Gemma 3).
+"""Attention within a picture in both directions, on a CPU: for models whose image tokens see each other (Gemma 3; of
+Gemma 4's large ones in layers with a window).
 
 vLLM's CPU backend computes them causally, as tokens of text. Here they are computed once more, as requests of their own
 that end with the picture and aren't causal: each token sees all before the picture, and all of it.
@@ -15,6 +16,8 @@ import torch
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from ..policy.images import see_both_ways
+
 
 @dataclasses.dataclass
 class Pictures:
@@ -22,6 +25,7 @@ class Pictures:
 
     tokens: torch.Tensor  # [n] where they are among the step's
     metadata: cpu_attn.CPUAttentionMetadata
+    in_window: bool  # they see each other in layers with a window alone
 
 
 class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
@@ -60,7 +64,8 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
             causal=False,
             mm_req_doc_ranges=None,
         )
-        return Pictures(torch.tensor(tokens), super().build(0, of_pictures))
+        where = see_both_ways(self.vllm_config.model_config.hf_config)
+        return Pictures(torch.tensor(tokens), super().build(0, of_pictures), where == "window")
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):
@@ -72,7 +77,7 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
     ) -> Any:  # fmt: skip
         done = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **given)
         pictures = getattr(attn_metadata, "pictures", None)
-        if pictures is not None:
+        if pictures is not None and not (pictures.in_window and self.sliding_window == -1):
             at = pictures.tokens
             again = torch.empty_like(output[: len(at)])
             super().forward(layer, query[at], key[at], value[at], kv_cache, pictures.metadata, again, *more, **given)

@@ -77,7 +77,10 @@ def _not_inspected(message: str) -> str:
         try:
             importlib.import_module(ModelRegistry.models[found[1]].module_name)
         except ImportError as error:
-            return str(error)
+            first: BaseException = error  # transformers tells what is missing in the one before
+            while isinstance(before := first.__cause__ or first.__context__, ImportError):
+                first = before
+            return str(first)
     return ""
 
 

@@ -81,7 +81,8 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 
 
 def check_same_processor(model_config: Any, processor: Any) -> None:
-    """Raise a ValueError if a setting of vLLM's image processor isn't that of the trainer's."""
+    """Raise a ValueError if a setting of vLLM's image processor isn't that of the trainer's, or if vLLM counts tokens
+    by another one (Gemma 4's)."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
     # By its class: of some names (InternVL's) vLLM has a class of its own too, for older checkpoints.
@@ -93,6 +94,13 @@ def check_same_processor(model_config: Any, processor: Any) -> None:
                 f"The processor's {name} is {ours.get(name)!r}, but vLLM, which loads the processor from the model's "
                 f"folder, has {theirs.get(name)!r}: save the processor into that folder, or give no processing_class."
             )
+    counted = getattr(getattr(model_config.hf_config, "vision_config", None), "default_output_length", None)
+    most = ours.get("max_soft_tokens")
+    if None not in (counted, most) and counted != most:
+        raise ValueError(
+            f"The processor's max_soft_tokens is {most}, but vLLM counts an image's tokens by the model's "
+            f"vision_config.default_output_length, which is {counted}: make them equal in the model's folder."
+        )
 
 
 def _plain(value: Any) -> Any:

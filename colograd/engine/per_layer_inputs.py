@@ -1,5 +1,8 @@
-"""Gemma 3n's embeddings of each layer, which vLLM computes in its class that also sees alone: its text model gets none,
-and says something else than the checkpoint."""
+"""What vLLM computes otherwise than transformers on any device, for models of the Gemma family.
+
+Gemma 3n's embeddings of each layer are computed in its class that also sees alone: its text model gets none, and says
+something else than the checkpoint. Gemma 4's logits lack the tokens that a generation configuration suppresses, which
+the policy's have: the sampler's probabilities would be others'."""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
     def initialize(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model: torch.nn.Module = theirs(*args, **kwargs)
         add_per_layer_inputs(model)
+        suppress_no_tokens(model)
         for part in model.modules():
             scale_projection(part)
         return model
@@ -45,6 +49,11 @@ def add_per_layer_inputs(model: Any) -> None:
         return theirs(input_ids, *args, per_layer_inputs=per_layer_inputs, **kwargs)
 
     model.forward = forward
+
+
+def suppress_no_tokens(model: Any) -> None:
+    if hasattr(model, "_suppress_token_ids"):
+        model._suppress_token_ids = None
 
 
 def scale_projection(decoder: Any) -> None:

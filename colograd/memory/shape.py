@@ -285,6 +285,8 @@ class Tower:
 def _patches(config: Any) -> float:
     """Patches of the tower per image token."""
     vision = config.vision_config
+    if pooled := getattr(vision, "pooling_kernel_size", None):
+        return float(pooled) ** 2
     names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
     if merged := next((found for of, name in names if (found := getattr(of, name, None))), None):
         return float(merged) ** 2

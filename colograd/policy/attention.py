@@ -62,7 +62,8 @@ def packed_attention(
         s_aux: (H,) sinks: logits of a key of value 0 that every token attends to.
         row_part: this rank's of the row's T tokens, which queries, keys and values are of; None: all.
         options: transformers' `scaling`, `dropout`, `sliding_window` (in tokens, along prompt and completion), and
-            `both_ways`: first and last token + 1 of runs within a segment, whose tokens also attend to later ones.
+            `both_ways`: first and last token + 1 of runs within a segment, whose tokens also attend to later ones
+            (`both_ways_in_window`: in layers with a window alone).
 
     Returns:
         (1, T, H, D), and None for the attention weights.
@@ -82,13 +83,15 @@ def packed_attention(
         if s_aux is not None:
             return _plain_attention(query, key, value, attention_mask, scaling, dropout, s_aux), None
         own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        for name in ("sliding_window", "softcap", "both_ways"):
+        for name in ("sliding_window", "softcap", "both_ways", "both_ways_in_window"):
             options.pop(name, None)
         return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
-    both_ways: Sequence[tuple[int, int]] = options.get("both_ways", ())
     sliding_window: int | None = options.get("sliding_window")
+    both_ways: Sequence[tuple[int, int]] = options.get("both_ways", ())
+    if sliding_window is not None:
+        both_ways = options.get("both_ways_in_window", both_ways)
     softcap: float | None = options.get("softcap")
     if [softcap is not None, s_aux is not None, bool(both_ways)].count(True) > 1:
         raise ValueError(

@@ -20,15 +20,31 @@ from . import attention
 from .sending import to_device_async
 
 # Model types, as transformers names them, whose images can be trained on.
-FAMILIES = ("gemma3", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
-TEXT_FIRST = ("internvl", "mistral3", "qwen3_5")  # those that are trained like text models where a run has no images
-BOTH_WAYS = ("gemma3",)  # the tokens of a picture see each other both ways
+FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
+TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # are trained like text models where a run has no images
 TOWERS = ("visual", "vision_model", "vision_tower")  # modules that see; what follows brings it into the text's space
-PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector")
+PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector", "embed_vision")
+HEARS = ("audio_tower", "embed_audio")  # of a model that hears, too: it is neither trained nor in the engine
 
 
 def takes_images(model_config: Any) -> bool:
     return getattr(model_config, "model_type", None) in FAMILIES
+
+
+def see_both_ways(model_config: Any) -> str:
+    """In which layers the tokens of a picture see each other both ways: `all`, those with a `window`, or none (``).
+
+    The model's configuration says so of Gemma 4, whose small ones have none."""
+    asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
+    return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
+
+
+def hidden_tokens(model_config: Any) -> tuple[int, ...]:
+    """Tokens that the model itself reads as padding wherever they stand, written or sampled: Gemma 4's placeholders of
+    what isn't text. Here, and in vLLM, those that stand for no picture are tokens like any other."""
+    if getattr(model_config, "model_type", None) != "gemma4":
+        return ()
+    return tuple(int(getattr(model_config, f"{kind}_token_id")) for kind in ("image", "video", "audio"))
 
 
 def find_processors() -> None:
@@ -60,16 +76,27 @@ def set_text_alone(model: Any, has_images: bool) -> None:
     model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
 
 
-def text_parameters(model: Any) -> set[int]:
-    """The ids of the parameters that text goes through, of a model that could read more."""
-    head = model.get_output_embeddings()
-    return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+def read_parameters(model: Any) -> set[int] | None:
+    """The ids of the parameters that a run's rows go through, of a model that could read more than they have; None:
+    they go through all."""
+    if reads_text_alone(model):
+        head = model.get_output_embeddings()
+        return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+    if not hears(getattr(model, "config", None)):
+        return None
+    return {id(parameter) for name, parameter in model.named_parameters() if not {*name.split(".")} & {*HEARS}}
 
 
-def freeze_all_but_text(model: Any) -> None:
-    kept = text_parameters(model)
+def hears(model_config: Any) -> bool:
+    return getattr(model_config, "audio_config", None) is not None
+
+
+def freeze_unread(model: Any) -> None:
+    """Train no parameter that no row goes through."""
+    if (read := read_parameters(model)) is None:
+        return
     for parameter in model.parameters():
-        if id(parameter) not in kept:
+        if id(parameter) not in read:
             parameter.requires_grad_(False)
 
 
@@ -137,6 +164,14 @@ def in_each_forward(model: Any) -> bool:
     return getattr(model, "tower_in_each_forward", False)
 
 
+def embeds(model: Any, micro_batch: MicroBatch) -> bool:
+    """Whether a row's embeddings are made here: it has pictures, goes through the tower all the same, or has tokens
+    that the model would hide."""
+    if micro_batch.images is not None or in_each_forward(model):
+        return True
+    return bool(hidden_tokens(model.config)) and not reads_text_alone(model)
+
+
 def set_attention(model: Any, name: str) -> None:
     """Set the attention of the language model, and with it that of a vision tower, whose rows are whole images."""
     if takes_images(model.config):
@@ -185,8 +220,9 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     own_positions = hasattr(_body(model), "get_rope_index")
     positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
-    if placed and model.config.model_type in BOTH_WAYS:
-        more["both_ways"] = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
+    if placed and (where := see_both_ways(model.config)):
+        runs = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
+        more["both_ways" if where == "all" else "both_ways_in_window"] = runs
     output = model.get_decoder()(
         inputs_embeds=embeds,
         attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device),
@@ -220,7 +256,7 @@ def padded_hidden_states(
             if images:
                 positions[:, row] = to_device_async(_positions(model, ids[row].cpu(), images), ids.device)
     masks: Any = mask.long()
-    if model.config.model_type in BOTH_WAYS:
+    if see_both_ways(model.config):
         masks = _masks_both_ways(model, embeds, masks, positions, placed)
     more |= {"attention_mask": masks, "position_ids": positions}
     return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
@@ -245,8 +281,9 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
         RuntimeError: there are more or fewer features than places.
     """
     embeds = model.get_input_embeddings()(ids)
+    more: dict[str, Any] = _of_each_layer(model, ids, placed)
     if not placed:
-        return (_beside_an_unseen_picture(model, embeds) if in_each_forward(model) else embeds), {}
+        return (_beside_an_unseen_picture(model, embeds) if in_each_forward(model) else embeds), more
     times: dict[Images, list[torch.Tensor]] = {}  # the places of equal ones, which differ
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
@@ -267,12 +304,23 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
     at = to_device_async(torch.cat([each for places in times.values() for each in places]), ids.device)
     order = at.argsort()
     flat = embeds.flatten(0, 1).index_copy(0, at, repeated(features).to(embeds.dtype))
-    more: dict[str, Any] = {}
     if deeper:
         seen = torch.zeros(ids.numel(), dtype=torch.bool, device=ids.device).index_fill(0, at, True)
         more["visual_pos_masks"] = seen.view_as(ids)
         more["deepstack_visual_embeds"] = [repeated(each).index_select(0, order) for each in deeper]
     return flat.view_as(embeds), more
+
+
+def _of_each_layer(model: Any, ids: torch.Tensor, placed: Placed) -> dict[str, torch.Tensor]:
+    """The embeddings of ``ids`` that each layer adds, of models that have some (Gemma 4): a picture's tokens have those
+    of padding."""
+    decoder = model.get_decoder()
+    if not getattr(decoder, "hidden_size_per_layer_input", None):
+        return {}
+    for at, of in placed:
+        places = to_device_async(torch.tensor(of.places) + at, ids.device)
+        ids = ids.flatten().index_fill(0, places, decoder.config.pad_token_id).view_as(ids)
+    return {"per_layer_inputs": decoder.get_per_layer_inputs(ids, None)}
 
 
 def _beside_an_unseen_picture(model: Any, embeds: torch.Tensor) -> torch.Tensor:
@@ -298,7 +346,11 @@ class _Beside(torch.autograd.Function):
 def _unseen_picture(config: Any) -> Images:
     """The smallest picture that the family's tower takes, white: a black one is padding to some."""
     vision = config.vision_config
-    if hasattr(vision, "spatial_merge_size"):
+    if hasattr(vision, "pooling_kernel_size"):
+        axis = torch.arange(vision.pooling_kernel_size)
+        places = torch.cartesian_prod(axis, axis)[None].flip(-1)
+        inputs = {"pixel_values": torch.ones(1, len(axis) ** 2, 3 * vision.patch_size**2), "image_position_ids": places}
+    elif hasattr(vision, "spatial_merge_size"):
         side, area = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
         pixels = torch.ones(side**2, vision.in_channels * area)
         inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
@@ -383,7 +435,7 @@ def _kinds(placed: Placed, length: int) -> torch.Tensor:
 def _masks_both_ways(
     model: Any, embeds: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, placed: Placed
 ) -> Any:
-    """Gemma 3's masks: causal, but within a picture."""
+    """Gemma's masks: causal, but within a picture."""
     kinds = _kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long()
     kinds = to_device_async(kinds, embeds.device)
     theirs = sys.modules[type(_body(model)).__module__]

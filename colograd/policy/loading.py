@@ -30,9 +30,10 @@ from . import quantized
 from .dropout import disable_dropout, largest_dropout
 from .images import (
     find_processors,
-    freeze_all_but_text,
     freeze_tower,
+    freeze_unread,
     has_tower,
+    hears,
     reads_text_alone,
     set_text_alone,
     takes_images,
@@ -140,6 +141,8 @@ class Policy:
             lines.append(
                 f"policy: text alone is trained; what {kind} sees or hears with is frozen, and not in the engine"
             )
+        elif hears(unwrap(self.model).config):
+            lines.append("policy: what the model hears with is frozen, and not in the engine")
         if self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and cpu_products.wanted():
             lines.append("policy: this CPU multiplies no bfloat16, so products are computed in float32 and rounded")
         if self.why_padded:
@@ -270,8 +273,9 @@ def load_processor(path: str, config: GRPOConfig) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-            "SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch (see "
-            "docs/guide/images.md). If the folder has no processor, copy the files of the model it was trained from."
+            "Gemma 4's, SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch "
+            "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was trained "
+            "from."
         ) from None
     if not hasattr(found, "image_processor"):
         raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
@@ -388,8 +392,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         if num_experts(loaded.config) and not packed and asked is None:
             _freeze_as_made(loaded)
         set_text_alone(loaded, has_images)
-        if reads_text_alone(loaded):
-            freeze_all_but_text(loaded)
+        freeze_unread(loaded)
         return loaded
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))

@@ -195,8 +195,7 @@ def _states_and_routers(
     logits (T, E), where ``asked`` has them returned."""
     if part is not None:
         asked["row_part"] = part
-    sees = micro_batch.images is not None or images.in_each_forward(model)
-    if sees and model.config._attn_implementation == attention.NAME:
+    if images.embeds(model, micro_batch) and model.config._attn_implementation == attention.NAME:
         with attention.packed_rows():
             return images.packed_hidden_states(model, micro_batch), ()
     whole = model.base_model is not model and not images.reads_text_alone(model)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .images import has_tower, reads_text_alone, sees
+from .images import HEARS, has_tower, hears, reads_text_alone, sees
 from .quantized_layers import dense_weight
 
 PREFIX = "base_model.model."  # of every parameter of a PeftModel
@@ -164,12 +164,15 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def _left_out(model: Any, peft_config: Any) -> list[str]:
-    """Patterns of layers that get no adapter: all beside the decoder where text is trained alone; and with `all-linear`
-    routers that are linear layers of a class of their own, whose forward gives two tensors (Llama 4's)."""
+    """Patterns of layers that get no adapter: all beside the decoder where text is trained alone, what hears where
+    images are; and with `all-linear` routers that are linear layers of a class of their own, whose forward gives two
+    tensors (Llama 4's)."""
     found = []
     if reads_text_alone(model):
         decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
         found.append(rf"(?!{re.escape(decoder)}\.).*")
+    elif hears(getattr(model, "config", None)):
+        found.append(rf"(.*\.)?({'|'.join(HEARS)})\..*")
     if peft_config.target_modules == "all-linear":
         for name, module in model.named_modules():
             kind = type(module)

@@ -69,7 +69,7 @@ def hidden_states(
     tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     places = to_device_async(rows.places, device)
-    if micro_batch.images is not None or images.in_each_forward(model):
+    if images.embeds(model, micro_batch):
         ids = micro_batch.input_ids[0][tokens] * mask
         states = images.padded_hidden_states(model, micro_batch, ids, mask, rows.chains)
         return states.flatten(0, 1).index_select(0, places)[None], []

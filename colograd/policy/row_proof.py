@@ -164,7 +164,13 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
 
 
 def _mistaken(model: Any, part: PackedSequence) -> bool:
-    """Whether the model itself would put a picture's features where a completion has the image token, as a token."""
+    """Whether the model itself would put a picture's features where a completion has the image token, as a token, or
+    would hide one of its tokens."""
+    if hidden := images.hidden_tokens(model.config):
+        places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
+        places |= {place for image in part.images for place in image.places}
+        ids = torch.cat([part.prompt_ids, part.completion_ids]).tolist()
+        return any(token in hidden for place, token in enumerate(ids) if place not in places)
     if not (part.images or part.answers):
         return False
     known = {place for answer in part.answers for place in answer.places}

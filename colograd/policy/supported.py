@@ -43,6 +43,11 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
     if config.tensor_parallel:
         quantized = saved_in(model_config) or (asked_for(config, str(model)) if by_name else None)
         _check_cut(model_config, config, quantized is not None)
+    if (seen := getattr(model_config.get_text_config(), "use_bidirectional_attention", None)) in (True, "all"):
+        raise ValueError(
+            f"{model_config.model_type} has use_bidirectional_attention {seen!r}: its tokens see later ones, and can't "
+            "be sampled one after the other. Choose another model."
+        )
     if images.takes_images(model_config) and (has_images or model_config.model_type not in images.TEXT_FIRST):
         _check_images(model_config, config)
     if num_experts(model_config):
@@ -150,20 +155,26 @@ def _check_experts_split(model_config: Any, ranks: int) -> None:
 
 
 def _check_images(model_config: Any, config: GRPOConfig) -> None:
-    kind = model_config.model_type
-    tokens = getattr(model_config, "mm_tokens_per_image", 0)
-    window = getattr(model_config.get_text_config(), "sliding_window", None)
-    if kind in images.BOTH_WAYS and window and tokens > window:
+    kind, text = model_config.model_type, model_config.get_text_config()
+    name = "mm_tokens_per_image" if hasattr(model_config, "mm_tokens_per_image") else "default_output_length"
+    tokens = getattr(model_config, name, 0) or getattr(model_config.vision_config, name, 0)
+    window = getattr(text, "sliding_window", None)
+    if images.see_both_ways(model_config) and window and tokens > window:
         raise ValueError(
-            f"{kind} has mm_tokens_per_image {tokens}, which must be at most its sliding_window, {window}: the tokens "
+            f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: the tokens "
             "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     part = int(given.get("long_prefill_token_threshold") or 0)
-    if kind in images.BOTH_WAYS and 0 < part < tokens:
+    if images.see_both_ways(model_config) and 0 < part < tokens:
         raise ValueError(
-            f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has mm_tokens_per_image {tokens}, "
+            f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
             "which the engine must read in one step: raise it, or remove it."
+        )
+    if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id:
+        raise ValueError(
+            f"{kind} has pad_token_id {text.pad_token_id}, whose embeddings of each layer an image's tokens have, but "
+            "vLLM gives them those of token 0: set it to 0, as published, or choose another model."
         )
     settings = {
         "torch_compile": config.torch_compile,

@@ -11,13 +11,12 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..engine.protocol import EngineTensors
-from ..policy.images import in_tower, reads_text_alone, text_parameters
+from ..policy.images import in_tower, read_parameters
 from ..policy.lora import base_name, unwrap
 from ..policy.quantized_layers import PackedWeight, packed_weights
 from ..sharding.weight_files import saved_names
@@ -43,13 +42,18 @@ class Slice:
     cut: tuple[slice, ...] = ()  # the part of the source that ``destination`` holds; empty: all of it
     packed: PackedWeight | None = None  # the policy has it quantised
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # the engine holds this function of it, elementwise
-    again: bool = False  # the engine has the parameter elsewhere too, and reads this copy in other forwards
+    again: bool = False  # the engine has the parameter elsewhere too, and reads this copy in other places
     rows: torch.Tensor | None = None  # the source's rows in the order in which ``destination`` has them, see row_order
 
     @property
     def is_computed(self) -> bool:
         """Whether the engine's values are computed from the policy's, so that no memory can be shared."""
         return self.packed is not None or self.through is not None or self.rows is not None
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the engine has all of the parameter a second time, as it is."""
+        return self.again and self.destination.shape == self.source.shape
 
     @property
     def view(self) -> torch.Tensor:
@@ -108,15 +112,15 @@ def map_parameters(
             sources[base], own_names[base] = buffer, name
     slices, missing, others, saved = [], [], dict[str, str](), saved_names(unwrap(policy))
     for name, source in sources.items():
-        own, parts = own_names[name], []
+        own, parts, twice = own_names[name], [], list[Part]()
         if (experts := _experts(name, targets, engine)) is not None:
             split = ranks > 1
             parts = _parts(experts, source, place, ranks, own) if split else _turned(experts, source, policy, own)
-        elif found := _whereabouts(name, saved.get(name, name), sources, targets, engine):
+        elif found := _whereabouts(name, saved.get(name, name), sources, targets, engine, ranks):
             if isinstance(policy.get_submodule(own.rpartition(".")[0]), Conv1D) and source.dim() == 2:
                 parts = [(found[0].detach().mT, ())]  # as GPT-2's projections
             elif ranks == 1 or name.split(".")[-2] not in engine.fusions:
-                parts = _split(*found, place, ranks)
+                parts, twice = _split(*found, place, ranks), _as_values(*found, place, ranks)
             elif in_tower(name):  # any other that the checkpoint has fused: where its parts end, no shape tells
                 parts = _thirds(found[0], source, place, ranks)
             else:
@@ -124,7 +128,8 @@ def map_parameters(
         if not parts:
             missing.append(name)
         slices += [Slice(own, source, *part) for part in parts]
-        slices += [Slice(own, source, *part, again=True) for part in absorbed(name, source, parts, targets)]
+        twice += absorbed(name, source, parts, targets)
+        slices += [Slice(own, source, *part, again=True) for part in twice]
     if missing:
         free = {name: targets[name] for name in _uncovered(slices, targets)}
         others = {name: _alike(name, sources, missing, free) for name in missing}
@@ -187,14 +192,18 @@ def _layer_of(name: str) -> str:
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters by the names they have in a model without adapters; of quantised ones, what they amount to."""
     dense = {name: torch.empty(packed.shape, device="meta") for name, packed in packed_weights(model).items()}
-    inner: Any = unwrap(model)
-    read = text_parameters(inner) if reads_text_alone(inner) else None
+    read = read_parameters(unwrap(model))
     named = ((n, base_name(n), p) for n, p in model.named_parameters() if read is None or id(p) in read)
     return {base: dense.get(name, p) for name, base, p in named if base is not None}
 
 
 def _whereabouts(
-    name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors
+    name: str,
+    saved: str,
+    sources: dict[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
+    engine: EngineTensors,
+    ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
     """The engine's tensor that holds a parameter, the parameters that are fused in it, and which of them it is; asked
     for by the policy's name, and by the one that files have, ``saved``."""
@@ -202,13 +211,18 @@ def _whereabouts(
         mapped = engine.renamed(each)
         if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
             mapped = mapped.replace(*TOWER, 1)
-        if (found := _place(name, mapped, sources, targets, engine)) is not None:
+        if (found := _place(name, mapped, sources, targets, engine, ranks)) is not None:
             return found
     return None
 
 
 def _place(
-    name: str, mapped: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors
+    name: str,
+    mapped: str,
+    sources: dict[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
+    engine: EngineTensors,
+    ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
     for found in (mapped, mapped.replace(*BLOCKS)):
         if found in targets:
@@ -220,7 +234,11 @@ def _place(
                 siblings = [name.replace(f".{part}.", f".{other}.") for other in parts]
                 if not sources.keys() >= {*siblings[:index]}:
                     return None
-                return target, [sources[sibling] for sibling in siblings if sibling in sources], index
+                fused_parts = [sources[sibling] for sibling in siblings if sibling in sources]
+                missing, rows = len(parts) - len(fused_parts), sum(len(of) for of in (*fused_parts, fused_parts[-1]))
+                if missing == 1 and rows == len(target) * ranks:
+                    fused_parts.append(fused_parts[-1])  # see `_as_values`
+                return target, fused_parts, index
     return None
 
 
@@ -324,6 +342,12 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
         return []
     offset, start = sum(rows[:index]), place % ranks // repeated[index] * rows[index]
     return [(target[offset : offset + rows[index]], _rows(start, start + rows[index], source))]
+
+
+def _as_values(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
+    """The second place of keys that are values, too (in some layers of Gemma 4): vLLM has them twice in ``target``."""
+    last = len(parts) - 1
+    return _split(target, parts, last, place, ranks) if index < last and parts[index] is parts[last] else []
 
 
 def _outputs(target: torch.Tensor, targets: Mapping[str, torch.Tensor], engine: EngineTensors) -> Sequence[int]:

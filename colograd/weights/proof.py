@@ -21,9 +21,9 @@ import torch
 from ..batch import ModelInput
 from ..engine.protocol import Engine
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.images import own_inputs, sees
+from ..policy.images import hidden_tokens, own_inputs, sees
 from ..policy.logprobs import evaluation_mode
-from ..policy.lora import is_adapted
+from ..policy.lora import is_adapted, unwrap
 from ..policy.row_proof import allowed, completion_logprobs
 from .mapping import Slice
 from .row_order import is_near
@@ -86,7 +86,8 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
     Raises:
         RuntimeError: they differ.
     """
-    ids = probe_ids(engine, PROBE_TOKENS[-1])
+    hidden = hidden_tokens(unwrap(policy).config)
+    ids = [token for token in probe_ids(engine, PROBE_TOKENS[-1]) if token not in hidden]
     theirs = engine.prompt_logprobs(ids)
     with on_all_ranks("the comparison of policy and engine"):
         with base_alone(policy), torch.no_grad():

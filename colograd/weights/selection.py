@@ -310,6 +310,8 @@ def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
     adapted = {layer.parameter for layer in adapted_layers(sides.policy)}
     if other := [part.name for part in sides.slices if part.rows is not None and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has the rows of {len(other)} adapted layers in another order ({other[0]})")
+    if twice := [part.name for part in sides.slices if part.is_copy and base_name(part.name) in adapted]:
+        raise Unserved(f"vLLM has {len(twice)} adapted layers twice, and an adapter once ({twice[0]})")
     slots = map_adapter(sides.policy, sides.engine)
     base = _whole("shared" if wanted == "shared" else "auto", sides, constant=sides.equal)
     return AdapterWeights(sides.policy, sides.engine, slots, base)

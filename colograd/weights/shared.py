@@ -26,6 +26,8 @@ def obstacle(part: Slice) -> str:
         return "the engine has a function of it"
     if part.rows is not None:
         return "the engine has its rows in another order"
+    if part.again:
+        return "the engine has it twice"
     if source.dtype != place.dtype:
         ours, theirs = (str(tensor.dtype).removeprefix("torch.") for tensor in (source, place))
         return f"the engine has it in {theirs}, the policy in {ours}"
@@ -59,7 +61,7 @@ def parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
         place = _joined([part.destination for part in of_name], shard)
         part = dataclasses.replace(of_name[0], destination=place, cut=())
         wanted = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
-        if reason := "the engine has it twice" if any(one.again for one in of_name) else obstacle(wanted):
+        if reason := next((obstacle(one) for one in of_name if one.again), "") or obstacle(wanted):
             raise ValueError(f"sharding: tensor can't be had for {name} ({reason}): set sharding: gradients or fsdp.")
         found.append((part, shard))
     return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
+import plain_vllm
 import pytest
 import tiny_images
 import torch
@@ -12,12 +14,16 @@ from paths import SCRIPTS
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
+from colograd.data.images import ImageReader
 from colograd.policy import images
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
 RANKS = SCRIPTS / "two_ranks.py"
-PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "mistral3_vl", "internvl_vl")
+PACKED = (
+    "gemma3_vl", "gemma4_vl", "gemma4_both_ways", "gemma4_experts", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_5_vl", "mistral3_vl", "internvl_vl",
+)  # fmt: skip
 
 
 def needs(*libraries: str) -> Any:
@@ -71,3 +77,32 @@ def logprobs_of_transformers(model: Any, asked: ModelInput, completion: list[int
 
 def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def compare_with_what_was_saved(trainer: GRPOTrainer, saved: Path, scratch: Path) -> None:
+    """The trainer's row of a prompt with two pictures, transformers' and vLLM's own reading of a checkpoint give one
+    probability to each token of a completion. (Which depends on the pictures.)"""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor, loaded = AutoProcessor.from_pretrained(saved), AutoModelForImageTextToText.from_pretrained(saved)
+    again = loaded.state_dict()
+    assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
+    row = tiny_images.prompts(2, images=2)[1]
+    reader, completion = ImageReader(processor, loaded.config.image_token_id), list(range(40, 52))
+    asked, turned = (
+        reader.read(row | {"images": pictures}, {"add_generation_prompt": True}, "row 1")
+        for pictures in (row["images"], row["images"][::-1])
+    )
+    theirs = logprobs_of_transformers(loaded, asked, completion)
+    assert float((theirs - logprobs_of_transformers(loaded, turned, completion)).abs().max()) > 0.01
+
+    rollout = Rollout(asked, completion, torch.zeros(12), torch.ones(12).bool(), FinishReason.STOP, 0)
+    group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
+    (packed,) = pack([group], 400, False, torch.device("cpu"), share_prompts=True)
+    with torch.no_grad():
+        ours = policy_logprobs(trainer.model, packed, 1.0)[0]
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    given = asked.followed_by(completion).images
+    plain = plain_vllm.prompt_logprobs(saved, given.engine_ids, scratch, pictures=row["images"])
+    assert len(plain) == len(asked.ids) + len(completion) - 1
+    torch.testing.assert_close(plain[-12:], ours, rtol=0, atol=1e-4)

@@ -46,6 +46,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {**TOWER, "image_size": [28, 28], "patch_size": [14, 14]},
         {"image_token_id": 5},
     ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "head_dim": 32, "global_head_dim": 64, "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 16, "attention_k_eq_v": True, "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 258,
+        },
+        {**TOWER, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 4, "default_output_length": 70},
+        {"image_token_id": 5, "video_token_id": 6, "audio_token_id": 7},
+    ),
     "glm4v": (
         "Glm4vForConditionalGeneration",
         {"attention_bias": True, "rope_parameters": ROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}},

@@ -22,7 +22,16 @@ QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 MISTRAL3 = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 GEMMA3 = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+GEMMA4 = {
+    "boi": "<|image>",
+    "eoi": "<image|>",
+    "image": "<|image|>",
+    "boa": "<|audio>",
+    "eoa": "<audio|>",
+    "audio": "<|audio|>",
+}
 SIDE = 32  # pixels of an image that needs the fewest tokens
+WINDOWS = ("sliding_attention", "full_attention")
 ONE_TILE = {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": SIDE}, "do_image_splitting": False}
 
 
@@ -69,6 +78,11 @@ def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
             if parameter.dim() >= 2 and not parameter.any():  # Gemma 3's projector, which would hide the pictures
                 torch.nn.init.normal_(parameter, std=0.1)
             parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():  # Gemma 4's, as training left them
+            if name.endswith(("input_min", "output_min", "input_max", "output_max")):
+                buffer.fill_(2.0 if name.endswith("max") else -2.0)
+            elif name.endswith(("std_bias", "std_scale", "layer_scalar")):
+                buffer.add_(torch.rand_like(buffer) * 0.1)
     return model.eval(), tokenizer
 
 
@@ -312,6 +326,70 @@ def gemma3_processor(tokenizer: Any) -> Any:
     return hf.Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
 
 
+def _gemma4(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Up to 70 tokens an image, whose number depends on its shape. As the small ones are published: embeddings of each
+    layer, layers that share keys and values, clipped layers in the tower, and another tower that hears."""
+    text = {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [*WINDOWS, *WINDOWS],
+        "hidden_size_per_layer_input": 16, "use_double_wide_mlp": True,
+    }  # fmt: skip
+    audio = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [8, 4],
+        "output_proj_dims": 32,
+    }  # fmt: skip
+    return _with_soft_tokens(shape, text, {"use_clipped_linears": True}, audio)
+
+
+def _gemma4_both_ways(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Likewise. As the large ones: an image's tokens see each other in layers with a window, and other layers' values
+    are their keys."""
+    text = {
+        "layer_types": [*WINDOWS], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "use_bidirectional_attention": "vision",
+    }  # fmt: skip
+    return _with_soft_tokens(shape, text, {"standardize": True}, None)
+
+
+def _gemma4_experts(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Likewise, with experts beside each layer's MLP."""
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    return _gemma4_both_ways({**shape, **experts})
+
+
+def _with_soft_tokens(
+    shape: dict[str, Any], text: dict[str, Any], vision: dict[str, Any], audio: Any
+) -> tuple[Any, Any]:
+    import transformers as hf
+
+    tokenizer, seeing = _tokenizer((*GEMMA4.values(), "<|video|>"), GEMMA4["image"]), shape.pop("vision", {})
+    tokenizer._set_model_specific_special_tokens({f"{name}_token": token for name, token in GEMMA4.items()})
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in GEMMA4.items()}
+    own = {"head_dim": 32, "global_head_dim": 64, "sliding_window": 96, "final_logit_softcapping": 30.0}
+    own |= {**_ends(tokenizer), "pad_token_id": 0, "vocab_size_per_layer_input": len(tokenizer)}  # vLLM's, see PLE
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+        "position_embedding_size": 256, "default_output_length": 70, **vision, **seeing,
+    }  # fmt: skip
+    config = hf.Gemma4Config(
+        text_config={**own, **shape, **text, "max_position_embeddings": 512}, vision_config=vision, audio_config=audio,
+        boi_token_id=ids["boi"], eoi_token_id=ids["eoi"], image_token_id=ids["image"], boa_token_id=ids["boa"],
+        eoa_token_index=ids["eoa"], audio_token_id=ids["audio"],
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
+    )  # fmt: skip
+    return hf.Gemma4ForConditionalGeneration(config), tokenizer
+
+
+def _gemma4_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
+    images = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    seeing, watching = hf.Gemma4ImageProcessor(**images), hf.Gemma4VideoProcessor(**images)
+    return hf.Gemma4Processor(
+        hf.Gemma4AudioFeatureExtractor(), seeing, tokenizer, watching, tokenizer.chat_template, image_seq_length=70
+    )
+
+
 FAMILIES = {
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
@@ -321,6 +399,9 @@ FAMILIES = {
     "mistral3_vl": _mistral3,
     "internvl_vl": _internvl,
     "gemma3_vl": _gemma3,
+    "gemma4_vl": _gemma4,
+    "gemma4_both_ways": _gemma4_both_ways,
+    "gemma4_experts": _gemma4_experts,
 }
 PROCESSORS = {
     "idefics3": _idefics3_processor,
@@ -331,6 +412,7 @@ PROCESSORS = {
     "mistral3_vl": _mistral3_processor,
     "internvl_vl": _internvl_processor,
     "gemma3_vl": gemma3_processor,
+    **dict.fromkeys(("gemma4_vl", "gemma4_both_ways", "gemma4_experts"), _gemma4_processor),
 }
 
 
@@ -360,6 +442,17 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
         }
     elif family == "internvl_vl":
         inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw)}
+    elif family.startswith("gemma4"):
+        vision = model.config.vision_config
+        side = 2 * vision.pooling_kernel_size  # patches
+        grid = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).view(1, -1, 2)
+        patches = torch.nn.functional.pad(grid, (0, 0, 0, side**2), value=-1)  # half of it is filled up
+        pixels = torch.rand(pictures, side**2, 3 * vision.patch_size**2, generator=draw)
+        inputs = {
+            "pixel_values": torch.nn.functional.pad(pixels, (0, 0, 0, side**2)),
+            "image_position_ids": patches.expand(pictures, -1, -1),
+            "mm_token_type_ids": kinds,
+        }
     elif family == "gemma3_vl":
         inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw), "token_type_ids": kinds}
     else:

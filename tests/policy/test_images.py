@@ -12,7 +12,6 @@ from typing import Any
 
 import datasets
 import launcher
-import plain_vllm
 import pytest
 import tiny
 import tiny_images
@@ -23,8 +22,8 @@ from image_cases import (
     OTHERS,
     PACKED,
     RANKS,
+    compare_with_what_was_saved,
     groups_of,
-    logprobs_of_transformers,
     loss_and_gradients,
     weights_after,
 )
@@ -33,7 +32,7 @@ from PIL import ExifTags, Image
 from saved_tensors import kept
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
+from colograd.batch import Images, ModelInput
 from colograd.commands import cli
 from colograd.data.images import ImageReader, in_rgb, text_of, with_images
 from colograd.engine.images import check_expanded
@@ -125,19 +124,27 @@ def test_image_tokens_that_differ_in_number_are_an_error_that_names_both() -> No
 
 
 def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Path) -> None:
-    from transformers import Gemma3Config, Qwen2_5_VLConfig
+    from transformers import Gemma3Config, Gemma4Config, Qwen2_5_VLConfig
 
+    seeing, large = {"use_bidirectional_attention": "vision"}, {"default_output_length": 1120}
     for config, changes, said in (
         (Qwen2_5_VLConfig(), {"vllm_engine_kwargs": {"mm_processor_kwargs": {}}}, "mm_processor_kwargs"),
         (Qwen2_5_VLConfig(), {"torch_compile": True}, "torch_compile"),
         (Gemma3Config(), {"vllm_engine_kwargs": {"long_prefill_token_threshold": 100}}, "threshold 100, .* 256"),
         (Gemma3Config(text_config={"sliding_window": 8}), {}, "mm_tokens_per_image 256, .* sliding_window, 8"),
+        (
+            Gemma4Config(text_config=seeing, vision_config=large),
+            {},
+            "default_output_length 1120, .* sliding_window, 512",
+        ),
+        (Gemma4Config(text_config={"pad_token_id": 3}, vision_config={}), {}, "pad_token_id 3, .* token 0"),
+        (Gemma4Config(text_config={"use_bidirectional_attention": "all"}), {}, "'all': its tokens see later ones"),
     ):
         folder = tmp_path / str(time.perf_counter())
         config.save_pretrained(folder)
         started = time.perf_counter()
         with pytest.raises(ValueError, match=said):
-            check_supported(str(folder), tiny.config(tmp_path, **changes))
+            check_supported(str(folder), tiny.config(tmp_path, **changes), has_images=True)
         assert time.perf_counter() - started < 10
 
 
@@ -164,8 +171,11 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
     padded = loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
     assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
-    worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
-    assert worst < 1e-4, worst
+    # Gemma 4's embeddings, which are scaled up, have gradients of up to 50.
+    worst = max(
+        float((of - padded[1][name]).abs().max() / of.abs().max().clamp(min=1)) for name, of in packed[1].items()
+    )
+    assert worst < (3e-5 if family.startswith("gemma4") else 1e-4), worst
     tried(family, "packed", padded="where forced")
 
 
@@ -337,35 +347,6 @@ def test_a_family_trains(
     else:
         tried(family, "copied")
     trainer.close()
-
-
-def compare_with_what_was_saved(trainer: GRPOTrainer, saved: Path, scratch: Path) -> None:
-    """The trainer's row of a prompt with two pictures, transformers' and vLLM's own reading of a checkpoint give one
-    probability to each token of a completion. (Which depends on the pictures.)"""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    processor, loaded = AutoProcessor.from_pretrained(saved), AutoModelForImageTextToText.from_pretrained(saved)
-    again = loaded.state_dict()
-    assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
-    row = tiny_images.prompts(2, images=2)[1]
-    reader, completion = ImageReader(processor, loaded.config.image_token_id), list(range(40, 52))
-    asked, turned = (
-        reader.read(row | {"images": pictures}, {"add_generation_prompt": True}, "row 1")
-        for pictures in (row["images"], row["images"][::-1])
-    )
-    theirs = logprobs_of_transformers(loaded, asked, completion)
-    assert float((theirs - logprobs_of_transformers(loaded, turned, completion)).abs().max()) > 0.01
-
-    rollout = Rollout(asked, completion, torch.zeros(12), torch.ones(12).bool(), FinishReason.STOP, 0)
-    group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
-    (packed,) = pack([group], 400, False, torch.device("cpu"), share_prompts=True)
-    with torch.no_grad():
-        ours = policy_logprobs(trainer.model, packed, 1.0)[0]
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
-    given = asked.followed_by(completion).images
-    plain = plain_vllm.prompt_logprobs(saved, given.engine_ids, scratch, pictures=row["images"])
-    assert len(plain) == len(asked.ids) + len(completion) - 1
-    torch.testing.assert_close(plain[-12:], ours, rtol=0, atol=1e-4)
 
 
 def check_log(run: Path, steps: int, images: int) -> None:

@@ -4,7 +4,7 @@ python plain_vllm.py FOLDER IDS.json OUT.json DTYPE [ADAPTER [IMAGE ...]]
 
 With images the ids have one placeholder for each, and what is written has as many tokens for it as vLLM made of it.
 What vLLM computes wrongly on a CPU (see `cpu_layers`), and the embeddings that it leaves out of Gemma 3n's text, are
-Colograd's. So is the attention to images of Gemma 3, which a CPU has causal.
+Colograd's. So is the attention to images of Gemma 3, and of Gemma 4's large ones, which a CPU has causal.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ def mended() -> contextlib.AbstractContextManager[None]:
     return computed_per_layer_inputs()
 
 
-def gemma3() -> contextlib.AbstractContextManager[None]:
-    """What an engine of Gemma 3 is built with on a CPU."""
+def gemma() -> contextlib.AbstractContextManager[None]:
+    """What an engine of Gemma with images is built with on a CPU."""
     from colograd.engine.bidirectional_images import both_ways
     from colograd.engine.images import find_gemma3
 
@@ -44,7 +44,7 @@ def main(folder: str, ids: str, out: str, dtype: str, adapter: str = "", *images
 
         find_processors()  # of Idefics3, for which transformers asks for torchvision
     tokens = json.loads(Path(ids).read_text())
-    with gemma3() if "gemma3" in Path(folder, "config.json").read_text() and images else mended():
+    with gemma() if "gemma" in Path(folder, "config.json").read_text() and images else mended():
         llm = LLM(
             folder,
             dtype=dtype,
