@@ -13,6 +13,7 @@ import numbers
 import os
 import reprlib
 import shlex
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,10 +82,14 @@ class Agent:
         return cls(getattr(given, "__name__", type(given).__name__), given)
 
     def digest(self) -> str:
-        """Of its source, as of a reward function's; of a command the words, and the files that they name."""
+        """Of its source, as of a reward function's; of a command the words, and the files that they name: the program
+        itself where it is a script, not an interpreter of megabytes."""
         if self.function is not None:
             return code_digest(self.function)
         found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
+        program = shutil.which(self.command[0])
+        if program and os.path.getsize(program) <= LARGEST_SCRIPT:
+            found.update(Path(program).read_bytes())
         for word in self.command[1:]:
             if os.path.isfile(word):
                 found.update(Path(word).read_bytes())
@@ -105,6 +110,7 @@ class Agent:
         return FunctionProgram(self.function, given)
 
 
+LARGEST_SCRIPT = 2**20  # bytes of a program that is read: an interpreter's are no part of what it runs
 _STARS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 

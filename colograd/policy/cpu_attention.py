@@ -1,4 +1,5 @@
-"""torch's fused attention for CPUs, whose gradients are computed in float32 where the CPU has no products of bfloat16.
+"""torch's fused attention of packed rows on a CPU, whose gradients are computed in float32 where it has no products of
+bfloat16.
 
 There torch's backward in bfloat16 is plain loops, up to seven times as slow as in float32 (`tests/benchmarks/
 attention.py`). Its forward isn't, so what the backward keeps is in the row's dtype, and cast only while it is used.

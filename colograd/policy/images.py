@@ -44,7 +44,8 @@ def hidden_tokens(model_config: Any) -> tuple[int, ...]:
     what isn't text. Here, and in vLLM, those that stand for no picture are tokens like any other."""
     if getattr(model_config, "model_type", None) != "gemma4":
         return ()
-    return tuple(int(getattr(model_config, f"{kind}_token_id")) for kind in ("image", "video", "audio"))
+    found = (getattr(model_config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return tuple(int(token) for token in found if token is not None)
 
 
 def find_processors() -> None:

@@ -184,6 +184,7 @@ def load_policy(
     else:
         loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config, has_images)
     set_text_alone(unwrap(loaded), has_images)
+    freeze_unread(unwrap(loaded))
     quantization = _quantization(loaded, path, config)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
@@ -392,7 +393,6 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         if num_experts(loaded.config) and not packed and asked is None:
             _freeze_as_made(loaded)
         set_text_alone(loaded, has_images)
-        freeze_unread(loaded)
         return loaded
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))

@@ -143,9 +143,9 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     import peft
 
     left_out = _left_out(model, peft_config)
-    if left_out and peft_config.exclude_modules is None:
+    if left_out:
         peft_config = copy.copy(peft_config)
-        peft_config.exclude_modules = "|".join(left_out)
+        peft_config.exclude_modules = "|".join([*left_out, *_excluded(peft_config.exclude_modules)])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
@@ -163,10 +163,18 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
             ) from None
 
 
+def _excluded(given: Any) -> list[str]:
+    """peft's `exclude_modules` as patterns of whole names."""
+    if given is None or isinstance(given, str):
+        return [f"(?:{given})"] if given else []
+    return [rf"(.*\.)?{re.escape(name)}" for name in given]
+
+
 def _left_out(model: Any, peft_config: Any) -> list[str]:
     """Patterns of layers that get no adapter: all beside the decoder where text is trained alone, what hears where
-    images are; and with `all-linear` routers that are linear layers of a class of their own, whose forward gives two
-    tensors (Llama 4's)."""
+    images are; with `all-linear` routers that are linear layers of a class of their own, whose forward gives two
+    tensors (Llama 4's); and with names those of layers that have their linear one inside, which peft doesn't know
+    (Gemma 4's tower)."""
     found = []
     if reads_text_alone(model):
         decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
@@ -178,6 +186,11 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
             kind = type(module)
             if isinstance(module, torch.nn.Linear) and kind.__module__.startswith("transformers.models."):
                 found += [re.escape(name)] if "forward" in vars(kind) else []
+    elif not isinstance(peft_config.target_modules, str):
+        for name, module in model.named_modules():
+            named = name.rpartition(".")[2] in (peft_config.target_modules or ())
+            if named and isinstance(getattr(module, "linear", None), torch.nn.Linear):
+                found.append(re.escape(name))
     return found
 
 

@@ -171,7 +171,7 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
             f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
             "which the engine must read in one step: raise it, or remove it."
         )
-    if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id:
+    if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
         raise ValueError(
             f"{kind} has pad_token_id {text.pad_token_id}, whose embeddings of each layer an image's tokens have, but "
             "vLLM gives them those of token 0: set it to 0, as published, or choose another model."

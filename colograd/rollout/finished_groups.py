@@ -155,6 +155,7 @@ class FinishedGroups:
                 self._sizes[index] = 0
                 if not self._claim(self.layout.rank, index):
                     continue
+                self._store().delete_key(self._key(f"group/{self.layout.rank}/{index}"))
             taken.append(self._own[index])
             room -= size
             if room <= 0:

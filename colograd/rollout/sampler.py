@@ -120,7 +120,8 @@ class Sampler:
 
         Args:
             prompts: this rank's, a list per optimizer step.
-            meanwhile: trains finished groups of the first step when this rank has sampled, until all have.
+            meanwhile: trains finished groups of the first step when this rank has sampled, until all have and none
+                trains.
         """
         self.hooks.begin_records()
         partition = self._recorded_partition()

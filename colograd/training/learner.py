@@ -90,7 +90,7 @@ class Learner:
     # -- a round
 
     def train_early(self, finished: FinishedGroups) -> None:
-        """Train finished groups of the next step until all ranks have sampled. No collective."""
+        """Train finished groups of the next step until all ranks have sampled and none trains. No collective."""
         self.model.train()
         self.early = train_while_others_sample(finished, self._train_finished, self.rules.max_tokens, self.times)
         if self.early.groups and not self.early.rows:  # memory ran out

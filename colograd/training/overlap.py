@@ -2,8 +2,8 @@
 takes finished groups from these.
 
 No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
-unnormalised; ranks exchange nothing meanwhile. When all have sampled, nobody waits for one amid a micro-batch: ranks go
-on, in ever smaller micro-batches, until none of them trains. What is left then is balanced, packed and trained as ever.
+unnormalised; ranks exchange nothing meanwhile. When all have sampled, ranks go on, in ever smaller micro-batches, until
+none of them trains. What is left then is balanced, packed and trained as ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EVERY = 0.01  # seconds between two looks for finished groups
 
 @dataclass
 class EarlyRows:
-    """What a rank has trained of a step before all ranks had sampled."""
+    """What a rank has trained of a step before ranks exchange groups."""
 
     groups: list[ScoredGroup] = field(default_factory=list)  # that it took, its own or others'
     rows: list[PackedRow] = field(default_factory=list)  # of these groups: their gradients are made

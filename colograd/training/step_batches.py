@@ -47,7 +47,7 @@ class _Share(NamedTuple):
     packed_tokens: int  # through the model in one forward
     micro_batches: int
     moved_groups: int  # trained here and sampled by no engine of the ranks that train each row together
-    early_tokens: int  # of packed_tokens: trained before all ranks had sampled
+    early_tokens: int  # of packed_tokens: trained before ranks exchanged groups
 
 
 def step_batch(

@@ -235,9 +235,9 @@ def _place(
                 if not sources.keys() >= {*siblings[:index]}:
                     return None
                 fused_parts = [sources[sibling] for sibling in siblings if sibling in sources]
-                missing, rows = len(parts) - len(fused_parts), sum(len(of) for of in (*fused_parts, fused_parts[-1]))
-                if missing == 1 and rows == len(target) * ranks:
-                    fused_parts.append(fused_parts[-1])  # see `_as_values`
+                twice = [*fused_parts, fused_parts[-1]]
+                if len(twice) == len(parts) and sum(_fused_rows(target, twice, ranks)[0]) == len(target):
+                    fused_parts = twice  # see `_as_values`
                 return target, fused_parts, index
     return None
 

@@ -76,8 +76,10 @@ def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> 
     command = Agent.of(f"node {script}")
     before = command.digest()
     assert Agent.of(f"node {script}").digest() == before != Agent.of(f"node {script} --fast").digest()
+    script.chmod(0o755)
+    itself = Agent.of(str(script)).digest()
     script.write_text("two")
-    assert command.digest() != before
+    assert command.digest() != before and Agent.of(str(script)).digest() != itself
     assert Agent.of(run).digest() == Agent.of(run).digest() != Agent.of(another).digest()
     config = tiny.config(tmp_path, journal="keep")
     old = store_of(config, [], Agent.of(run))

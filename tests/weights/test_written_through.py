@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from colograd.engine.tensors import VLLMTensors
 from colograd.sharding.rows import Rows
-from colograd.weights import shared
+from colograd.weights import mapping, shared
 from colograd.weights.copied import Copies
 from colograd.weights.gathered import Place
 from colograd.weights.mapping import map_parameters
@@ -33,3 +34,14 @@ def test_a_publish_writes_the_function_of_a_parameter() -> None:
     place = Place(part.destination, part.cut, part.through)
     where, values = place.of(Rows("mixer.A_log", 1, policy.mixer.A_log.detach()[1:3], total=4))
     assert torch.equal(values, wanted[1:3]) and where == slice(1, 3)
+
+
+def test_keys_that_are_values_are_in_both_places_also_where_ranks_repeat_heads() -> None:
+    """Gemma 4's: 4 heads of keys, of 2 rows each, and no value; vLLM's 8 ranks hold each head twice."""
+    of = {"a.q_proj.weight": torch.zeros(32, 3), "a.k_proj.weight": torch.zeros(8, 3)}
+    engine: Any = SimpleNamespace(fusions={"qkv_proj": ("q_proj", "k_proj", "v_proj")})
+    for ranks, rows, times in ((8, [4, 2, 2], [1, 2, 2]), (4, [8, 2, 2], [1, 1, 1]), (1, [32, 8, 8], [1, 1, 1])):
+        targets = {"a.qkv_proj.weight": torch.zeros(sum(rows), 3)}
+        found = mapping._place("a.k_proj.weight", "a.k_proj.weight", of, targets, engine, ranks)
+        assert found is not None and [len(part) for part in found[1]] == [32, 8, 8]
+        assert mapping._fused_rows(found[0], found[1], ranks) == (rows, times)
