@@ -80,6 +80,10 @@ def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
     kept = HfQuantizer.get_modules_to_not_convert(
         model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
     )
+    # Among what is kept is the last module: of an outline whose head is tied another one than while a model is loaded.
+    last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
+    if last != really_last:
+        kept = [name for name in kept if name != last.rpartition(".")[0]]
     return {
         module.weight: packed_bytes(module.weight.shape, settings)
         for name, module in model.named_modules()

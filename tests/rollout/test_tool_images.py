@@ -222,8 +222,9 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> N
     padded = image_cases.loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
     assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
-    worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
-    assert worst < 1e-4, worst
+    for name, gradient in padded[1].items():  # Gemma 4's are up to 50
+        apart, largest = float((packed[1][name] - gradient).abs().max()), float(gradient.abs().max())
+        assert apart < 1e-4 * max(largest, 1.0), (name, apart, largest)
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
