@@ -59,6 +59,25 @@ def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tu
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def exact_model(family: str) -> Any:
+    """Random. Gemma 4's in float64, as its scaled embeddings have gradients of up to 50; but for that with experts, whose
+    grouped products have no float64."""
+    model, _ = tiny_images.random_model(family)
+    return model.double() if family in ("gemma4_vl", "gemma4_both_ways") else model
+
+
+def check_alike(
+    family: str, one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]]
+) -> None:
+    """Losses and gradients, as `loss_and_gradients` gives them, of one model in two kinds of rows."""
+    assert one[0] == pytest.approx(other[0], abs=1e-4)
+    assert one[1].keys() == other[1].keys() and any(images.sees(name) for name in one[1])
+    for name, gradient in one[1].items():
+        apart, largest = float((gradient - other[1][name]).abs().max()), float(gradient.abs().max())
+        most = 3e-5 * max(largest, 1.0) if family == "gemma4_experts" else 1e-4
+        assert apart < most, (name, apart, largest)
+
+
 # Processors that read videos too need more than the environment of the tests has.
 OTHERS = [
     pytest.param("smolvlm", marks=[needs("torchvision", "num2words"), pytest.mark.slow]),

@@ -39,7 +39,7 @@ def test_rows_in_parts_have_the_log_probabilities_and_gradients_of_whole_rows(
     found = [json.loads((tmp_path / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
     assert all(rank["alike"] for rank in found), "every rank computes the same loss, to the last bit"
     for whole, part in (rank["held"] for rank in found):
-        assert part < 1.2 * whole / ranks, "of activations a rank keeps its share, of keys that ranks repeat more"
+        assert part < 1.1 * whole / ranks, "of activations a rank keeps its share"
     for off, buckets in (rank["experts"] for rank in found):
         assert off < 1e-5 and buckets > 10, "with sharding: gradients, where a rank has no token for an expert"
     assert all(rank["walks"] == [1, 2] for rank in found), "a dense model's graph is looked at once, a mixture's always"
