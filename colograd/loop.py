@@ -3,7 +3,7 @@
     for prompts in rounds:                         this rank's, a list per optimizer step
         publish()                                  the engine samples with the policy's present weights
         sampled = sampler.collect(prompts)         scored groups of each step: generate, score, compute advantages
-                                                   (with `overlap` a rank that is done trains finished ones meanwhile)
+                                                   (with `overlap` finished ones are trained before the last is there)
         for step in learner.schedule(sampled):     packed rows, log-probabilities of the reference; num_iterations times
             learner.train(step)                    forward and backward of all its rows; one sum of gradients over ranks
             update()                               clip the gradient; optimizer, learning rate
@@ -96,7 +96,7 @@ class Loop:
         times.begin_step()
         for prompts in self._rounds(epoch):
             trainer.publish()
-            sampled = trainer.sampler.collect(prompts, meanwhile=learner.train_early)
+            sampled = trainer.sampler.collect(prompts, meanwhile=learner)
             for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
                 # `Learner.train(step)`, by transformers' name for it, which subclasses may wrap.

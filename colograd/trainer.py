@@ -47,7 +47,7 @@ from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
 from .training.muon_split import optimizer_of
 from .training.overlap import describe as describe_overlap
-from .training.overlap import shared_groups, why_not
+from .training.overlap import finished_groups, why_not
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
@@ -184,7 +184,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.rollout_func = task.rollout_func
         self.sampler = self._make_sampler(task)
         self.why_no_overlap = why_not(args, task.objective, self.estimator, strategy, self.replaces)
-        self.sampler.finished = shared_groups(args, self.why_no_overlap, self.learner.trains_early)
+        self.sampler.finished = finished_groups(args, self.why_no_overlap, self.learner.trains_early)
         kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)

@@ -87,6 +87,18 @@ class EngineKnobs(TrainingArguments):
         return self.offload_optimizer == "stream" and not (self.on_cpu or self.fsdp_offload_params)
 
     @property
+    def why_not_between_steps(self) -> str:
+        """Why nothing is trained between the steps of a rank's own engine (`overlap`), as far as settings tell; empty:
+        it may be."""
+        if self.on_cpu:
+            return "on a CPU decoding takes all of the rank's cores"
+        if self.vllm_enable_sleep_mode:
+            return "with vllm_enable_sleep_mode the KV cache and a micro-batch's activations take turns in memory"
+        if self.vllm_tensor_parallel_size > 1:
+            return "the ranks of an engine step together, and would wait for the one that trains"
+        return ""
+
+    @property
     def layout(self) -> RankLayout:
         """This rank's place among the others."""
         return RankLayout(

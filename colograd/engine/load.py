@@ -70,12 +70,19 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
 def stepping(engine: Any, tell: Callable[[int], None]) -> Iterator[None]:
     """While the context lasts, ``tell`` gets after each of the engine's steps how many sequences run, each of which has
     a token more. Who watches already goes on."""
+    with load_after_each_step(engine, lambda load: tell(load.running)):
+        yield
 
-    def look() -> None:
+
+@contextlib.contextmanager
+def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> Iterator[None]:
+    """While the context lasts, ``look`` gets the load after each of the engine's steps, likewise."""
+
+    def after_step() -> None:
         if (load := load_of(engine.core)) is not None:
-            tell(load.running)
+            look(load)
 
-    with after_each_step(engine, look):
+    with after_each_step(engine, after_step):
         yield
 
 

@@ -33,6 +33,7 @@ from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
 from .routed import RouterLog, expect_no_experts, one_prompt
 from .sampling import Sampling, request_seed
+from .step_stream import StepStream
 from .tensors import VLLMTensors
 from .transformers_classes import classes_apart
 
@@ -84,6 +85,8 @@ class VLLMEngine:
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         self._reads_images, self._on_cpu = needs.images > 0, config.on_cpu
         self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
+        gives_way = config.overlap != "off" and not (config.on_cpu or config.why_not_between_steps)
+        self._stream = StepStream() if gives_way else None  # None: as all else
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, needs.sequences, needs.images)
         if needs.text_alone:
             kwargs["language_model_only"] = True
@@ -97,6 +100,8 @@ class VLLMEngine:
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(closed_if_it_fails())
             while_built.enter_context(conditions)
+            if self._stream is not None:
+                while_built.enter_context(self._stream.building())
             if self.blank:
                 while_built.enter_context(buffers_stay())
             if parts_of is not None:
@@ -110,6 +115,8 @@ class VLLMEngine:
             with told_of_vllm(model_path):
                 self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
+            if self._stream is not None:
+                self._stream.take_steps(self.core)
             leads = self._lockstep is None or self._lockstep.leads
             tells = TELLS_EXPERTS in kwargs
             self._routed = RouterLog(self.core, tells) if config.router_replay and leads else None
@@ -268,7 +275,8 @@ class VLLMEngine:
         Raises:
             Exception: what ``work`` raises, on its rank only; of the others, what fails there.
         """
-        with usual_algorithms(), process.collector_at_rest():
+        apart = contextlib.nullcontext() if self._stream is None else self._stream.apart()
+        with usual_algorithms(), process.collector_at_rest(), apart:
             return self._led(work, others)
 
     def _led(self, work: Callable[[], T], others: T) -> T:

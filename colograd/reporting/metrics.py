@@ -119,6 +119,18 @@ class PhaseTimes:
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Phases of the body, which run amid the phase ``name``, count for themselves and not for it. None waits for
+        the device: what they queue there runs beside what follows."""
+        before, waits = sum(self.seconds.values()), self._synchronize
+        self._synchronize = False
+        try:
+            yield
+        finally:
+            self._synchronize = waits
+            self.seconds[name] -= sum(self.seconds.values()) - before
+
     def begin_step(self) -> None:
         """Forget the phases so far: an evaluation's seconds are no step's."""
         self.seconds.clear()

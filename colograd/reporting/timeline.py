@@ -60,9 +60,15 @@ class Timeline:
             self._tools.append((name, started - began, ended - began))
 
     def early(self, started: float, ended: float, tokens: int) -> None:
-        """Finished groups were trained while other ranks sampled."""
+        """Finished groups were trained while this rank or others sampled."""
         if (began := self._last_began) is not None:
             self._early.append(("train", started - began, ended - began, tokens))
+
+    def early_arrived(self) -> None:
+        """The device is done with what was trained last."""
+        if self._early and (began := self._last_began) is not None:
+            name, started, _, tokens = self._early[-1]
+            self._early[-1] = name, started, time.perf_counter() - began, tokens
 
     def all_sampled(self) -> None:
         """No rank samples any more."""
@@ -70,7 +76,7 @@ class Timeline:
             self._until = time.perf_counter() - self._last_began
 
     def take_early(self) -> dict[str, Any]:
-        """What followed the rollout until all ranks had sampled, for its event."""
+        """What was trained early, and when all ranks had sampled, for the rollout's event."""
         trained, self._early = self._early, []
         until = None if self._until is None else round(self._until, 3)
         return {"trained": [[n, *_span(a, b), k] for n, a, b, k in merged(trained)], "until": until}

@@ -1,4 +1,6 @@
-"""Finished groups that ranks train while others still sample: who has sampled, what is finished, who takes which.
+"""Finished groups of a step, trained before its last one is sampled: this rank's own between the steps of its engine
+(`OwnGroups`), and with several ranks those of others (`FinishedGroups`): who has sampled, what is finished, who takes
+which.
 
 A rank that decodes can't take part in an exchange. So ranks leave each other short notes and the bytes of groups in the
 store through which they found each other, and a counter decides who takes a group. Nothing is sent unless a rank has
@@ -31,41 +33,24 @@ def tokens_of(scored: ScoredGroup) -> int:
     return len(rollouts[0].input) + sum(len(rollout.completion_ids) for rollout in rollouts)
 
 
-class FinishedGroups:
-    """The finished groups of the step that is trained next.
+class OwnGroups:
+    """This rank's finished groups of the step that is trained next, which no other rank takes.
 
     Args:
-        layout: this rank among the others.
-        between_engines: whether a rank may take groups that another engine sampled (`balance_ranks`).
         accepts: whether a group is trained at all, and may be before all are sampled.
     """
 
-    def __init__(self, layout: RankLayout, between_engines: bool, accepts: Callable[[ScoredGroup], bool]) -> None:
-        self.layout, self.between_engines, self.accepts = layout, between_engines, accepts
-        engines = range(0, layout.world_size, layout.ranks_per_engine)
-        owners = [*engines] if between_engines else [layout.engine_group[0]]
-        self._others = [owner for owner in owners if owner != layout.rank]  # that may have something for this rank
-        self._wanted = "all" if between_engines else str(layout.data_rank)
-        self._number, self._round = next(_numbers), 0
+    is_wanted = False  # whether a rank that has sampled looks for groups
+
+    def __init__(self, accepts: Callable[[ScoredGroup], bool]) -> None:
+        self.accepts = accepts
 
     def begin(self, positions: Iterable[int]) -> None:
-        """Begin a round; this rank's groups at these ``positions`` are trained next. All ranks begin the same rounds,
-        with an exchange between two of them."""
-        notes = self._notes() if self._round else []
-        self._round += 1
+        """Begin a round; this rank's groups at these ``positions`` are trained next."""
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # in the order in which they finished
         self._known: set[int] = set()  # positions of the finished ones
-        self._offered = 0  # the first so many of `_own` lie in the store
-        self._sizes: list[int] = []  # of these, in tokens; 0: others can't take it
         self._left: set[int] = set()  # indices of `_own` that nobody is known to have taken
-        self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
-        self._is_sampled = self._is_hungry = self._is_last = False
-        self._looked = 0.0
-        for note in notes:
-            self._store().delete_key(note)
-
-    # -- a rank that samples
 
     def add(self, scored: ScoredGroup) -> None:
         """A group of this rank is finished."""
@@ -79,6 +64,63 @@ class FinishedGroups:
         """Whether the group at a position is trained next, and not known yet."""
         return position in self._positions and position not in self._known
 
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of this rank's groups that nobody is known to have taken."""
+        return sum(tokens_of(self._own[index]) for index in self._left)
+
+    def take_own(self, budget: int) -> list[ScoredGroup]:
+        """This rank's groups for a row of ``budget`` tokens, the largest first; a larger one alone."""
+        taken: list[ScoredGroup] = []
+        for index in sorted(self._left, key=lambda index: -tokens_of(self._own[index])):
+            size = tokens_of(self._own[index])
+            if size <= budget or not taken:
+                self._left.discard(index)
+                taken.append(self._own[index])
+                budget -= size
+        return taken
+
+    def serve(self) -> None:
+        """Between two steps of the engine: see to other ranks."""
+
+    def finish(self) -> None:
+        """This rank samples no more, for whatever reason."""
+
+
+class FinishedGroups(OwnGroups):
+    """The finished groups of all ranks.
+
+    Args:
+        layout: this rank among the others.
+        between_engines: whether a rank may take groups that another engine sampled (`balance_ranks`).
+        accepts: see `OwnGroups`.
+    """
+
+    def __init__(self, layout: RankLayout, between_engines: bool, accepts: Callable[[ScoredGroup], bool]) -> None:
+        super().__init__(accepts)
+        self.layout, self.between_engines = layout, between_engines
+        engines = range(0, layout.world_size, layout.ranks_per_engine)
+        owners = [*engines] if between_engines else [layout.engine_group[0]]
+        self._others = [owner for owner in owners if owner != layout.rank]  # that may have something for this rank
+        self._wanted = "all" if between_engines else str(layout.data_rank)
+        self._number, self._round = next(_numbers), 0
+
+    def begin(self, positions: Iterable[int]) -> None:
+        """See `OwnGroups.begin`. All ranks begin the same rounds, with an exchange between two of them."""
+        notes = self._notes() if self._round else []
+        self._round += 1
+        super().begin(positions)
+        self.is_wanted = False
+        self._offered = 0  # the first so many of `_own` lie in the store
+        self._sizes: list[int] = []  # of these, in tokens; 0: others can't take it
+        self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
+        self._is_sampled = self._is_hungry = self._is_last = False
+        self._looked = 0.0
+        for note in notes:
+            self._store().delete_key(note)
+
+    # -- a rank that samples
+
     def serve(self) -> None:
         """Between two steps of the engine: offer what is finished, if a rank wants it. Mostly looks at a clock."""
         now = time.monotonic()
@@ -86,7 +128,11 @@ class FinishedGroups:
             return
         self._looked = now
         if self._count(f"wanted/{self._wanted}", 0):
+            self.is_wanted = True
             self._offer()
+
+    def take_own(self, budget: int) -> list[ScoredGroup]:
+        return self._take_own(budget, 0)
 
     def _offer(self) -> None:
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
@@ -104,7 +150,6 @@ class FinishedGroups:
     # -- a rank that has sampled
 
     def finish(self) -> None:
-        """This rank samples no more, for whatever reason."""
         if not self._is_sampled:
             self._is_sampled = True
             self._count("sampled", 1)

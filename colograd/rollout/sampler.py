@@ -7,7 +7,6 @@ import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import torch
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset, extra_prompts
-from ..engine.load import after_each_step, stepping
+from ..engine.load import Load, after_each_step, load_after_each_step, stepping
 from ..engine.protocol import Engine
 from ..engine.queue_order import LengthHistory
 from ..engine.sampling import Sampling
@@ -29,7 +28,7 @@ from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
 from .carried_round import CarriedRounds
 from .failures import Abstaining, has_failed
-from .finished_groups import FinishedGroups
+from .finished_groups import OwnGroups
 from .partition import Partition
 from .rounds import roll_out, sample_steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
@@ -54,6 +53,24 @@ class SamplerHooks(Protocol):
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
     def decode(self, group: Group) -> list[str]: ...
     def replaces(self, stage: str) -> bool: ...
+
+
+class EarlyTraining(Protocol):
+    """The `Learner`: it trains finished groups of a round's first step while ranks sample."""
+
+    trains_between_steps: bool  # of the rank's own engine
+
+    def begin_early(self) -> None:
+        """A round begins."""
+
+    def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
+        """After a step of the engine."""
+
+    def wait_for_early(self) -> None:
+        """The engine takes no further step."""
+
+    def train_early(self, finished: OwnGroups) -> None:
+        """This rank has sampled: return when all have, and none trains any more."""
 
 
 class Purpose(enum.StrEnum):
@@ -103,25 +120,23 @@ class Sampler:
     console: Console
     lengths: LengthHistory = field(default_factory=LengthHistory)
     carried_rounds: CarriedRounds | None = None  # None: a round ends with its last completion
-    finished: FinishedGroups | None = None  # None: nothing is trained while a rank samples (`overlap`)
+    finished: OwnGroups | None = None  # None: nothing is trained while a rank samples (`overlap`)
 
     def __post_init__(self) -> None:
         self.purpose = Purpose.TRAINING
         self._warned_unscored = False
         self._seconds: dict[str, float] = {}  # of the round's sampling on all ranks, and of it idle on this one
-        self._shared: FinishedGroups | None = None  # of the present round, which other ranks may train
+        # Of the present round, while this rank samples: groups that may be trained, and who does it.
+        self._early: tuple[OwnGroups, EarlyTraining] | None = None
 
     # -- a round, and an evaluation
 
-    def collect(
-        self, prompts: list[list[Prompt]], meanwhile: Callable[[FinishedGroups], None] | None = None
-    ) -> SampledRound:
+    def collect(self, prompts: list[list[Prompt]], meanwhile: EarlyTraining | None = None) -> SampledRound:
         """Sample and score a round.
 
         Args:
             prompts: this rank's, a list per optimizer step.
-            meanwhile: trains finished groups of the first step when this rank has sampled, until all have and none
-                trains.
+            meanwhile: trains finished groups of the first step.
         """
         self.hooks.begin_records()
         partition = self._recorded_partition()
@@ -182,21 +197,20 @@ class Sampler:
         parts = [part for part in (self.scorer, self.toolbox, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
-    def _sample(
-        self, prompts: list[list[Prompt]], meanwhile: Callable[[FinishedGroups], None] | None
-    ) -> list[SampledStep]:
-        shared = None if meanwhile is None else self.finished
+    def _sample(self, prompts: list[list[Prompt]], meanwhile: EarlyTraining | None) -> list[SampledStep]:
+        early = None if meanwhile is None or self.finished is None else (self.finished, meanwhile)
         began, waited = time.perf_counter(), self.times.seconds["wait"]
         with on_all_ranks("the rollout"):
-            with self._sharing(shared, prompts[0]), self.device_turns.sampling(self.hooks.optimizer):
+            with self._sharing(early, prompts[0]), self.device_turns.sampling(self.hooks.optimizer):
                 steps = self.engine.on_engine_leader(
                     self.recorder.watching(lambda: self._draw(prompts)), others=[SampledStep((), ()) for _ in prompts]
                 )
             ready = time.perf_counter()
-            if shared is not None and meanwhile is not None:
+            if early is not None:
+                finished, learner = early
                 for scored in steps[0].kept:
-                    shared.add(scored)
-                meanwhile(shared)
+                    finished.add(scored)
+                learner.train_early(finished)
                 ready = time.perf_counter() - (self.times.seconds["wait"] - waited)
         self.recorder.lanes.all_sampled()
         ended = time.perf_counter()
@@ -205,22 +219,24 @@ class Sampler:
         return steps
 
     @contextlib.contextmanager
-    def _sharing(self, shared: FinishedGroups | None, prompts: Sequence[Prompt]) -> Iterator[None]:
-        """While this rank samples, ranks that have sampled may take its finished groups."""
-        if shared is None:
+    def _sharing(self, early: tuple[OwnGroups, EarlyTraining] | None, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """While this rank samples, it may train its finished groups, and ranks that have sampled may take them."""
+        if early is None:
             yield
             return
+        finished, learner = early
         try:
-            shared.begin(prompt.position for prompt in prompts)
-            self._shared = shared
+            finished.begin(prompt.position for prompt in prompts)
+            learner.begin_early()
+            self._early = early
             yield
         finally:
-            shared.finish()
-            self._shared = None
+            finished.finish()
+            self._early = None
 
     def _recorded_partition(self) -> Partition | None:
         """Of the step that is trained next, if it is recorded: on all ranks the same. A collective."""
-        if world_size() == 1 or not self.config.keeps_journal:
+        if not self.config.keeps_journal:
             return None
         step, is_main = self.hooks.state.global_step + 1, self.config.layout.is_main
         return gather(self.journal.partition(step) if is_main and self.journal is not None else None)[0]
@@ -253,19 +269,34 @@ class Sampler:
         )  # fmt: skip
 
     def _finish_group(self, recorded: RewardedGroup) -> None:
-        """A group's rewards are there: other ranks may train it from here on."""
-        if self._shared is not None and self._shared.wants(recorded.group.position):
-            self._shared.add(self.add_advantages(recorded.group, recorded.rewards))
+        """A group's rewards are there: it may be trained from here on."""
+        if self._early is not None and self._early[0].wants(recorded.group.position):
+            self._early[0].add(self.add_advantages(recorded.group, recorded.rewards))
 
-    def _between_steps(self, work: Callable[[], None]) -> AbstractContextManager[None]:
-        if (shared := self._shared) is None:
-            return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _between_steps(self, work: Callable[[], None]) -> Iterator[None]:
+        if self._early is None:
+            yield
+            return
+        finished, learner = self._early
 
         def serve() -> None:
             work()
-            shared.serve()
+            finished.serve()
 
-        return after_each_step(self.engine, serve)
+        def train(load: Load) -> None:
+            with self.times.inside("generate"):
+                learner.train_between_steps(finished, load)
+
+        with after_each_step(self.engine, serve):
+            if not learner.trains_between_steps:
+                yield
+                return
+            with load_after_each_step(self.engine, train):
+                yield
+            started = time.perf_counter()
+            learner.wait_for_early()
+            self.times.move("generate", "train", time.perf_counter() - started)
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
         """Sample each prompt's group for the present purpose; yield groups as they finish."""

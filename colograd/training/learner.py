@@ -13,6 +13,7 @@ import torch
 
 from ..batch import Group, LossOutput, MicroBatch, ModelInput, PackedRow, ScoredGroup, StepBatch, StepConstants
 from ..config import GRPOConfig
+from ..engine.load import Load
 from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
@@ -32,10 +33,11 @@ from ..policy.supported import check_shared_rows
 from ..policy.teacher_head import TeacherHead, TopTokens
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
-from ..rollout.finished_groups import FinishedGroups
+from ..rollout.finished_groups import FinishedGroups, OwnGroups
 from ..rollout.sampler import SampledRound
 from ..runtime.host_stream import device_bytes
 from ..sharding import ShardingStrategy
+from .beside_decoding import BesideDecoding
 from .evaluation import evaluation_step
 from .loss_pass import loss_pass
 from .overlap import EarlyRows, FirstRows, first_rows, train_while_others_sample
@@ -86,14 +88,41 @@ class Learner:
         self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
         self.early: EarlyRows | None = None  # what was trained of the next step while ranks sampled
         self._early_metrics: Metrics | None = None  # of a step's first rows, if they are trained
+        self.beside_decoding = BesideDecoding(
+            self._pack_finished, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived, self.times,
+            self.config.device,
+        )  # fmt: skip
 
     # -- a round
 
-    def train_early(self, finished: FinishedGroups) -> None:
+    @property
+    def trains_between_steps(self) -> bool:
+        """Whether finished groups are trained between the steps of this rank's engine."""
+        return not self.config.why_not_between_steps
+
+    def begin_early(self) -> None:
+        """A round begins, of whose next step finished groups may be trained."""
+        self.model.train()
+        self.beside_decoding.begin()
+
+    def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
+        """After a step of this rank's engine: train a micro-batch of its finished groups, in the tail of its sampling.
+        No collective."""
+        self.beside_decoding.after_step(finished, load, self.rules.max_tokens)
+
+    def wait_for_early(self) -> None:
+        """Wait until the device is done with what was queued between the engine's steps."""
+        self.beside_decoding.wait()
+
+    def train_early(self, finished: OwnGroups) -> None:
         """Train finished groups of the next step until all ranks have sampled and none trains. No collective."""
         self.model.train()
-        self.early = train_while_others_sample(finished, self._train_finished, self.rules.max_tokens, self.times)
-        if self.early.groups and not self.early.rows:  # memory ran out
+        self.early = self.beside_decoding.end(self.hooks.state.global_step)
+        if self.early.out_of_memory or not isinstance(finished, FinishedGroups):
+            return
+        given = self._train_finished, self.rules.max_tokens, self.times
+        self.early = train_while_others_sample(finished, *given, self.early)
+        if self.early.out_of_memory:
             self._free_gradients()
 
     def trains_early(self, scored: ScoredGroup) -> bool:
@@ -102,14 +131,23 @@ class Learner:
         return bool(trainable([scored], self.rules)) and all(r.policy_version == step for r in scored.group.rollouts)
 
     def _train_finished(self, groups: Sequence[ScoredGroup], metrics: Metrics) -> Sequence[PackedRow]:
+        return self._train_rows(self._pack_finished(groups), metrics)
+
+    def _pack_finished(self, groups: Sequence[ScoredGroup]) -> Sequence[PackedRow]:
         rules = self.rules
-        rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+        return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+
+    def _train_rows(
+        self, rows: Sequence[PackedRow], metrics: Metrics, unread: list[torch.Tensor] | None = None
+    ) -> Sequence[PackedRow]:
+        """Forward and backward of finished groups' rows; see `loss_pass`. Returns them with the second models'
+        log-probabilities."""
         if self.second_models:
             with self.times.phase("ref_logprobs"), self.hooks.compute_loss_context_manager():
                 rows = fill(self.second_models, rows, self.config.temperature)
-        step = StepBatch(rows, 0, 0, {}, (), self.hooks.state.global_step)
+        step = StepBatch(tuple(rows), 0, 0, {}, (), self.hooks.state.global_step)
         with self.recorder.trains_early(rows), self.times.phase("train"):
-            self._loss_pass(step, self.sharding, metrics)
+            self._loss_pass(step, self.sharding, metrics, unread)
         return rows
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
@@ -235,13 +273,20 @@ class Learner:
         timed = self.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None, metrics: Metrics | None = None) -> Metrics:
+    def _loss_pass(
+        self,
+        step: StepBatch,
+        sharding: ShardingStrategy | None,
+        metrics: Metrics | None = None,
+        unread: list[torch.Tensor] | None = None,
+    ) -> Metrics:
         """This rank's micro-batches through the loss; backward too where a ``sharding`` does it. Their metrics are
         added to those of rows that are trained."""
         compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
         bar = self.console.progress(len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch")
         with contextlib.closing(bar):
-            return loss_pass(step, compute_loss, self.hooks.compute_loss_context_manager, sharding, bar.update, metrics)
+            autocast = self.hooks.compute_loss_context_manager
+            return loss_pass(step, compute_loss, autocast, sharding, bar.update, metrics, unread)
 
     # -- an evaluation
 

@@ -26,6 +26,7 @@ def loss_pass(
     sharding: ShardingStrategy | None,
     passed: Callable[[int], None] = lambda tokens: None,
     metrics: Metrics | None = None,
+    unread: list[torch.Tensor] | None = None,
 ) -> Metrics:
     """Forward, and backward where asked for, of this rank's micro-batches that haven't been trained yet. Gradients add
     up in the parameters, of sums that the step's denominator divides at the end.
@@ -34,6 +35,7 @@ def loss_pass(
         sharding: does the backward; None: there is none.
         passed: is called after each micro-batch with its tokens.
         metrics: of micro-batches before these.
+        unread: gets the losses to train on, () each, which aren't read then: the caller does it with `check_finite`.
 
     Returns:
         The loss's metrics, and `loss`, the sum over them all.
@@ -58,16 +60,24 @@ def loss_pass(
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(row.num_tokens)
-    if sharding is not None:
-        _check_finite(losses, step)
+    if unread is not None:
+        unread += losses
+    elif sharding is not None:
+        check_finite(losses, step.version + 1, step.trained)
     return metrics
 
 
-def _check_finite(losses: Sequence[torch.Tensor], step: StepBatch) -> None:
-    for index, loss in enumerate(numbers(losses), start=step.trained):
+def check_finite(losses: Sequence[torch.Tensor], step: int, first: int = 0) -> None:
+    """Raise a FloatingPointError if a loss isn't finite. The host waits until they are there.
+
+    Args:
+        step: the number of the optimizer step.
+        first: the number of the first loss's micro-batch.
+    """
+    for index, loss in enumerate(numbers(losses), start=first):
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"The loss of step {step.version + 1}, micro-batch {index} is {loss}: training stops before the "
+                f"The loss of step {step}, micro-batch {index} is {loss}: training stops before the "
                 "weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
             )
 

@@ -1,5 +1,5 @@
 """Training beside the tail of sampling: a rank that has sampled its groups trains them while others still decode, and
-takes finished groups from these.
+takes finished groups from these. Between the steps of its own engine: `beside_decoding`.
 
 No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
 unnormalised; ranks exchange nothing meanwhile. When all have sampled, ranks go on, in ever smaller micro-batches, until
@@ -25,11 +25,12 @@ from ..parallel.balance import exchange
 from ..parallel.ranks import gather, rank
 from ..policy.packing import PackingRules, advantages_of, teacher_named
 from ..reporting.metrics import Metrics, PhaseTimes
-from ..rollout.finished_groups import FinishedGroups
+from ..rollout.finished_groups import FinishedGroups, OwnGroups
 from ..rollout.partition import Partition, Row, fits, pieces_of
 from ..sharding import ShardingStrategy
 
 EVERY = 0.01  # seconds between two looks for finished groups
+TAIL = 4  # an engine is in its tail when the sequences that run are this part of the most that ran at once
 
 
 @dataclass
@@ -40,23 +41,29 @@ class EarlyRows:
     rows: list[PackedRow] = field(default_factory=list)  # of these groups: their gradients are made
     metrics: Metrics = field(default_factory=Metrics)  # of the rows' losses
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether memory ran out: all gradients are to be dropped, and the groups are trained with the others."""
+        return bool(self.groups) and not self.rows
+
 
 def train_while_others_sample(
     finished: FinishedGroups,
     train: Callable[[Sequence[ScoredGroup], Metrics], Sequence[PackedRow]],
     budget: int,
     times: PhaseTimes,
+    early: EarlyRows,
 ) -> EarlyRows:
     """Train finished groups, micro-batch by micro-batch, until no rank samples any more and none is amid one.
 
     Args:
         train: forward and backward of some groups, whose losses' metrics it adds; returns their rows.
         budget: tokens of a micro-batch.
+        early: what this rank trained while it sampled itself.
 
     Returns:
-        What was trained; groups without rows: memory ran out, and all gradients are to be dropped.
+        What was trained, that included.
     """
-    early = EarlyRows()
     while not finished.is_over():
         groups = finished.take(budget)
         if not groups:
@@ -185,23 +192,34 @@ def why_not(
     return next((reason for applies, reason in reasons if applies), "")
 
 
-def shared_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup], bool]) -> FinishedGroups | None:
-    """The finished groups that ranks share; None: they wait for each other, or there is one."""
-    if config.overlap == "off" or config.world_size == 1 or why:
+def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup], bool]) -> OwnGroups | None:
+    """The finished groups that are trained before all are sampled; None: nothing is."""
+    if config.overlap == "off" or why:
         return None
+    if config.world_size == 1:
+        return None if config.why_not_between_steps else OwnGroups(accepts)
     return FinishedGroups(config.layout, config.balance_ranks and config.layout.data_size > 1, accepts)
 
 
 def describe(config: GRPOConfig, why: str) -> str:
-    """A line for the start of a run; empty: nothing was asked for, or one rank has nobody to wait for."""
-    if config.overlap == "off" or config.world_size == 1:
+    """A line for the start of a run: what is trained before all is sampled, and why not; empty: nothing was asked
+    for."""
+    alone, not_between = config.world_size == 1, config.why_not_between_steps
+    if config.overlap == "off":
         return ""
     if why:
-        return f"overlap: nothing is trained before all ranks have sampled, as {why}"
-    later = config.round_length > 1
+        until = "all groups are sampled" if alone else "all ranks have sampled"
+        return f"overlap: nothing is trained before {until}, as {why}"
+    later = "; only for the first optimizer step of each round" if config.round_length > 1 else ""
+    tail = f"once at most 1/{TAIL} of its sequences are left"
+    if alone:
+        if not_between:
+            return f"overlap: nothing is trained between the engine's steps, as {not_between}"
+        return f"overlap: finished groups are trained between the engine's steps {tail}{later}"
     return (
         "overlap: a rank that has sampled trains its groups"
         + (", and finished ones of other ranks," if config.balance_ranks else "")
-        + " while others sample"
-        + ("; only for the first optimizer step of each round" if later else "")
+        + " while others sample; "
+        + (f"nothing between an engine's steps, as {not_between}" if not_between else f"one that samples {tail}")
+        + later
     )

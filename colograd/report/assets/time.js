@@ -159,7 +159,8 @@ function rolloutWords(rollout) {
   const busy = (spans) => fmt(spans.reduce((sum, [, from, to]) => sum + Math.max(to - from, 0), 0));
   const kv = Math.max(...rollout.kv.map(([, share]) => share), 0);
   const tail = isNumber(rollout.tail) && rollout.seconds ? `tail from ${fmt(rollout.tail)} s (${percent((rollout.seconds - rollout.tail) / rollout.seconds)} of the time)` : null;
-  const early = rollout.trained.reduce((sum, [, from, to]) => sum + Math.max(to - from, 0), 0);
+  // Of what was trained early only that after its own sampling: a rank that trains amid its decoding doesn't wait.
+  const early = rollout.trained.reduce((sum, [, from, to]) => sum + Math.max(to - Math.max(from, rollout.seconds), 0), 0);
   const waited = isNumber(rollout.until) ? rollout.until - rollout.seconds - early : 0;
   return [
     `${fmt(rollout.seconds)} s`, `at most ${peak} sequences`, tail, rollout.kv.length ? `KV cache at most ${percent(kv)} full` : null,
