@@ -1,6 +1,6 @@
 """Train the tiny model on ranks of which those of the second engine sample longest, with and without `overlap`.
 
-Started by tests/training/test_overlap.py under torchrun.
+Started by tests/training/test_overlap.py and, on one rank, test_beside_decoding.py under torchrun.
 
     torchrun --nproc-per-node 2 overlapping_ranks.py MODEL FOLDER MODE
 
@@ -10,8 +10,11 @@ engines of two; and `gradients`, `fsdp` and `dynamic`, where nothing is trained 
 trains one of the second engine's groups in the third step; `resume` goes on after it, and replays what came of it.
 `memory`: it runs out of memory there in the second step. `reward`: the second engine's reward raises meanwhile.
 
+On one rank its last prompt is the long one, and groups are trained between the steps of its engine, as on a GPU: these
+are then the groups of `kill` and `memory`. `both`: two ranks, and the second trains some of its own in the same way.
+
 Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups,
-where one may.
+where one may; and an engine in its tail goes on when its rank has trained a micro-batch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ import torch
 from colograd import GRPOTrainer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
+from colograd.engine.sampling import request_seed
 from colograd.replayer import Replayer
 from colograd.rollout.partition import read_partition
 from colograd.training.replaying import Replay
@@ -51,11 +55,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fsdp": {"sharding": "fsdp"},
     "dynamic": {"dynamic_sampling": True},
     "engines": {"sharding": "optimizer", "vllm_tensor_parallel_size": 2},
+    "both": {"max_tokens_per_microbatch": 60},  # a group in each micro-batch, so that some are left to the other rank
 }
 if MODE == "host":  # on a CPU nothing is offloaded, so the run is told that it isn't on one
     GRPOConfig.offloads_gradients = property(lambda self: self.offload_gradients)
 PROMPTS = 8  # of a step: the second half is the second engine's
-IS_LONG = int(os.environ.get("WORLD_SIZE", "1")) // 2 <= RANK
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+IS_LONG = RANKS // 2 <= RANK
+BETWEEN = RANKS == 1 or MODE == "both"
+if BETWEEN:  # on a CPU nothing is trained between an engine's steps
+    GRPOConfig.why_not_between_steps = property(lambda self: "")
 
 
 class Events:
@@ -69,6 +78,9 @@ class Events:
 
     def trained_elsewhere(self, step: int) -> Path:
         return self.run / f"trained-{step}"
+
+    def trained_between(self, step: int) -> Path:
+        return self.run / f"between-{step}"
 
 
 class OneByOne:
@@ -84,12 +96,43 @@ class OneByOne:
     ) -> Iterator[Group]:
         sampling = dataclasses.replace(sampling, max_tokens=12 if IS_LONG else 3)
         for index, prompt in enumerate(prompts):
-            if IS_LONG and index + 1 == len(prompts) and self.waits:
-                while not events.trained_elsewhere(version).exists():
-                    time.sleep(0.01)
-                    self.engine.after_step()  # as after a step of the engine that takes as long
+            if index + 1 == len(prompts) and self.waits and (IS_LONG or BETWEEN):
+                wait_for(self.engine, (events.trained_elsewhere if IS_LONG else events.trained_between)(version))
             yield from self.engine.generate([prompt], sampling, version=version, seed=seed, purpose=purpose)
             events.add(version, "sampled", prompt.position)
+
+
+class AllAtOnce(OneByOne):
+    """... and one that samples all prompts together, of 12 tokens for the last and else of 3."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Any, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        waiting = {}
+        for prompt in prompts:
+            of_prompt = dataclasses.replace(sampling, max_tokens=12 if prompt is prompts[-1] else 3)
+            own = request_seed(seed, prompt.position, purpose)
+            waiting[self.engine.submit(prompt.input, of_prompt, own)] = prompt
+        try:
+            while waiting:
+                if len(waiting) == 1 and self.waits:
+                    wait_for(self.engine, events.trained_between(version))
+                    if RANKS > 1:
+                        wait_for(self.engine, events.trained_elsewhere(version))
+                for request, completions in self.engine.advance():
+                    prompt = waiting.pop(request)
+                    events.add(version, "sampled", prompt.position)
+                    rollouts = tuple(each.rollout(prompt.input, version) for each in completions)
+                    yield Group(prompt.example, rollouts, prompt.position)
+        finally:
+            self.engine.abort(waiting)
+
+
+def wait_for(engine: Any, note: Path) -> None:
+    """As after a step of the engine that takes as long."""
+    while not note.exists():
+        time.sleep(0.01)
+        engine.after_step()
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
@@ -107,6 +150,8 @@ SETTINGS: dict[str, Any] = {
     "beta": 0.05,
     "max_tokens_per_microbatch": 120,
     "lr_scheduler_type": "constant",
+    # So that the last prompt is the longest; and Adam's division magnifies the rounding of gradients near 0 less.
+    **({"generation_kwargs": {"ignore_eos": True}, "adam_epsilon": 1e-6} if BETWEEN else {}),
     **VARIANTS.get(MODE, {}),
 }
 
@@ -120,21 +165,32 @@ def adapter() -> Any:
 def watch(trainer: Any) -> None:
     """Note what is trained early; fail there if the mode says so."""
     learner = trainer.learner
-    train, loss_of_row = learner._train_finished, learner.loss_of_row
+    train, loss_of_row, beside = learner._train_finished, learner.loss_of_row, learner.beside_decoding
+    train_rows = beside.train
 
     def noting(groups: Any, metrics: Any) -> Any:
-        step, positions = trainer.state.global_step, {scored.group.position for scored in groups}
+        positions = {scored.group.position for scored in groups}
         foreign = not IS_LONG and any(position % PROMPTS >= PROMPTS // 2 for position in positions)
-        if foreign and MODE == "kill" and step == 2:
+        note = events.trained_elsewhere(trainer.state.global_step) if foreign else None
+        return noted("trained", note, positions, lambda: train(groups, metrics))
+
+    def noting_between(rows: Any, *given: Any) -> Any:
+        positions = {identity.position for row in rows for identity in row.rollouts}
+        note = events.trained_between(trainer.state.global_step)
+        return noted("trained between", note, positions, lambda: train_rows(rows, *given))
+
+    def noted(what: str, note: Path | None, positions: set[int], work: Callable[[], Any]) -> Any:
+        step = trainer.state.global_step
+        if note and MODE == "kill" and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        out_of_memory.append(foreign and MODE == "memory" and step == 1)
+        out_of_memory.append(note and MODE == "memory" and step == 1)
         try:
-            rows = train(groups, metrics)
+            rows = work()
         finally:
             out_of_memory.clear()
-            if foreign:
-                events.trained_elsewhere(step).touch()
-        events.add(step, "trained", *positions)
+            if note:
+                note.touch()
+        events.add(step, what, *positions)
         return rows
 
     def loss(*args: Any) -> Any:
@@ -143,14 +199,15 @@ def watch(trainer: Any) -> None:
         return loss_of_row(*args)
 
     out_of_memory: list[bool] = []
-    learner._train_finished, learner.loss_of_row = noting, loss
+    learner._train_finished, learner.loss_of_row, beside.train = noting, loss, noting_between
 
 
 def trained(run: Path, overlap: str) -> dict[str, Any]:
     global events
     events = Events(run)
     args = tiny.config(run, overlap=overlap, **SETTINGS)
-    trainer = GRPOTrainer(MODEL, reward, args, tiny.prompts(16), rollout_func=OneByOne, peft_config=adapter())
+    source = AllAtOnce if BETWEEN and IS_LONG else OneByOne
+    trainer = GRPOTrainer(MODEL, reward, args, tiny.prompts(16), rollout_func=source, peft_config=adapter())
     OneByOne.waits = trainer.sampler.finished is not None
     watch(trainer)
     trainer.train(resume_from_checkpoint="auto" if MODE == "resume" else None)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launcher
 import pytest
 import row_cases
 import tiny
 import torch
-from paths import SCRIPTS
+from overlapping import STEPS, apart, is_replayed, results, start, weights
 
 from colograd.config import GRPOConfig
 from colograd.losses.advantages import AdvantageEstimator
@@ -27,37 +24,7 @@ from colograd.reporting.event_log import events_of
 from colograd.rollout.figures import FILE as FIGURES
 from colograd.rollout.partition import FILE as PARTITION
 from colograd.sharding import strategy_of
-from colograd.training.overlap import describe, first_rows, shared_groups, why_not
-
-STEPS = 3
-# Else MKL's products depend, by their last bits, on where in memory a matrix begins.
-EXACT = tiny.clean_environment() | {"MKL_CBWR": "COMPATIBLE"}
-
-
-def start(model: Path, folder: Path, mode: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    return launcher.run(SCRIPTS / "overlapping_ranks.py", model, folder, mode, ranks=ranks, env=EXACT)
-
-
-def results(folder: Path, mode: str) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{mode}-rank{rank}.json").read_text()) for rank in range(2)]
-
-
-def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
-    """Of a run's end, on both ranks the same."""
-    first, second = (torch.load(folder / f"{run}-rank{rank}.pt") for rank in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    return first
-
-
-def is_replayed(result: dict[str, Any]) -> bool:
-    return f"replay: {STEPS} of {STEPS} step(s) came out bit for bit as recorded" in result["replayed"]["lines"]
-
-
-def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    def norm(values: list[torch.Tensor]) -> float:
-        return float(torch.cat([value.double().flatten() for value in values]).norm())
-
-    return norm([mine[name] - theirs[name] for name in mine]) / norm([*theirs.values()])
+from colograd.training.overlap import describe, finished_groups, first_rows, why_not
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +181,11 @@ def why(changes: dict[str, Any], replaced: Callable[[str], bool] = lambda stage:
 def test_what_needs_the_whole_step_waits_and_says_so(changes: dict[str, Any], reason: str) -> None:
     found = why(changes)
     assert (reason in found) and bool(found) == bool(reason)
-    ranks: Any = SimpleNamespace(overlap="auto", world_size=2, round_length=2, balance_ranks=True, layout=None)
+    ranks: Any = SimpleNamespace(
+        overlap="auto", world_size=2, round_length=2, balance_ranks=True, layout=None, why_not_between_steps=""
+    )
     assert describe(ranks, found).startswith("overlap: nothing is trained" if reason else "overlap: a rank that has")
-    assert not reason or shared_groups(ranks, found, bool) is None
+    assert not reason or finished_groups(ranks, found, bool) is None
 
 
 @pytest.mark.parametrize("stage", ["compute_loss", "compute_advantages"])

@@ -1,0 +1,44 @@
+"""Runs of scripts/overlapping_ranks.py, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import launcher
+import tiny
+import torch
+from paths import SCRIPTS
+
+STEPS = 3
+# Else MKL's products depend, by their last bits, on where in memory a matrix begins.
+EXACT = tiny.clean_environment() | {"MKL_CBWR": "COMPATIBLE"}
+
+
+def start(model: Path, folder: Path, mode: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return launcher.run(SCRIPTS / "overlapping_ranks.py", model, folder, mode, ranks=ranks, env=EXACT)
+
+
+def results(folder: Path, mode: str) -> list[dict[str, Any]]:
+    """Of the first two ranks, or of the one."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{mode}-rank[01].json"))]
+
+
+def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    """Of a run's end, on all ranks the same."""
+    first, *others = (torch.load(path) for path in sorted(folder.glob(f"{run}-rank[01].pt")))
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    return first
+
+
+def is_replayed(result: dict[str, Any]) -> bool:
+    return f"replay: {STEPS} of {STEPS} step(s) came out bit for bit as recorded" in result["replayed"]["lines"]
+
+
+def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    def norm(values: list[torch.Tensor]) -> float:
+        return float(torch.cat([value.double().flatten() for value in values]).norm())
+
+    return norm([mine[name] - theirs[name] for name in mine]) / norm([*theirs.values()])
