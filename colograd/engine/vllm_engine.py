@@ -100,14 +100,14 @@ class VLLMEngine:
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(closed_if_it_fails())
             while_built.enter_context(conditions)
-            if self._stream is not None:
+            from vllm import LLM
+
+            if self._stream is not None:  # after the import, from which on vLLM notes which stream is current
                 while_built.enter_context(self._stream.building())
             if self.blank:
                 while_built.enter_context(buffers_stay())
             if parts_of is not None:
                 self.served = while_built.enter_context(served_layers(parts_of))
-            from vllm import LLM
-
             if self._reads_images:
                 images.find_gemma3()
             while_built.enter_context(classes_apart(lambda: self.model))

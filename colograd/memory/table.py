@@ -13,7 +13,9 @@ Sampling and training alternate, so each part counts in the phases in which it e
     activations       the engine's                              one micro-batch's
     KV cache          yes                                       yes, unless `vllm_enable_sleep_mode`
 
-A KV cache that sleeps while the policy trains shares its space with gradients and activations.
+A KV cache that sleeps while the policy trains shares its space with gradients and activations. One that doesn't is
+planned beside them, so a micro-batch may be trained between two steps of the engine (`overlap`): in the tail of
+sampling a step takes far less than a micro-batch.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ def test_the_cache_gets_what_is_left_in_every_phase_in_which_it_exists() -> None
     sampling = 98 - 10 - 30 - 3 - 8  # weights, optimizer, the engine's own, margin
     training = 98 - 10 - 20 - 30 - 15 - 8  # gradients and activations besides
     assert PLAN.room == pytest.approx(min(sampling, training) * GIB, rel=1e-9) and training < sampling
+    full = dataclasses.replace(PLAN, kv_bytes=PLAN.room)
+    assert full.remains("training") == pytest.approx(0, abs=1), "a micro-batch may be trained while it is in use"
     asleep = dataclasses.replace(PLAN, sleeps=True)
     assert asleep.room == pytest.approx(sampling * GIB, rel=1e-9), "it shares the space of gradients and activations"
     both = dataclasses.replace(PLAN, sleeps=True, offloads=True)
