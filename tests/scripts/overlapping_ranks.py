@@ -108,14 +108,14 @@ class AllAtOnce(OneByOne):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Any, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        waiting = {}
+        waiting, has_tail = {}, len(prompts) > 1  # a resumed round may have all others recorded
         for prompt in prompts:
             of_prompt = dataclasses.replace(sampling, max_tokens=12 if prompt is prompts[-1] else 3)
             own = request_seed(seed, prompt.position, purpose)
             waiting[self.engine.submit(prompt.input, of_prompt, own)] = prompt
         try:
             while waiting:
-                if len(waiting) == 1 and self.waits:
+                if len(waiting) == 1 and has_tail and self.waits:
                     wait_for(self.engine, events.trained_between(version))
                     if RANKS > 1:
                         wait_for(self.engine, events.trained_elsewhere(version))
