@@ -58,7 +58,9 @@ class SamplerHooks(Protocol):
 class EarlyTraining(Protocol):
     """The `Learner`: it trains finished groups of a round's first step while ranks sample."""
 
-    trains_between_steps: bool  # of the rank's own engine
+    @property
+    def trains_between_steps(self) -> bool:
+        """Whether it trains between the steps of the rank's own engine."""
 
     def begin_early(self) -> None:
         """A round begins."""

@@ -14,7 +14,7 @@ import torch
 
 from ..batch import PackedRow, ScoredGroup
 from ..engine.load import Load
-from ..reporting.metrics import Metrics, PhaseTimes
+from ..reporting.metrics import Metrics
 from ..rollout.finished_groups import OwnGroups
 from .loss_pass import check_finite
 from .overlap import TAIL, EarlyRows
@@ -45,11 +45,10 @@ class BesideDecoding:
         train: TrainRows,
         drop_gradients: Callable[[], None],
         arrived: Callable[[], None],
-        times: PhaseTimes,
         device: torch.device,
     ) -> None:
         self.pack, self.train, self.drop_gradients = pack, train, drop_gradients
-        self.arrived, self.times, self.device = arrived, times, device
+        self.arrived, self.device = arrived, device
         self.begin()
 
     def begin(self) -> None:

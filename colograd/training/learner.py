@@ -89,7 +89,7 @@ class Learner:
         self.early: EarlyRows | None = None  # what was trained of the next step while ranks sampled
         self._early_metrics: Metrics | None = None  # of a step's first rows, if they are trained
         self.beside_decoding = BesideDecoding(
-            self._pack_finished, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived, self.times,
+            self._pack_finished, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
             self.config.device,
         )  # fmt: skip
 
@@ -283,10 +283,12 @@ class Learner:
         """This rank's micro-batches through the loss; backward too where a ``sharding`` does it. Their metrics are
         added to those of rows that are trained."""
         compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
+        given = compute_loss, self.hooks.compute_loss_context_manager, sharding
+        if unread is not None:  # amid the sampling, which has a bar of its own
+            return loss_pass(step, *given, metrics=metrics, unread=unread)
         bar = self.console.progress(len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch")
         with contextlib.closing(bar):
-            autocast = self.hooks.compute_loss_context_manager
-            return loss_pass(step, compute_loss, autocast, sharding, bar.update, metrics, unread)
+            return loss_pass(step, *given, bar.update, metrics)
 
     # -- an evaluation
 

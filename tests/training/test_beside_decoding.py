@@ -153,14 +153,8 @@ class Trained:
         self.loss, self.fails_at, self.budget = 1.0, -1, budget
         self.groups = OwnGroups(lambda scored: True)
         self.groups.begin(range(10))
-        self.beside = BesideDecoding(
-            lambda groups: plan_rows(groups, budget, False, CPU),
-            self._train,
-            self._drop,
-            self._arrive,
-            PhaseTimes(),
-            CPU,
-        )
+        given = self._train, self._drop, self._arrive, CPU
+        self.beside = BesideDecoding(lambda groups: plan_rows(groups, budget, False, CPU), *given)
         self.after_step(running=16, waiting=3)
 
     def _train(self, rows: Sequence[PackedRow], metrics: Any, losses: list[torch.Tensor]) -> Sequence[PackedRow]:
