@@ -97,7 +97,7 @@ def train(options: argparse.Namespace, folder: str) -> list[dict[str, float]]:
     return steps[2:]  # much is done once
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="own_tail.py", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a folder")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -108,7 +108,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--long", type=int, default=1024, help="... of the last prompt's")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--out", type=Path, help="a file for the figures")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse()
     with tempfile.TemporaryDirectory() as folder:
         steps = train(options, folder)
     places = {overlap: [p for p in range(len(steps)) if overlaps(p + 2) == overlap] for overlap in (False, True)}
