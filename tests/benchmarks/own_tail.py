@@ -2,16 +2,21 @@
 don't, in turns on the same engine and weights.
 
     python tests/benchmarks/own_tail.py --model M [--device cuda] [--pairs 3] [--out F.json]
+    python tests/benchmarks/own_tail.py --simulated
 
 The last prompt's completions are `--long` tokens long, all others `--short`. It prints the seconds of a step, of its
 decoding and its training, and the share of tokens that was trained early. On a CPU nothing is trained between steps: it
 is switched on here all the same, to see that the benchmark works, and what it takes there is no figure.
+
+The second form simulates one rank with the lengths and rates of `tail.py`, as if decoding and training took nothing
+from each other: the most that there is to gain.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -20,6 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import tail
+
+from colograd.training.beside_decoding import ENOUGH
+from colograd.training.overlap import TAIL
+
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("step_time", "time/generate", "time/train", "time/ref_logprobs")
 
@@ -27,6 +37,41 @@ PHASES = ("step_time", "time/generate", "time/train", "time/ref_logprobs")
 def overlaps(step: int) -> bool:
     """Whether a step is trained with overlap: one of each pair, the first or the second in turns."""
     return step % 4 in (0, 3)
+
+
+def simulate(groups: tail.Lengths, sequences: int, budget: int, rates: tail.Rates) -> tuple[float, float, float]:
+    """Seconds of a step without overlap and with it, and the share of its tokens that is trained early."""
+    ends = iter(tail.decode([[length] for group in groups for length in group], sequences, rates))
+    of_groups = [[next(ends) for _ in group] for group in groups]
+    ended = sorted(end for group in of_groups for end in group)
+    left = [(max(of_group), tail.PROMPT + sum(group)) for of_group, group in zip(of_groups, groups, strict=True)]
+    total, sampled = sum(tokens for _, tokens in left), ended[-1]
+    now = ended[-(min(sequences, len(ended)) // TAIL) - 1]  # the tail begins
+    while now < sampled:
+        ready = sorted((group for group in left if group[0] <= now), key=lambda group: -group[1])
+        if sum(tokens for _, tokens in ready) < min(budget, ENOUGH):
+            now = min((end for end, _ in left if end > now), default=sampled)
+            continue
+        row: list[tuple[float, int]] = []
+        for group in ready:
+            if not row or sum(tokens for _, tokens in (*row, group)) <= budget:
+                row.append(group)
+                left.remove(group)
+        now += sum(tokens for _, tokens in row) * rates.token
+    rest = sum(tokens for _, tokens in left)
+    return sampled + total * rates.token, max(sampled, now) + rest * rates.token, 1 - rest / total
+
+
+def print_simulation(steps: int = 5) -> None:
+    print("| training, tokens/s | micro-batch | step, s | with overlap, s | faster | trained early |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+    given = tail.parse([])
+    for token, budget in itertools.product((0.00005, 0.0003), (16384, 65536)):
+        rates = tail.Rates(given.engine_step, given.sequence, token)
+        drawn = [tail.draw(given, 1, seed)[0] for seed in range(steps)]
+        found = [simulate(groups, given.sequences, budget, rates) for groups in drawn]
+        off, on, early = (statistics.mean(column) for column in zip(*found, strict=True))
+        print(f"| {1 / token:,.0f} | {budget:,} | {off:.1f} | {on:.1f} | {off / on:.2f} x | {early:.0%} |")
 
 
 def train(options: argparse.Namespace, folder: str) -> list[dict[str, float]]:
@@ -99,7 +144,8 @@ def train(options: argparse.Namespace, folder: str) -> list[dict[str, float]]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="own_tail.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="a folder")
+    parser.add_argument("--model", help="a folder")
+    parser.add_argument("--simulated", action="store_true", help="measure nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--pairs", type=int, default=3, help="of steps")
     parser.add_argument("--prompts", type=int, default=16, help="of a step")
@@ -108,11 +154,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=1024, help="... of the last prompt's")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--out", type=Path, help="a file for the figures")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not (options.model or options.simulated):
+        parser.error("a --model to measure with, or --simulated")
+    return options
 
 
 def main() -> None:
     options = parse()
+    if options.simulated:
+        print_simulation()
+        return
     with tempfile.TemporaryDirectory() as folder:
         steps = train(options, folder)
     places = {overlap: [p for p in range(len(steps)) if overlaps(p + 2) == overlap] for overlap in (False, True)}
