@@ -90,12 +90,15 @@ class EngineKnobs(TrainingArguments):
     def why_not_between_steps(self) -> str:
         """Why nothing is trained between the steps of a rank's own engine (`overlap`), as far as settings tell; empty:
         it may be."""
+        asked: Any = self  # a field of another group
         if self.on_cpu:
             return "on a CPU decoding takes all of the rank's cores"
         if self.vllm_enable_sleep_mode:
             return "with vllm_enable_sleep_mode the KV cache and a micro-batch's activations take turns in memory"
         if self.vllm_tensor_parallel_size > 1:
             return "the ranks of an engine step together, and would wait for the one that trains"
+        if asked.router_replay:
+            return "with router_replay the experts of a completion may still be on the engine's stream"
         return ""
 
     @property

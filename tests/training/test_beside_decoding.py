@@ -262,7 +262,8 @@ def test_its_seconds_are_the_training_s(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def planned(changes: dict[str, Any]) -> Any:
-    given = {"on_cpu": False, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1} | changes
+    given = dict.fromkeys(("on_cpu", "vllm_enable_sleep_mode", "router_replay"), False)
+    given |= {"vllm_tensor_parallel_size": 1} | changes
     why: Any = GRPOConfig.why_not_between_steps
     sizes = {"overlap": "auto", "world_size": 1, "round_length": 1, "balance_ranks": True}
     return SimpleNamespace(**sizes, why_not_between_steps=why.fget(SimpleNamespace(**given)))
@@ -275,6 +276,7 @@ def planned(changes: dict[str, Any]) -> Any:
         ({"on_cpu": True}, "on a CPU decoding takes all of the rank's cores"),
         ({"vllm_enable_sleep_mode": True}, "the KV cache and a micro-batch's activations take turns"),
         ({"vllm_tensor_parallel_size": 2}, "the ranks of an engine step together"),
+        ({"router_replay": True}, "with router_replay"),
     ],
 )
 def test_the_start_says_what_is_trained_between_steps_or_why_nothing_is(changes: dict[str, Any], reason: str) -> None:
