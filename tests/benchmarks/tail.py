@@ -170,9 +170,9 @@ def print_simulation(options: argparse.Namespace) -> None:
 class Sizes:
     """Of a measured step, on each rank."""
 
-    groups: int = 12
-    completions: int = 5  # of a group
-    sequences: int = 10  # that an engine decodes at once: a rank's groups are finished one after the other
+    groups: int = 18
+    completions: int = 4  # of a group
+    sequences: int = 8  # that an engine decodes at once: a rank's groups are finished one after the other
     short: int = 24  # tokens of the first rank's completions
     long: int = 96  # ... and of the second's
     budget: int = 512  # tokens of a micro-batch
