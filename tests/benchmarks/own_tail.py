@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tail
+from tail import parse as parse_tail
+from tail_simulation import PROMPT, Lengths, LogNormal, Rates, decode
 
 from colograd.training.beside_decoding import ENOUGH
 from colograd.training.overlap import TAIL
@@ -39,12 +41,12 @@ def overlaps(step: int) -> bool:
     return step % 4 in (0, 3)
 
 
-def simulate(groups: tail.Lengths, sequences: int, budget: int, rates: tail.Rates) -> tuple[float, float, float]:
+def simulate(groups: Lengths, sequences: int, budget: int, rates: Rates) -> tuple[float, float, float]:
     """Seconds of a step without overlap and with it, and the share of its tokens that is trained early."""
-    ends = iter(tail.decode([[length] for group in groups for length in group], sequences, rates))
+    ends = iter(decode([[length] for group in groups for length in group], sequences, rates).ended)
     of_groups = [[next(ends) for _ in group] for group in groups]
     ended = sorted(end for group in of_groups for end in group)
-    left = [(max(of_group), tail.PROMPT + sum(group)) for of_group, group in zip(of_groups, groups, strict=True)]
+    left = [(max(of_group), PROMPT + sum(group)) for of_group, group in zip(of_groups, groups, strict=True)]
     total, sampled = sum(tokens for _, tokens in left), ended[-1]
     now = ended[-(min(sequences, len(ended)) // TAIL) - 1]  # the tail begins
     while now < sampled:
@@ -65,10 +67,12 @@ def simulate(groups: tail.Lengths, sequences: int, budget: int, rates: tail.Rate
 def print_simulation(steps: int = 5) -> None:
     print("| training, tokens/s | micro-batch | step, s | with overlap, s | faster | trained early |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-    given = tail.parse([])
+    given = parse_tail([])
+    lengths = LogNormal(given.median, given.spread, given.within, given.longest, given.completions)
     for token, budget in itertools.product((0.00005, 0.0003), (16384, 65536)):
-        rates = tail.Rates(given.engine_step, given.sequence, token)
-        drawn = [tail.draw(given, 1, seed)[0] for seed in range(steps)]
+        rates = Rates(given.engine_step, given.sequence, token)
+        sources = map(random.Random, range(steps))
+        drawn = [[lengths.group(source) for _ in range(given.groups)] for source in sources]
         found = [simulate(groups, given.sequences, budget, rates) for groups in drawn]
         off, on, early = (statistics.mean(column) for column in zip(*found, strict=True))
         print(f"| {1 / token:,.0f} | {budget:,} | {off:.1f} | {on:.1f} | {off / on:.2f} x | {early:.0%} |")
