@@ -56,23 +56,23 @@ class SamplerHooks(Protocol):
 
 
 class EarlyTraining(Protocol):
-    """The `Learner`: it trains finished groups of a round's first step while ranks sample."""
+    """Trains finished groups of the next step while ranks sample."""
 
     @property
     def trains_between_steps(self) -> bool:
-        """Whether it trains between the steps of the rank's own engine."""
+        """Whether it trains between the steps of this rank's own engine."""
 
-    def begin_early(self) -> None:
-        """A round begins."""
+    def beside_sampling(self, finished: OwnGroups) -> AbstractContextManager[None]:
+        """Around this rank's sampling."""
 
     def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
-        """After a step of the engine."""
+        """After a step of this rank's engine."""
 
     def wait_for_early(self) -> None:
-        """The engine takes no further step."""
+        """This rank's engine takes no further step."""
 
     def train_early(self, finished: OwnGroups) -> None:
-        """This rank has sampled: return when all have, and none trains any more."""
+        """When this rank has sampled: until all have, and none trains."""
 
 
 class Purpose(enum.StrEnum):
@@ -128,8 +128,8 @@ class Sampler:
         self.purpose = Purpose.TRAINING
         self._warned_unscored = False
         self._seconds: dict[str, float] = {}  # of the round's sampling on all ranks, and of it idle on this one
-        # Of the present round, while this rank samples: groups that may be trained, and who does it.
-        self._early: tuple[OwnGroups, EarlyTraining] | None = None
+        self._shared: OwnGroups | None = None  # of the present round, which may be trained before the last is there
+        self._meanwhile: EarlyTraining | None = None
 
     # -- a round, and an evaluation
 
@@ -200,19 +200,18 @@ class Sampler:
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
     def _sample(self, prompts: list[list[Prompt]], meanwhile: EarlyTraining | None) -> list[SampledStep]:
-        early = None if meanwhile is None or self.finished is None else (self.finished, meanwhile)
+        shared = None if meanwhile is None else self.finished
         began, waited = time.perf_counter(), self.times.seconds["wait"]
         with on_all_ranks("the rollout"):
-            with self._sharing(early, prompts[0]), self.device_turns.sampling(self.hooks.optimizer):
+            with self._sharing(shared, prompts[0], meanwhile), self.device_turns.sampling(self.hooks.optimizer):
                 steps = self.engine.on_engine_leader(
                     self.recorder.watching(lambda: self._draw(prompts)), others=[SampledStep((), ()) for _ in prompts]
                 )
             ready = time.perf_counter()
-            if early is not None:
-                finished, learner = early
+            if shared is not None and meanwhile is not None:
                 for scored in steps[0].kept:
-                    finished.add(scored)
-                learner.train_early(finished)
+                    shared.add(scored)
+                meanwhile.train_early(shared)
                 ready = time.perf_counter() - (self.times.seconds["wait"] - waited)
         self.recorder.lanes.all_sampled()
         ended = time.perf_counter()
@@ -221,20 +220,21 @@ class Sampler:
         return steps
 
     @contextlib.contextmanager
-    def _sharing(self, early: tuple[OwnGroups, EarlyTraining] | None, prompts: Sequence[Prompt]) -> Iterator[None]:
+    def _sharing(
+        self, shared: OwnGroups | None, prompts: Sequence[Prompt], meanwhile: EarlyTraining | None
+    ) -> Iterator[None]:
         """While this rank samples, it may train its finished groups, and ranks that have sampled may take them."""
-        if early is None:
+        if shared is None or meanwhile is None:
             yield
             return
-        finished, learner = early
         try:
-            finished.begin(prompt.position for prompt in prompts)
-            learner.begin_early()
-            self._early = early
-            yield
+            shared.begin(prompt.position for prompt in prompts)
+            self._shared, self._meanwhile = shared, meanwhile
+            with meanwhile.beside_sampling(shared):
+                yield
         finally:
-            finished.finish()
-            self._early = None
+            shared.finish()
+            self._shared = self._meanwhile = None
 
     def _recorded_partition(self) -> Partition | None:
         """Of the step that is trained next, if it is recorded: on all ranks the same. A collective."""
@@ -272,32 +272,32 @@ class Sampler:
 
     def _finish_group(self, recorded: RewardedGroup) -> None:
         """A group's rewards are there: it may be trained from here on."""
-        if self._early is not None and self._early[0].wants(recorded.group.position):
-            self._early[0].add(self.add_advantages(recorded.group, recorded.rewards))
+        if self._shared is not None and self._shared.wants(recorded.group.position):
+            self._shared.add(self.add_advantages(recorded.group, recorded.rewards))
 
     @contextlib.contextmanager
     def _between_steps(self, work: Callable[[], None]) -> Iterator[None]:
-        if self._early is None:
+        shared, meanwhile = self._shared, self._meanwhile
+        if shared is None or meanwhile is None:
             yield
             return
-        finished, learner = self._early
 
         def serve() -> None:
             work()
-            finished.serve()
+            shared.serve()
 
         def train(load: Load) -> None:
             with self.times.inside("generate"):
-                learner.train_between_steps(finished, load)
+                meanwhile.train_between_steps(shared, load)
 
         with after_each_step(self.engine, serve):
-            if not learner.trains_between_steps:
+            if not meanwhile.trains_between_steps:
                 yield
                 return
             with load_after_each_step(self.engine, train):
                 yield
             started = time.perf_counter()
-            learner.wait_for_early()
+            meanwhile.wait_for_early()
             self.times.move("generate", "train", time.perf_counter() - started)
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:

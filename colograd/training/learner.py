@@ -89,7 +89,7 @@ class Learner:
         self.early: EarlyRows | None = None  # what was trained of the next step while ranks sampled
         self._early_metrics: Metrics | None = None  # of a step's first rows, if they are trained
         self.beside_decoding = BesideDecoding(
-            self._pack_finished, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
+            self._rows_of, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
             self.config.device,
         )  # fmt: skip
 
@@ -98,12 +98,13 @@ class Learner:
     @property
     def trains_between_steps(self) -> bool:
         """Whether finished groups are trained between the steps of this rank's engine."""
-        return not self.config.why_not_between_steps
+        return not (self.config.why_not_between_steps or self.sharding.meets_in_backward)
 
-    def begin_early(self) -> None:
-        """A round begins, of whose next step finished groups may be trained."""
+    def beside_sampling(self, finished: OwnGroups) -> AbstractContextManager[None]:
+        """Around this rank's sampling, in a round of whose next step finished groups may be trained."""
         self.model.train()
         self.beside_decoding.begin()
+        return contextlib.nullcontext()
 
     def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
         """After a step of this rank's engine: train a micro-batch of its finished groups, in the tail of its sampling.
@@ -131,9 +132,9 @@ class Learner:
         return bool(trainable([scored], self.rules)) and all(r.policy_version == step for r in scored.group.rollouts)
 
     def _train_finished(self, groups: Sequence[ScoredGroup], metrics: Metrics) -> Sequence[PackedRow]:
-        return self._train_rows(self._pack_finished(groups), metrics)
+        return self._train_rows(self._rows_of(groups), metrics)
 
-    def _pack_finished(self, groups: Sequence[ScoredGroup]) -> Sequence[PackedRow]:
+    def _rows_of(self, groups: Sequence[ScoredGroup]) -> Sequence[PackedRow]:
         rules = self.rules
         return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
 
