@@ -96,7 +96,7 @@ class Loop:
         times.begin_step()
         for prompts in self._rounds(epoch):
             trainer.publish()
-            sampled = trainer.sampler.collect(prompts, meanwhile=learner.train_early)
+            sampled = trainer.sampler.collect(prompts, meanwhile=learner)
             for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
                 # `Learner.train(step)`, by transformers' name for it, which subclasses may wrap.

@@ -56,6 +56,16 @@ class SamplerHooks(Protocol):
     def replaces(self, stage: str) -> bool: ...
 
 
+class EarlyTraining(Protocol):
+    """Trains finished groups of the next step while ranks sample."""
+
+    def beside_sampling(self, finished: FinishedGroups) -> AbstractContextManager[None]:
+        """Around this rank's sampling."""
+
+    def train_early(self, finished: FinishedGroups) -> None:
+        """When this rank has sampled: until all have, and none trains."""
+
+
 class Purpose(enum.StrEnum):
     """Why completions are sampled; part of each request's seed."""
 
@@ -113,15 +123,12 @@ class Sampler:
 
     # -- a round, and an evaluation
 
-    def collect(
-        self, prompts: list[list[Prompt]], meanwhile: Callable[[FinishedGroups], None] | None = None
-    ) -> SampledRound:
+    def collect(self, prompts: list[list[Prompt]], meanwhile: EarlyTraining | None = None) -> SampledRound:
         """Sample and score a round.
 
         Args:
             prompts: this rank's, a list per optimizer step.
-            meanwhile: trains finished groups of the first step when this rank has sampled, until all have and none
-                trains.
+            meanwhile: trains finished groups of the first step.
         """
         self.hooks.begin_records()
         partition = self._recorded_partition()
@@ -182,13 +189,11 @@ class Sampler:
         parts = [part for part in (self.scorer, self.toolbox, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
-    def _sample(
-        self, prompts: list[list[Prompt]], meanwhile: Callable[[FinishedGroups], None] | None
-    ) -> list[SampledStep]:
+    def _sample(self, prompts: list[list[Prompt]], meanwhile: EarlyTraining | None) -> list[SampledStep]:
         shared = None if meanwhile is None else self.finished
         began, waited = time.perf_counter(), self.times.seconds["wait"]
         with on_all_ranks("the rollout"):
-            with self._sharing(shared, prompts[0]), self.device_turns.sampling(self.hooks.optimizer):
+            with self._sharing(shared, prompts[0], meanwhile), self.device_turns.sampling(self.hooks.optimizer):
                 steps = self.engine.on_engine_leader(
                     self.recorder.watching(lambda: self._draw(prompts)), others=[SampledStep((), ()) for _ in prompts]
                 )
@@ -196,7 +201,7 @@ class Sampler:
             if shared is not None and meanwhile is not None:
                 for scored in steps[0].kept:
                     shared.add(scored)
-                meanwhile(shared)
+                meanwhile.train_early(shared)
                 ready = time.perf_counter() - (self.times.seconds["wait"] - waited)
         self.recorder.lanes.all_sampled()
         ended = time.perf_counter()
@@ -205,15 +210,18 @@ class Sampler:
         return steps
 
     @contextlib.contextmanager
-    def _sharing(self, shared: FinishedGroups | None, prompts: Sequence[Prompt]) -> Iterator[None]:
+    def _sharing(
+        self, shared: FinishedGroups | None, prompts: Sequence[Prompt], meanwhile: EarlyTraining | None
+    ) -> Iterator[None]:
         """While this rank samples, ranks that have sampled may take its finished groups."""
-        if shared is None:
+        if shared is None or meanwhile is None:
             yield
             return
         try:
             shared.begin(prompt.position for prompt in prompts)
             self._shared = shared
-            yield
+            with meanwhile.beside_sampling(shared):
+                yield
         finally:
             shared.finish()
             self._shared = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +38,7 @@ from ..rollout.sampler import SampledRound
 from ..runtime.host_stream import device_bytes
 from ..sharding import ShardingStrategy
 from .evaluation import evaluation_step
+from .joint_overlap import JointTurns
 from .loss_pass import loss_pass
 from .overlap import EarlyRows, FirstRows, first_rows, train_while_others_sample
 from .step_batches import schedule, step_batch, trainable
@@ -86,11 +88,27 @@ class Learner:
         self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
         self.early: EarlyRows | None = None  # what was trained of the next step while ranks sampled
         self._early_metrics: Metrics | None = None  # of a step's first rows, if they are trained
+        self._turns: JointTurns | None = None  # of the present round, if ranks meet in each backward
 
     # -- a round
 
+    def beside_sampling(self, finished: FinishedGroups) -> AbstractContextManager[None]:
+        """Around this rank's sampling: where ranks meet in each backward, it takes part in others'."""
+        if not self.sharding.meets_in_backward:
+            return contextlib.nullcontext()
+        self.model.train()
+        self._turns = JointTurns(
+            finished, self._rows_of, self._train_rows, self._fill_up, self._free_gradients, self.rules.device
+        )
+        return self._turns.beside_sampling()
+
     def train_early(self, finished: FinishedGroups) -> None:
-        """Train finished groups of the next step until all ranks have sampled and none trains. No collective."""
+        """Train finished groups of the next step until all ranks have sampled and none trains. No collective, unless
+        ranks meet in each backward."""
+        if self._turns is not None:
+            turns, self._turns = self._turns, None
+            self.early = turns.train(self.rules.max_tokens, self.times)
+            return
         self.model.train()
         self.early = train_while_others_sample(finished, self._train_finished, self.rules.max_tokens, self.times)
         if self.early.groups and not self.early.rows:  # memory ran out
@@ -102,15 +120,32 @@ class Learner:
         return bool(trainable([scored], self.rules)) and all(r.policy_version == step for r in scored.group.rollouts)
 
     def _train_finished(self, groups: Sequence[ScoredGroup], metrics: Metrics) -> Sequence[PackedRow]:
+        return self._train_rows(self._rows_of(groups), metrics)
+
+    def _rows_of(self, groups: Sequence[ScoredGroup]) -> Sequence[PackedRow]:
         rules = self.rules
-        rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-        if self.second_models:
-            with self.times.phase("ref_logprobs"), self.hooks.compute_loss_context_manager():
-                rows = fill(self.second_models, rows, self.config.temperature)
-        step = StepBatch(rows, 0, 0, {}, (), self.hooks.state.global_step)
-        with self.recorder.trains_early(rows), self.times.phase("train"):
+        return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+
+    def _train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
+        with self.times.phase("ref_logprobs") if self.second_models else contextlib.nullcontext():
+            step = self._early_step(rows)
+        with self.recorder.trains_early(step.rows), self.times.phase("train"):
             self._loss_pass(step, self.sharding, metrics)
-        return rows
+        return step.rows
+
+    def _fill_up(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
+        """`_train_rows` of fillers, beside what this rank's own thread does: its times and its record are of that."""
+        step = self._early_step(rows)
+        loss = functools.partial(self.hooks.compute_loss, self.model)
+        loss_pass(step, loss, self.hooks.compute_loss_context_manager, self.sharding, metrics=metrics)
+        return step.rows
+
+    def _early_step(self, rows: Sequence[PackedRow]) -> StepBatch:
+        """Rows of the next step, with what second models say of them."""
+        if self.second_models:
+            with self.hooks.compute_loss_context_manager():
+                rows = fill(self.second_models, rows, self.config.temperature)
+        return StepBatch(tuple(rows), 0, 0, {}, (), self.hooks.state.global_step)
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack a round, and yield its optimizer steps in the order of their training."""

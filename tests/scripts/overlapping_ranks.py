@@ -6,9 +6,10 @@ Started by tests/training/test_overlap.py under torchrun.
 
 MODE: `compare` trains overlapped, not overlapped, and replays the first run; so do `optimizer`, with the optimizer's
 state shared out, `host`, with sums of gradients in host memory too, `lora`, `experts`; `engines`, on four ranks with
-engines of two; and `gradients`, `fsdp` and `dynamic`, where nothing is trained early. `kill`: a rank is killed while it
-trains one of the second engine's groups in the third step; `resume` goes on after it, and replays what came of it.
-`memory`: it runs out of memory there in the second step. `reward`: the second engine's reward raises meanwhile.
+engines of two; `gradients` and `fsdp`, where ranks meet in each backward; `dynamic`, where nothing is trained early.
+`kill`: a rank is killed while it trains one of the second engine's groups in the third step; `resume` goes on after it,
+and replays what came of it. `memory`: it runs out of memory there in the second step. `reward`: the second engine's
+reward raises meanwhile. `kill:fsdp` and its like: the same with the first kind's settings.
 
 Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups,
 where one may.
@@ -34,12 +35,14 @@ import torch
 from colograd import GRPOTrainer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
+from colograd.policy.packing import is_dummy
 from colograd.replayer import Replayer
 from colograd.rollout.partition import read_partition
 from colograd.training.replaying import Replay
 
 RANK = int(os.environ.get("RANK", "0"))
-MODEL, FOLDER, MODE = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
+MODE, _, KIND = sys.argv[3].partition(":")
 STEPS = 3
 VARIANTS: dict[str, dict[str, Any]] = {
     "compare": {},
@@ -107,7 +110,7 @@ SETTINGS: dict[str, Any] = {
     "beta": 0.05,
     "max_tokens_per_microbatch": 120,
     "lr_scheduler_type": "constant",
-    **VARIANTS.get(MODE, {}),
+    **VARIANTS.get(KIND or MODE, {}),
 }
 
 
@@ -120,16 +123,17 @@ def adapter() -> Any:
 def watch(trainer: Any) -> None:
     """Note what is trained early; fail there if the mode says so."""
     learner = trainer.learner
-    train, loss_of_row = learner._train_finished, learner.loss_of_row
+    train, loss_of_row = learner._train_rows, learner.loss_of_row
 
-    def noting(groups: Any, metrics: Any) -> Any:
-        step, positions = trainer.state.global_step, {scored.group.position for scored in groups}
+    def noting(rows: Any, metrics: Any) -> Any:
+        step = trainer.state.global_step
+        positions = {identity.position for row in rows for identity in row.rollouts if not is_dummy(row)}
         foreign = not IS_LONG and any(position % PROMPTS >= PROMPTS // 2 for position in positions)
         if foreign and MODE == "kill" and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         out_of_memory.append(foreign and MODE == "memory" and step == 1)
         try:
-            rows = train(groups, metrics)
+            rows = train(rows, metrics)
         finally:
             out_of_memory.clear()
             if foreign:
@@ -143,7 +147,7 @@ def watch(trainer: Any) -> None:
         return loss_of_row(*args)
 
     out_of_memory: list[bool] = []
-    learner._train_finished, learner.loss_of_row = noting, loss
+    learner._train_rows, learner.loss_of_row = noting, loss
 
 
 def trained(run: Path, overlap: str) -> dict[str, Any]:
