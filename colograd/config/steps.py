@@ -47,7 +47,8 @@ class StepKnobs(TrainingArguments):
     overlap: str = knob(
         "off",
         "`auto`: a rank that has sampled its groups trains them while other ranks still sample, and finished groups of "
-        "these with `balance_ranks`; still on-policy, as no weight changes before the optimizer's step. What a step "
+        "these with `balance_ranks`; still on-policy, as no weight changes before the optimizer's step. With "
+        "`sharding: gradients` and `fsdp` those that sample take part in it from a second thread. What a step "
         "needs whole waits: a line at start says why. Which micro-batches a rank trains then depends on clocks, and "
         "with them the last bits of a step; the rollout log has them, so that a resumed or replayed step has the same "
         "bits. `off`: training begins when all ranks have sampled.",

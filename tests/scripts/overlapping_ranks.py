@@ -9,7 +9,7 @@ state shared out, `host`, with sums of gradients in host memory too, `lora`, `ex
 engines of two; `gradients` and `fsdp`, where ranks meet in each backward; `dynamic`, where nothing is trained early.
 `kill`: a rank is killed while it trains one of the second engine's groups in the third step; `resume` goes on after it,
 and replays what came of it. `memory`: it runs out of memory there in the second step. `reward`: the second engine's
-reward raises meanwhile. `kill:fsdp` and its like: the same with the first kind's settings.
+reward raises after it. `kill:fsdp` and its like: the same with the first kind's settings.
 
 Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups,
 where one may.
@@ -96,7 +96,7 @@ class OneByOne:
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
-    if MODE == "reward" and IS_LONG and columns["trainer_state"].global_step == 1:
+    if MODE == "reward" and IS_LONG and events.trained_elsewhere(1).exists():
         raise RuntimeError("the judge of rank 1 is out")
     return tiny.vowels(completions)
 

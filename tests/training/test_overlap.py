@@ -21,11 +21,12 @@ from paths import SCRIPTS
 from colograd.config import GRPOConfig
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.losses.objective import Objective
-from colograd.policy.packing import PackingRules
+from colograd.policy.packing import NOBODY, PackingRules, is_dummy
 from colograd.report.reading import RecordedRun
 from colograd.reporting.event_log import events_of
 from colograd.rollout.figures import FILE as FIGURES
 from colograd.rollout.partition import FILE as PARTITION
+from colograd.rollout.partition import fits, has_equal_counts
 from colograd.sharding import strategy_of
 from colograd.training.overlap import describe, first_rows, shared_groups, why_not
 
@@ -117,13 +118,38 @@ def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path)
 
 
 @pytest.mark.engine
-def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("gradients", marks=pytest.mark.slow)])
+def test_where_ranks_meet_in_each_backward_one_that_samples_fills_up(
+    kind: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    done = start(tiny_model, tmp_path, kind)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (rank["overlapped"] for rank in results(tmp_path, kind))
+    for step in range(STEPS):
+        sampled = max(event[0] for event in second["events"] if event[2:4] == [step, "sampled"])
+        early = [event for event in first["events"] if event[2:4] == [step, "trained"] and event[0] < sampled]
+        assert any(position % 8 >= 4 for event in early for position in event[4]), "one of the second rank's groups"
+        mine, theirs = first["partition"][step]
+        assert len(mine) == len(theirs) > 0 and all(piece[0] == NOBODY for row in theirs for piece in row)
+        assert first["steps"][step]["train/early_tokens"] > 0
+    assert apart(weights(tmp_path, "overlapped"), weights(tmp_path, "apart")) < 1e-6
+    assert is_replayed(results(tmp_path, kind)[0])
+
+
+KINDS = ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (":fsdp", ":gradients"))]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_amid_an_overlapped_step_nothing_is_lost(
+    kind: str, compared: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     """The run goes on before a step that was trained, which takes the recorded micro-batches, and one that wasn't."""
-    done = start(tiny_model, tmp_path, "kill")
+    done = start(tiny_model, tmp_path, f"kill{kind}")
     assert done.returncode and "Rank 0 ended without a word" in done.stderr, done.stderr[-3000:]
     run = tmp_path / "overlapped"
     shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written beside the next step, and so perhaps cut
-    done = start(tiny_model, tmp_path, "resume")
+    done = start(tiny_model, tmp_path, f"resume{kind}")
     assert done.returncode == 0, done.stderr[-3000:]
     second = run / "_journal" / "step-00000001"
     first_time, again = (second / FIGURES).read_text().splitlines()
@@ -134,10 +160,11 @@ def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_mod
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_others(
-    compared: Path, tiny_model: Path, tmp_path: Path
+    kind: str, compared: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    done = start(tiny_model, tmp_path, "memory")
+    done = start(tiny_model, tmp_path, f"memory{kind}")
     assert done.returncode == 0, done.stderr[-3000:]
     early = [step["train/early_tokens"] for step in results(tmp_path, "memory")[0]["overlapped"]["steps"]]
     assert early[0] > 0 and early[1] == 0 and early[2] > 0
@@ -146,8 +173,9 @@ def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_other
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_reward_that_fails_while_another_rank_trains_ends_both(tiny_model: Path, tmp_path: Path) -> None:
-    done = start(tiny_model, tmp_path, "reward")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_that_fails_while_another_rank_trains_ends_both(kind: str, tiny_model: Path, tmp_path: Path) -> None:
+    done = start(tiny_model, tmp_path, f"reward{kind}")
     assert done.returncode and "the judge of rank 1 is out" in done.stderr
     assert "Rank 1 failed in the rollout" in done.stderr
 
@@ -172,8 +200,6 @@ def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("gradients", "exchange in each backward"),
-        ("fsdp", "exchange in each backward"),
         ("dynamic", "dynamic_sampling"),
     ],
 )
@@ -224,15 +250,22 @@ def test_stages_of_ones_own_wait(stage: str) -> None:
     assert f"a {stage} of your own" in why({}, lambda name: name == stage)
 
 
-def test_a_recorded_partition_is_for_ranks_that_step_by_themselves() -> None:
+def test_a_recorded_partition_is_for_ranks_that_train_their_own_rows() -> None:
     """A run without `sequence_parallel_size` may have recorded different rows for ranks that share them out now."""
     (scored, *_), cpu = row_cases.make_groups(), torch.device("cpu")
     alone = PackingRules(100, False, False, True, False, False, 0.0, cpu)
-    recorded = ((((scored.group.position, tuple(range(len(scored.group.rollouts)))),),),)
-    assert len(first_rows([scored], None, recorded, alone).rows) == 1
-    for change in ({"ranks_per_row": 2}, {"equal_counts": True}):
-        found = first_rows([scored], None, recorded, dataclasses.replace(alone, **change))
-        assert found.rest == [scored] and not found.rows
+    row, filler = ((scored.group.position, tuple(range(len(scored.group.rollouts)))),), ((NOBODY, (0,)),)
+    for change in ({}, {"equal_counts": True}):
+        found = first_rows([scored], None, ((row, filler),), dataclasses.replace(alone, **change))
+        assert not found.rest and [is_dummy(of_rank) for of_rank in found.rows] == [False, True]
+    found = first_rows([scored], None, ((row,),), dataclasses.replace(alone, ranks_per_row=2))
+    assert found.rest == [scored] and not found.rows
+
+
+def test_ranks_that_step_together_take_a_recorded_partition_of_equally_many_rows() -> None:
+    row, filler = ((4, (0, 1)),), ((NOBODY, (0,)),)
+    assert has_equal_counts(((row, filler), (filler, filler))) and not has_equal_counts(((row,), ()))
+    assert fits(((row, filler), (filler, filler)), {4: 2}) and not fits(((row,), (row,)), {4: 2})
 
 
 def test_off_is_the_default_and_yaml_s_bare_off_is_it_too(tmp_path: Path) -> None:
