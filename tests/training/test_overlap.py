@@ -28,6 +28,7 @@ from colograd.rollout.figures import FILE as FIGURES
 from colograd.rollout.partition import FILE as PARTITION
 from colograd.rollout.partition import fits, has_equal_counts
 from colograd.sharding import strategy_of
+from colograd.sharding.zero import SharedGradients
 from colograd.training.overlap import describe, first_rows, shared_groups, why_not
 
 STEPS = 3
@@ -243,6 +244,26 @@ def test_what_needs_the_whole_step_waits_and_says_so(changes: dict[str, Any], re
     ranks: Any = SimpleNamespace(overlap="auto", world_size=2, round_length=2, balance_ranks=True, layout=None)
     assert describe(ranks, found).startswith("overlap: nothing is trained" if reason else "overlap: a rank that has")
     assert not reason or shared_groups(ranks, found, bool) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "properties", "reason"),
+    [
+        ({}, {}, ""),
+        ({}, {"layout": SimpleNamespace(ranks_per_engine=2)}, "and those of an engine in each of its steps"),
+        ({"vllm_enable_sleep_mode": True}, {}, ""),
+        ({"vllm_enable_sleep_mode": True}, {"on_cpu": False}, "has no memory with vllm_enable_sleep_mode"),
+    ],
+)
+def test_ranks_that_meet_in_each_backward_do_so_where_engines_leave_them_free(
+    changes: dict[str, Any], properties: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config("nowhere", **changes)
+    objective, estimator = Objective.from_config(config), AdvantageEstimator.of(config, [1.0])
+    for name, value in properties.items():
+        monkeypatch.setattr(GRPOConfig, name, property(lambda self, value=value: value))
+    found = why_not(config, objective, estimator, SharedGradients, lambda stage: False)
+    assert reason in found and bool(found) == bool(reason)
 
 
 @pytest.mark.parametrize("stage", ["compute_loss", "compute_advantages"])
