@@ -23,7 +23,7 @@ from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups
 from .overlap import EarlyRows, rest
 
-LOOK_EVERY = 0.05  # seconds between two looks for the first turn, and between two turns in which no rank has rows
+LOOK_EVERY = 0.1  # seconds between two looks for the first turn, and between two turns in which no rank has rows
 Train = Callable[[Sequence[PackedRow], Metrics], Sequence[PackedRow]]
 
 
