@@ -40,8 +40,8 @@ def start(model: Path, folder: Path, mode: str, ranks: int = 2) -> subprocess.Co
     return launcher.run(SCRIPTS / "overlapping_ranks.py", model, folder, mode, ranks=ranks, env=EXACT)
 
 
-def results(folder: Path, mode: str) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{mode}-rank{rank}.json").read_text()) for rank in range(2)]
+def results(folder: Path, mode: str, ranks: int = 2) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{mode}-rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
@@ -120,20 +120,27 @@ def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("gradients", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("fsdp", 2),
+        *(pytest.param(kind, ranks, marks=pytest.mark.slow) for kind, ranks in (("gradients", 2), ("fsdp", 4))),
+    ],
+)
 def test_where_ranks_meet_in_each_backward_one_that_samples_fills_up(
-    kind: str, tiny_model: Path, tmp_path: Path
+    kind: str, ranks: int, tiny_model: Path, tmp_path: Path
 ) -> None:
-    done = start(tiny_model, tmp_path, kind)
+    done = start(tiny_model, tmp_path, kind, ranks)
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (rank["overlapped"] for rank in results(tmp_path, kind))
+    found = [rank["overlapped"] for rank in results(tmp_path, kind, ranks)]
     for step in range(STEPS):
-        sampled = max(event[0] for event in second["events"] if event[2:4] == [step, "sampled"])
-        early = [event for event in first["events"] if event[2:4] == [step, "trained"] and event[0] < sampled]
-        assert any(position % 8 >= 4 for event in early for position in event[4]), "one of the second rank's groups"
-        mine, theirs = first["partition"][step]
-        assert len(mine) == len(theirs) > 0 and all(piece[0] == NOBODY for row in theirs for piece in row)
-        assert first["steps"][step]["train/early_tokens"] > 0
+        events = [event for of_rank in found for event in of_rank["events"] if event[2] == step]
+        sampled = max(event[0] for event in events if event[3] == "sampled")
+        early = [e for e in events if e[3] == "trained" and e[0] < sampled and e[1] < ranks // 2]
+        assert any(position % 8 >= 4 for event in early for position in event[4]), "one that another half sampled"
+        *_, last = partition = found[0]["partition"][step]
+        assert len({len(rows) for rows in partition}) == 1 and any(row[0][0] == NOBODY for row in last)
+        assert found[0]["steps"][step]["train/early_tokens"] > 0
     assert apart(weights(tmp_path, "overlapped"), weights(tmp_path, "apart")) < 1e-6
     assert is_replayed(results(tmp_path, kind)[0])
 
