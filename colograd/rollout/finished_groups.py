@@ -116,13 +116,20 @@ class FinishedGroups(OwnGroups):
         self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
         self._is_sampled = self._is_hungry = self._is_last = False
         self._looked = 0.0
+        self.problem: Exception | None = None  # of a thread that trains beside the engine: it ends the sampling
         for note in notes:
             self._store().delete_key(note)
 
     # -- a rank that samples
 
     def serve(self) -> None:
-        """Between two steps of the engine: offer what is finished, if a rank wants it. Mostly looks at a clock."""
+        """Between two steps of the engine: offer what is finished, if a rank wants it. Mostly looks at a clock.
+
+        Raises:
+            Exception: `problem`.
+        """
+        if self.problem is not None:
+            raise self.problem
         now = time.monotonic()
         if now - self._looked < EVERY or self._offered == len(self._own):
             return
@@ -158,6 +165,14 @@ class FinishedGroups(OwnGroups):
         """Whether no rank samples any more."""
         self._is_last = self._is_last or self._count("sampled", 0) >= self.layout.world_size
         return self._is_last
+
+    def call(self) -> None:
+        """Have all ranks take part in what this one is about to train, where they meet in it."""
+        self._count("called", 1)
+
+    def is_called(self) -> bool:
+        """Whether a rank called all in this round. From any thread."""
+        return self._count("called", 0) > 0
 
     def is_over(self) -> bool:
         """Whether no rank samples any more, and none trains what it has taken."""
@@ -261,7 +276,7 @@ class FinishedGroups(OwnGroups):
         names = [f"{kind}/{me}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
         names += [f"sizes/{me}"] if self._offered else []
         if me == 0:
-            names += ["sampled", "training", "wanted/all"]
+            names += ["sampled", "training", "called", "wanted/all"]
         if not self.layout.engine_place and not self.between_engines:
             names.append(f"wanted/{self.layout.data_rank}")
         return [*map(self._key, names)]

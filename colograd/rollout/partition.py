@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ..policy.packing import NOBODY
 from .step_lines import add_step, steps_in
 
 FILE = "partition.jsonl"
 LARGEST = 2**26  # bytes that are read
 
 Piece = tuple[int, tuple[int, ...]]  # a group's position, and which of its completions
-Row = tuple[Piece, ...]  # a micro-batch
+Row = tuple[Piece, ...]  # a micro-batch; of a filler the position is NOBODY
 Partition = tuple[tuple[Row, ...], ...]  # of each rank
 
 
@@ -45,7 +46,13 @@ def _number(value: object) -> int:
 
 
 def pieces_of(partition: Partition) -> Iterator[Piece]:
-    return (piece for rows in partition for row in rows for piece in row)
+    """Without those of fillers."""
+    return (piece for rows in partition for row in rows for piece in row if piece[0] != NOBODY)
+
+
+def has_equal_counts(partition: Partition) -> bool:
+    """Whether ranks that meet in each backward can train it: all have equally many micro-batches."""
+    return len({len(rows) for rows in partition}) <= 1
 
 
 def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from ..runtime.host_stream import device_bytes
 from ..sharding import ShardingStrategy
 from .beside_decoding import BesideDecoding
 from .evaluation import evaluation_step
+from .joint_overlap import JointTurns
 from .loss_pass import loss_pass
 from .overlap import EarlyRows, FirstRows, first_rows, train_while_others_sample
 from .step_batches import schedule, step_batch, trainable
@@ -92,6 +94,7 @@ class Learner:
             self._rows_of, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
             self.config.device,
         )  # fmt: skip
+        self._turns: JointTurns | None = None  # of the present round, if ranks meet in each backward
 
     # -- a round
 
@@ -101,10 +104,17 @@ class Learner:
         return not (self.config.why_not_between_steps or self.sharding.meets_in_backward)
 
     def beside_sampling(self, finished: OwnGroups) -> AbstractContextManager[None]:
-        """Around this rank's sampling, in a round of whose next step finished groups may be trained."""
+        """Around this rank's sampling, in a round of whose next step finished groups may be trained; where ranks meet
+        in each backward, it takes part in others'."""
         self.model.train()
         self.beside_decoding.begin()
-        return contextlib.nullcontext()
+        if not self.sharding.meets_in_backward:
+            return contextlib.nullcontext()
+        assert isinstance(finished, FinishedGroups)
+        self._turns = JointTurns(
+            finished, self._rows_of, self._train_rows, self._fill_up, self._free_gradients, self.rules.device
+        )
+        return self._turns.beside_sampling()
 
     def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
         """After a step of this rank's engine: train a micro-batch of its finished groups, in the tail of its sampling.
@@ -116,7 +126,12 @@ class Learner:
         self.beside_decoding.wait()
 
     def train_early(self, finished: OwnGroups) -> None:
-        """Train finished groups of the next step until all ranks have sampled and none trains. No collective."""
+        """Train finished groups of the next step until all ranks have sampled and none trains. No collective, unless
+        ranks meet in each backward."""
+        if self._turns is not None:
+            turns, self._turns = self._turns, None
+            self.early = turns.train(self.rules.max_tokens, self.times)
+            return
         self.model.train()
         self.early = self.beside_decoding.end(self.hooks.state.global_step)
         if self.early.out_of_memory or not isinstance(finished, FinishedGroups):
@@ -143,13 +158,25 @@ class Learner:
     ) -> Sequence[PackedRow]:
         """Forward and backward of finished groups' rows; see `loss_pass`. Returns them with the second models'
         log-probabilities."""
-        if self.second_models:
-            with self.times.phase("ref_logprobs"), self.hooks.compute_loss_context_manager():
-                rows = fill(self.second_models, rows, self.config.temperature)
-        step = StepBatch(tuple(rows), 0, 0, {}, (), self.hooks.state.global_step)
-        with self.recorder.trains_early(rows), self.times.phase("train"):
+        with self.times.phase("ref_logprobs") if self.second_models else contextlib.nullcontext():
+            step = self._early_step(rows)
+        with self.recorder.trains_early(step.rows), self.times.phase("train"):
             self._loss_pass(step, self.sharding, metrics, unread)
-        return rows
+        return step.rows
+
+    def _fill_up(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
+        """`_train_rows` of fillers, beside what this rank's own thread does: its times and its record are of that."""
+        step = self._early_step(rows)
+        loss = functools.partial(self.hooks.compute_loss, self.model)
+        loss_pass(step, loss, self.hooks.compute_loss_context_manager, self.sharding, metrics=metrics)
+        return step.rows
+
+    def _early_step(self, rows: Sequence[PackedRow]) -> StepBatch:
+        """Rows of the next step, with what second models say of them."""
+        if self.second_models:
+            with self.hooks.compute_loss_context_manager():
+                rows = fill(self.second_models, rows, self.config.temperature)
+        return StepBatch(tuple(rows), 0, 0, {}, (), self.hooks.state.global_step)
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack a round, and yield its optimizer steps in the order of their training."""

@@ -2,8 +2,9 @@
 takes finished groups from these. Between the steps of its own engine: `beside_decoding`.
 
 No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
-unnormalised; ranks exchange nothing meanwhile. When all have sampled, ranks go on, in ever smaller micro-batches, until
-none of them trains. What is left then is balanced, packed and trained as ever.
+unnormalised; ranks exchange nothing meanwhile (where they meet in each backward: `joint_overlap`). When all have
+sampled, ranks go on, in ever smaller micro-batches, until none of them trains. What is left then is balanced, packed
+and trained as ever.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from ..config import GRPOConfig
 from ..losses.advantages import AdvantageEstimator
 from ..losses.objective import Objective
 from ..losses.token_losses import LOSSES
+from ..memory.device_turns import device_turns_of
 from ..parallel import watchdog
 from ..parallel.balance import exchange
 from ..parallel.ranks import gather, rank
-from ..policy.packing import PackingRules, advantages_of, teacher_named
+from ..policy.packing import NOBODY, PackingRules, advantages_of, dummy, teacher_named
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups, OwnGroups
-from ..rollout.partition import Partition, Row, fits, pieces_of
+from ..rollout.partition import Partition, Row, fits, has_equal_counts, pieces_of
 from ..sharding import ShardingStrategy
 
 EVERY = 0.01  # seconds between two looks for finished groups
@@ -68,8 +70,7 @@ def train_while_others_sample(
         groups = finished.take(budget)
         if not groups:
             with times.phase("wait"):
-                watchdog.progress("waiting for ranks that sample")
-                time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # one store answers all ranks
+                rest(finished)
             continue
         early.groups += groups
         try:
@@ -81,6 +82,12 @@ def train_while_others_sample(
         # The exception, whose traceback holds activations, is gone. The others may be told when they have sampled.
         return EarlyRows(early.groups)
     return early
+
+
+def rest(finished: FinishedGroups) -> None:
+    """Between two looks for finished groups."""
+    watchdog.progress("waiting for ranks that sample")
+    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # one store answers all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +111,10 @@ def first_rows(
         groups: this rank's own that are to be packed.
         early: what this rank has trained.
         recorded: of all ranks, when the step was trained before; then nothing is trained, and the same rows come first.
-            Ranks that must step together can't have it: it may give them different rows.
+            Ranks that train rows together can't have it, as it may give them different ones, nor those that step
+            together one of ranks that didn't.
     """
-    if rules.ranks_per_row > 1 or rules.equal_counts:
+    if recorded is not None and (rules.ranks_per_row > 1 or (rules.equal_counts and not has_equal_counts(recorded))):
         recorded = None
     if early is None and recorded is None:
         return FirstRows([*groups])
@@ -152,6 +160,8 @@ def _row_of(row: PackedRow) -> Row:
 
 
 def _row_from(row: Row, groups: dict[int, ScoredGroup], rules: PackingRules) -> PackedRow:
+    if row[0][0] == NOBODY:
+        return dummy(rules.device)
     parts = []
     for position, indices in row:
         group, advantages = groups[position].group, advantages_of(groups[position])
@@ -176,9 +186,12 @@ def why_not(
     Args:
         replaced: whether a subclass of the trainer overrides a stage.
     """
+    meets, takes_turns = sharding.meets_in_backward, device_turns_of(config)
+    exchange_too = f"with sharding: {config.sharding} ranks exchange in each backward"
     reasons: list[tuple[Any, str]] = [
         (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
-        (sharding.meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),
+        (meets and config.layout.ranks_per_engine > 1, f"{exchange_too}, and those of an engine in each of its steps"),
+        (meets and takes_turns, f"{exchange_too}, for which one that samples has no memory with {takes_turns}"),
         (config.dynamic_sampling, "dynamic_sampling chooses the step's groups among all that were sampled"),
         (estimator.step_scores is not None, "advantages are divided by a deviation over the step"),
         (objective.top_entropy_quantile < 1, "top_entropy_quantile is of all the step's tokens"),
@@ -203,10 +216,15 @@ def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup
     return FinishedGroups(config.layout, config.balance_ranks and config.layout.data_size > 1, accepts)
 
 
-def describe(config: GRPOConfig, why: str) -> str:
-    """A line for the start of a run: what is trained before all is sampled, and why not; empty: nothing was asked
-    for."""
+def describe(config: GRPOConfig, why: str, meets: bool = False) -> str:
+    """A line for the start of a run: what is trained before all is sampled, and why not; empty: nothing was asked for.
+
+    Args:
+        meets: whether ranks exchange in each backward.
+    """
     alone, not_between = config.world_size == 1, config.why_not_between_steps
+    if meets:
+        not_between = not_between or f"with sharding: {config.sharding} ranks exchange in each backward"
     if config.overlap == "off":
         return ""
     if why:

@@ -4,7 +4,8 @@
                                     [--median 1000] [--longest 8192] [--spread 0.8] [--within 0.4] [--run FOLDER]
                                     [--engine-step 0.02] [--sequence 0.0002] [--token 0.00005]
                                     [--share 0.8] [--drafts-below 8] [--drafted 2]
-    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 5] [--model M] [--device cuda] [--out F.json]
+    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 5] [--sharding fsdp] [--model M] [--device cuda]
+                                    [--out F.json]
 
 The first form is a simulation of events (`tail_simulation.py`): a step as it is, with `overlap`, with
 `carry_over: SHARE`, and with drafts. Lengths are lognormal: a prompt's median varies by `--spread` (of the logarithm),
@@ -108,6 +109,7 @@ def be_rank(options: argparse.Namespace) -> None:
         num_generations=sizes.completions,
         max_completion_length=sizes.long,
         max_tokens_per_microbatch=sizes.budget,
+        sharding=options.sharding,
         max_steps=2 + 2 * options.pairs,
         learning_rate=1e-6,
         beta=0.04,
@@ -184,7 +186,7 @@ def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, 
         port = str(process.free_port())
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, __file__]
         given = ["--rank-in", folder, "--model", model, "--pairs", str(options.pairs), "--device", options.device]
-        given += ["--measured", *map(str, dataclasses.astuple(options.sizes))]
+        given += ["--sharding", options.sharding, "--measured", *map(str, dataclasses.astuple(options.sizes))]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, *launch, *given, *(["--balanced"] if options.balanced else [])]
         output = Path(folder) / "output"
@@ -311,6 +313,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=0, help="measure two ranks so often")
     parser.add_argument("--balanced", action="store_true", help="measure equal lengths")
     parser.add_argument("--turns", type=float, default=0.0, help="milliseconds in which one rank runs at a time")
+    parser.add_argument("--sharding", default="none", help="of the measured runs")
     parser.add_argument("--model", help="a folder; none: a small random one")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(

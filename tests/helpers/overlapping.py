@@ -22,13 +22,13 @@ def start(model: Path, folder: Path, mode: str, ranks: int = 2) -> subprocess.Co
 
 
 def results(folder: Path, mode: str) -> list[dict[str, Any]]:
-    """Of the first two ranks, or of the one."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{mode}-rank[01].json"))]
+    """Of each rank."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{mode}-rank?.json"))]
 
 
 def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
     """Of a run's end, on all ranks the same."""
-    first, *others = (torch.load(path) for path in sorted(folder.glob(f"{run}-rank[01].pt")))
+    first, *others = (torch.load(path) for path in sorted(folder.glob(f"{run}-rank?.pt")))
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
     return first
 

@@ -6,10 +6,10 @@ Started by tests/training/test_overlap.py and, on one rank, test_beside_decoding
 
 MODE: `compare` trains overlapped, not overlapped, and replays the first run; so do `optimizer`, with the optimizer's
 state shared out, `host`, with sums of gradients in host memory too, `lora`, `experts`; `engines`, on four ranks with
-engines of two; and `gradients`, `fsdp` and `dynamic`, where nothing is trained early. `kill`: a rank is killed while it
-trains one of the second engine's groups in the third step; `resume` goes on after it, and replays what came of it.
-`memory`: it runs out of memory there in the second step, and all is replayed. `reward`: the second engine's reward
-raises meanwhile.
+engines of two; `gradients` and `fsdp`, where ranks meet in each backward; `dynamic`, where nothing is trained early.
+`kill`: a rank is killed while it trains one of the second engine's groups in the third step; `resume` goes on after it,
+and replays what came of it. `memory`: it runs out of memory there in the second step, and all is replayed. `reward`:
+the second engine's reward raises after it. `kill:fsdp` and its like: the same with the first kind's settings.
 
 On one rank its last prompt is the long one, and groups are trained between the steps of its engine, as on a GPU: these
 are then the groups of `kill` and `memory`. `both`: two ranks, and the second trains some of its own in the same way.
@@ -39,12 +39,14 @@ from colograd import GRPOTrainer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
 from colograd.engine.sampling import request_seed
+from colograd.policy.packing import is_dummy
 from colograd.replayer import Replayer
 from colograd.rollout.partition import read_partition
 from colograd.training.replaying import Replay
 
 RANK = int(os.environ.get("RANK", "0"))
-MODEL, FOLDER, MODE = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
+MODE, _, KIND = sys.argv[3].partition(":")
 STEPS = 3
 VARIANTS: dict[str, dict[str, Any]] = {
     "compare": {},
@@ -137,7 +139,7 @@ def wait_for(engine: Any, note: Path) -> None:
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
-    if MODE == "reward" and IS_LONG and columns["trainer_state"].global_step == 1:
+    if MODE == "reward" and IS_LONG and events.trained_elsewhere(1).exists():
         raise RuntimeError("the judge of rank 1 is out")
     return tiny.vowels(completions)
 
@@ -153,7 +155,7 @@ SETTINGS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     # So that the last prompt is the longest; and Adam's division magnifies the rounding of gradients near 0 less.
     **({"generation_kwargs": {"ignore_eos": True}, "adam_epsilon": 1e-6} if BETWEEN else {}),
-    **VARIANTS.get(MODE, {}),
+    **VARIANTS.get(KIND or MODE, {}),
 }
 
 
@@ -166,14 +168,14 @@ def adapter() -> Any:
 def watch(trainer: Any) -> None:
     """Note what is trained early; fail there if the mode says so."""
     learner = trainer.learner
-    train, loss_of_row, beside = learner._train_finished, learner.loss_of_row, learner.beside_decoding
+    train, loss_of_row, beside = learner._train_rows, learner.loss_of_row, learner.beside_decoding
     train_rows = beside.train
 
-    def noting(groups: Any, metrics: Any) -> Any:
-        positions = {scored.group.position for scored in groups}
+    def noting(rows: Any, metrics: Any) -> Any:
+        positions = {identity.position for row in rows for identity in row.rollouts if not is_dummy(row)}
         foreign = not IS_LONG and any(position % PROMPTS >= PROMPTS // 2 for position in positions)
         note = events.trained_elsewhere(trainer.state.global_step) if foreign else None
-        return noted("trained", note, positions, lambda: train(groups, metrics))
+        return noted("trained", note, positions, lambda: train(rows, metrics))
 
     def noting_between(rows: Any, *given: Any) -> Any:
         positions = {identity.position for row in rows for identity in row.rollouts}
@@ -200,7 +202,7 @@ def watch(trainer: Any) -> None:
         return loss_of_row(*args)
 
     out_of_memory: list[bool] = []
-    learner._train_finished, learner.loss_of_row, beside.train = noting, loss, noting_between
+    learner._train_rows, learner.loss_of_row, beside.train = noting, loss, noting_between
 
 
 def trained(run: Path, overlap: str) -> dict[str, Any]:

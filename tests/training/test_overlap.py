@@ -18,12 +18,14 @@ from overlapping import STEPS, apart, is_replayed, results, start, weights
 from colograd.config import GRPOConfig
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.losses.objective import Objective
-from colograd.policy.packing import PackingRules
+from colograd.policy.packing import NOBODY, PackingRules, is_dummy
 from colograd.report.reading import RecordedRun
 from colograd.reporting.event_log import events_of
 from colograd.rollout.figures import FILE as FIGURES
 from colograd.rollout.partition import FILE as PARTITION
+from colograd.rollout.partition import fits, has_equal_counts
 from colograd.sharding import strategy_of
+from colograd.sharding.zero import SharedGradients
 from colograd.training.overlap import describe, finished_groups, first_rows, why_not
 
 
@@ -53,13 +55,14 @@ def test_a_rank_trains_groups_of_another_that_still_samples(compared: Path) -> N
 @pytest.mark.engine
 def test_the_report_shows_what_was_trained_beside_the_tail_and_when_all_had_sampled(compared: Path) -> None:
     run, first = compared / "overlapped", results(compared, "compare")[0]["overlapped"]
-    lanes = [event for event in events_of(run) if event["kind"] == "rollout" and event["rank"] == 0]
+    found = [event for event in events_of(run) if event["kind"] == "rollout"]
+    lanes, others = ([event for event in found if event["rank"] == rank] for rank in range(2))
     assert len(lanes) == STEPS
-    for lane, step in zip(lanes, first["steps"], strict=True):
-        assert sum(tokens for *_, tokens in lane["trained"]) == step["train/early_tokens"]
-        assert all(lane["seconds"] - 0.01 <= start <= end <= lane["until"] for _, start, end, _ in lane["trained"])
-    others = [event for event in events_of(run) if event["kind"] == "rollout" and event["rank"] == 1]
-    assert all(lane["trained"] == [] for lane in others)
+    for lane, other, step in zip(lanes, others, first["steps"], strict=True):
+        # The second rank may train its last group, if the first is amid a micro-batch.
+        assert sum(tokens for *_, tokens in lane["trained"] + other["trained"]) == step["train/early_tokens"]
+        for each in lane, other:
+            assert all(each["seconds"] - 0.01 <= start <= end <= each["until"] for _, start, end, _ in each["trained"])
     shown = RecordedRun(run)
     shown.refresh()
     assert all(lane["trained"] or lane["rank"] for step in range(STEPS) for lane in shown.rollouts_of(step + 1))
@@ -84,13 +87,45 @@ def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path)
 
 
 @pytest.mark.engine
-def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("fsdp", 2),
+        *(pytest.param(kind, ranks, marks=pytest.mark.slow) for kind, ranks in (("gradients", 2), ("fsdp", 4))),
+    ],
+)
+def test_where_ranks_meet_in_each_backward_one_that_samples_fills_up(
+    kind: str, ranks: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    done = start(tiny_model, tmp_path, kind, ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [rank["overlapped"] for rank in results(tmp_path, kind)]
+    for step in range(STEPS):
+        events = [event for of_rank in found for event in of_rank["events"] if event[2] == step]
+        sampled = max(event[0] for event in events if event[3] == "sampled")
+        early = [e for e in events if e[3] == "trained" and e[0] < sampled and e[1] < ranks // 2]
+        assert any(position % 8 >= 4 for event in early for position in event[4]), "one that another half sampled"
+        *_, last = partition = found[0]["partition"][step]
+        assert len({len(rows) for rows in partition}) == 1 and any(row[0][0] == NOBODY for row in last)
+        assert found[0]["steps"][step]["train/early_tokens"] > 0
+    assert apart(weights(tmp_path, "overlapped"), weights(tmp_path, "apart")) < 1e-6
+    assert is_replayed(results(tmp_path, kind)[0])
+
+
+KINDS = ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (":fsdp", ":gradients"))]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_amid_an_overlapped_step_nothing_is_lost(
+    kind: str, compared: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     """The run goes on before a step that was trained, which takes the recorded micro-batches, and one that wasn't."""
-    done = start(tiny_model, tmp_path, "kill")
+    done = start(tiny_model, tmp_path, f"kill{kind}")
     assert done.returncode and "Rank 0 ended without a word" in done.stderr, done.stderr[-3000:]
     run = tmp_path / "overlapped"
     shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written beside the next step, and so perhaps cut
-    done = start(tiny_model, tmp_path, "resume")
+    done = start(tiny_model, tmp_path, f"resume{kind}")
     assert done.returncode == 0, done.stderr[-3000:]
     second = run / "_journal" / "step-00000001"
     first_time, again = (second / FIGURES).read_text().splitlines()
@@ -101,10 +136,11 @@ def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_mod
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_others(
-    compared: Path, tiny_model: Path, tmp_path: Path
+    kind: str, compared: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    done = start(tiny_model, tmp_path, "memory")
+    done = start(tiny_model, tmp_path, f"memory{kind}")
     assert done.returncode == 0, done.stderr[-3000:]
     early = [step["train/early_tokens"] for step in results(tmp_path, "memory")[0]["overlapped"]["steps"]]
     assert early[0] > 0 and early[1] == 0 and early[2] > 0
@@ -114,8 +150,9 @@ def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_other
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_reward_that_fails_while_another_rank_trains_ends_both(tiny_model: Path, tmp_path: Path) -> None:
-    done = start(tiny_model, tmp_path, "reward")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_that_fails_while_another_rank_trains_ends_both(kind: str, tiny_model: Path, tmp_path: Path) -> None:
+    done = start(tiny_model, tmp_path, f"reward{kind}")
     assert done.returncode and "the judge of rank 1 is out" in done.stderr
     assert "Rank 1 failed in the rollout" in done.stderr
 
@@ -140,8 +177,6 @@ def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("gradients", "exchange in each backward"),
-        ("fsdp", "exchange in each backward"),
         ("dynamic", "dynamic_sampling"),
     ],
 )
@@ -189,20 +224,47 @@ def test_what_needs_the_whole_step_waits_and_says_so(changes: dict[str, Any], re
     assert not reason or finished_groups(ranks, found, bool) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "properties", "reason"),
+    [
+        ({}, {}, ""),
+        ({}, {"layout": SimpleNamespace(ranks_per_engine=2)}, "and those of an engine in each of its steps"),
+        ({"vllm_enable_sleep_mode": True}, {}, ""),
+        ({"vllm_enable_sleep_mode": True}, {"on_cpu": False}, "has no memory with vllm_enable_sleep_mode"),
+    ],
+)
+def test_ranks_that_meet_in_each_backward_do_so_where_engines_leave_them_free(
+    changes: dict[str, Any], properties: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config("nowhere", **changes)
+    objective, estimator = Objective.from_config(config), AdvantageEstimator.of(config, [1.0])
+    for name, value in properties.items():
+        monkeypatch.setattr(GRPOConfig, name, property(lambda self, value=value: value))
+    found = why_not(config, objective, estimator, SharedGradients, lambda stage: False)
+    assert reason in found and bool(found) == bool(reason)
+
+
 @pytest.mark.parametrize("stage", ["compute_loss", "compute_advantages"])
 def test_stages_of_ones_own_wait(stage: str) -> None:
     assert f"a {stage} of your own" in why({}, lambda name: name == stage)
 
 
-def test_a_recorded_partition_is_for_ranks_that_step_by_themselves() -> None:
+def test_a_recorded_partition_is_for_ranks_that_train_their_own_rows() -> None:
     """A run without `sequence_parallel_size` may have recorded different rows for ranks that share them out now."""
     (scored, *_), cpu = row_cases.make_groups(), torch.device("cpu")
     alone = PackingRules(100, False, False, True, False, False, 0.0, cpu)
-    recorded = ((((scored.group.position, tuple(range(len(scored.group.rollouts)))),),),)
-    assert len(first_rows([scored], None, recorded, alone).rows) == 1
-    for change in ({"ranks_per_row": 2}, {"equal_counts": True}):
-        found = first_rows([scored], None, recorded, dataclasses.replace(alone, **change))
-        assert found.rest == [scored] and not found.rows
+    row, filler = ((scored.group.position, tuple(range(len(scored.group.rollouts)))),), ((NOBODY, (0,)),)
+    for change in ({}, {"equal_counts": True}):
+        found = first_rows([scored], None, ((row, filler),), dataclasses.replace(alone, **change))
+        assert not found.rest and [is_dummy(of_rank) for of_rank in found.rows] == [False, True]
+    found = first_rows([scored], None, ((row,),), dataclasses.replace(alone, ranks_per_row=2))
+    assert found.rest == [scored] and not found.rows
+
+
+def test_ranks_that_step_together_take_a_recorded_partition_of_equally_many_rows() -> None:
+    row, filler = ((4, (0, 1)),), ((NOBODY, (0,)),)
+    assert has_equal_counts(((row, filler), (filler, filler))) and not has_equal_counts(((row,), ()))
+    assert fits(((row, filler), (filler, filler)), {4: 2}) and not fits(((row,), (row,)), {4: 2})
 
 
 def test_off_is_the_default_and_yaml_s_bare_off_is_it_too(tmp_path: Path) -> None:
