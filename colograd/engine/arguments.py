@@ -10,6 +10,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
+from .draft_proposer import sibling_drafts_config
 from .images import find_gemma3
 from .kept_tokens import TELLS_KEPT
 
@@ -83,6 +84,8 @@ def engine_kwargs(
             kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
         if sequences:
             kwargs |= _batch_kwargs(config, sequences)
+    if config.drafts == "siblings":
+        kwargs["speculative_config"] = sibling_drafts_config()
     if config.router_replay and _runs_v2(config):
         kwargs |= _experts_told(given)
     if config.replays_truncation and _runs_v2(config):
