@@ -78,10 +78,11 @@ class EngineKnobs(TrainingArguments):
         "in this process) have behind the same words. Tokens are those without drafts; see docs/guide/drafts.md. "
         "Methods of vLLM's own (EAGLE and MTP heads, n-grams) go into `vllm_engine_kwargs: {speculative_config: ...}`.",
     )
-    draft_sequences: int = knob(
-        4,
-        "With `drafts: siblings`, drafts are made while at most so many sequences run. Above, where a step computes "
-        "rather than reads weights, checking costs more than it saves.",
+    draft_step_tokens: int | None = knob(
+        None,
+        "With `drafts: siblings`, drafts fill an engine's step up to so many tokens, one per running sequence among "
+        "them: as many as a step computes in about the time in which it reads the weights. Default: 16 on a CPU, 64 on "
+        "a GPU (not measured there). Steps of more sequences have no drafts.",
     )
     weights: str = knob(
         "auto",
@@ -133,7 +134,7 @@ class EngineKnobs(TrainingArguments):
     def _check_drafts(self) -> None:
         """Check what speculative decoding can't be had with."""
         one_of(self, "drafts", ("none", "siblings"), " (other methods are vLLM's own: speculative_config)")
-        at_least(self, 1, "draft_sequences")
+        at_least(self, 2, "draft_step_tokens")
         if not self.checks_drafts:
             return
         asked: Any = self  # fields of other groups

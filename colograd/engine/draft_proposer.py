@@ -1,8 +1,8 @@
 """`SiblingDrafts`: vLLM drafts from other completions of the same prompt, where few sequences run.
 
-Checking drafts makes a step wider. Where few sequences run, as at the end of a round, a step takes the time of reading
-the weights, whatever its width; where many do, it would take longer for what it saves. So nothing is drafted there, and
-steps are those of an engine without drafts.
+Checking drafts makes a step wider. A step of few tokens takes the time of reading the weights, whatever their number;
+with more, each takes its part of the time. So drafts fill steps up to a number of tokens. The bulk of a round, where as
+many sequences run, has none, and its steps are those of an engine without drafts.
 
 Prompts and tokens are vLLM's own: of its requests, nothing has to be told. What has been sampled in this process is
 remembered (`CompletionMemory`); a resumed run remembers anew. The rollout log would not do for that: it keeps a run's
@@ -15,9 +15,13 @@ import importlib.util
 import sys
 from typing import Any
 
-from .draft_index import REACH, START, CompletionMemory, propose
+from .draft_index import REACH, START, CompletionMemory, likeliest, propose
 
 DRAFT_TOKENS = 7  # at most, of one sequence in one step
+# A token that fills up a step makes it longer by about this share (a CPU, 135M parameters). A right draft saves its
+# sequence a step, which is one of all running sequences' shares.
+COST = 0.03
+ON_CPU, ON_GPU = 16, 64  # tokens of a step, by default; on a GPU not measured
 
 
 class SiblingDrafts:
@@ -28,11 +32,11 @@ class SiblingDrafts:
         self.memory = CompletionMemory()
         self._running: dict[str, Any] = {}  # vLLM's requests by its names: CachedRequestState
         self._runner: Any = None
-        self.most_sequences = 0
+        self.step_tokens = 0
 
-    def attach(self, runner: Any, most_sequences: int) -> None:
-        """Draft for ``runner``'s requests where at most ``most_sequences`` of them run."""
-        self._runner, self.most_sequences = runner, most_sequences
+    def attach(self, runner: Any, step_tokens: int) -> None:
+        """Draft for ``runner``'s requests as long as a step has at most ``step_tokens`` tokens."""
+        self._runner, self.step_tokens = runner, step_tokens
         # It fills all drafts with zeros as long as one sequence is near the context's end; `propose` ends drafts there.
         runner.effective_drafter_max_model_len = sys.maxsize
 
@@ -43,27 +47,29 @@ class SiblingDrafts:
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **kwargs: Any
     ) -> list[list[int]]:
         """Drafts of each row of the batch, behind what a step has just sampled; empty where there is none."""
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        nothing: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._runner is None:
-            return drafts
+            return nothing
         self.follow_requests()
-        if len(sampled_token_ids) > self.most_sequences:
+        room = self.step_tokens - len(nothing)
+        if room < 1:
             self.memory.end_tail()
-            return drafts
-        for row, sampled in enumerate(sampled_token_ids):
-            if sampled:  # else its prompt isn't read yet
-                request = self._running[self._runner.input_batch.req_ids[row]]
-                drafts[row] = self._draft(request, int(num_tokens_no_spec[row]))
-        return drafts
+            return nothing
+        names, least = self._runner.input_batch.req_ids, COST * len(nothing)
+        drafts = [
+            self._draft(self._running[names[row]], int(num_tokens_no_spec[row]), least) if sampled else []
+            for row, sampled in enumerate(sampled_token_ids)  # nothing is sampled while a prompt is read
+        ]
+        return likeliest(drafts, room)
 
-    def _draft(self, request: Any, length: int) -> list[int]:
+    def _draft(self, request: Any, length: int, least: float) -> list[tuple[int, float]]:
         written = request.output_token_ids
         left = min(request.sampling_params.max_tokens - len(written), self._context - length)
         most = min(DRAFT_TOKENS, left - 1)  # one more is sampled behind the drafts
         if most < 1:
             return []
         text = [START, *written] if len(written) < REACH else written[-REACH:]
-        return propose(self.memory.of(request.prompt_token_ids), text, most)
+        return propose(self.memory.of(request.prompt_token_ids), text, most, least)
 
     def follow_requests(self) -> None:
         """Remember completions that have ended since the last step, and take up new requests."""

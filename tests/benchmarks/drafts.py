@@ -1,13 +1,12 @@
 """Drafts from siblings and earlier epochs: tokens per second of an engine with and without, by how many sequences run.
 
-    python tests/benchmarks/drafts.py [--model M] [--sequences 1 2 4 8 16] [--temperatures 1.0 0.6] [--out F.json]
+    python tests/benchmarks/drafts.py [--model M] [--then FOLDER] [--sequences 1 2 4 8 16] [--temperatures 1.0 0.6]
 
 The task is the quickstart's. A first epoch samples --group completions of each prompt; then each prompt is sampled
-again with another seed while so many sequences run, always that many until no prompt is left: by an engine that drafts
-at any number (`drafts: siblings`), and by one without drafts. Tokens are the same where kernels round alike (checked on
-a CPU). With --moved X each weight moves by X up or down between the epochs, as AdamW moves it in X / learning rate
-steps, but in no direction: "moved" rows. Last, whole rounds of --round prompts with all their completions, in which
-drafts are made by `draft_sequences` (its default): the bulk without, the tail with them.
+again with another seed while so many sequences run, always that many until no prompt is left: by an engine with
+`drafts: siblings`, and by one without drafts. On a CPU both must sample the same tokens. With --then
+the second epoch is sampled once more, by a later checkpoint of the run ("later"). Last, whole rounds of --round prompts
+with all their completions, of which the tail has drafts: where fewer sequences run than `draft_step_tokens` has tokens.
 
 `tokens/step`: a sequence's tokens of a step. `accepted`: the share of drafted tokens.
 """
@@ -46,11 +45,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the engine")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="at once (1 2 4 8 16)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6], help="(1.0 0.6)")
-    parser.add_argument("--moved", type=float, default=0.0, help="by how much each weight moves between epochs (0)")
+    parser.add_argument("--then", type=Path, metavar="FOLDER", help="a later checkpoint, for another second epoch")
     parser.add_argument("--prompts", type=int, default=16, help="of the task (16)")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt in the first epoch (8)")
     parser.add_argument("--completion-tokens", type=int, default=48, help="of a completion at most (48)")
     parser.add_argument("--round", type=int, default=8, help="prompts of a whole round (8)")
+    parser.add_argument("--step-tokens", type=int, help="draft_step_tokens; default: the engine's")
     parser.add_argument("--trials", type=int, default=3, help="whole rounds (3)")
     parser.add_argument("--out", "--json", dest="out", type=Path, metavar="F.json", help="write the figures as JSON")
     return parser.parse_args(argv)
@@ -87,7 +87,7 @@ def build(options: argparse.Namespace, folder: str, context: int, drafts: str) -
     from colograd import GRPOConfig
     from colograd.engine.vllm_engine import Needs, VLLMEngine
 
-    config = GRPOConfig(output_dir=folder, report_to="none", drafts=drafts)
+    config = GRPOConfig(output_dir=folder, report_to="none", drafts=drafts, draft_step_tokens=options.step_tokens)
     sequences = max(*options.sequences, options.round * options.group)
     engine = VLLMEngine(
         options.model, config, getattr(torch, options.dtype), context, 2**28 if config.on_cpu else 2**31,
@@ -97,13 +97,12 @@ def build(options: argparse.Namespace, folder: str, context: int, drafts: str) -
     return engine
 
 
-def move(engine: Any, by: float) -> None:
-    """Each weight up or down, the same in every engine."""
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in engine.tensors.parameters().values():
-            ups = torch.randint(0, 2, weight.shape, generator=random, dtype=torch.int8).to(weight.device)
-            weight.add_((2 * ups - 1).to(weight.dtype), alpha=by)
+def load(engine: Any, folder: Path) -> None:
+    """Put a checkpoint's weights into the engine."""
+    from safetensors.torch import load_file
+
+    engine.invalidate()
+    engine.model.load_weights(pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items())
     engine.stamp(0)
 
 
@@ -141,18 +140,16 @@ def counted(cell: Cell, engine: Any, ids: list[Any]) -> Cell:
 
 
 @contextlib.contextmanager
-def knowing(engine: Any, memory: Any, most_sequences: int | None = None) -> Iterator[None]:
-    """The engine, if it drafts, knows these completions and no others, and drafts for at most so many sequences."""
+def knowing(engine: Any, memory: Any) -> Iterator[None]:
+    """The engine, if it drafts, knows these completions and no others."""
     proposer = engine._runner.drafter if memory is not None else None
     if proposer is None:
         yield
         return
     engine.stamp(0)
     proposer.follow_requests()  # into the memory from before
-    default, proposer.memory = proposer.most_sequences, copy.deepcopy(memory)
-    proposer.most_sequences = most_sequences or default
+    proposer.memory = copy.deepcopy(memory)
     yield
-    proposer.most_sequences = default
 
 
 def first_epoch(engine: Any, prompts: Sequence[Any], sampling: Any, drafts: str) -> Any:
@@ -178,12 +175,12 @@ def cells(options: argparse.Namespace, folder: str, drafts: str) -> dict[tuple[s
     ways = {t: Sampling(options.group, options.completion_tokens, t, {}) for t in options.temperatures}
     known = {t: first_epoch(engine, prompts, sampling, drafts) for t, sampling in ways.items()}
     found: dict[tuple[str, float, str], Cell] = {}
-    for weights in ("the same", *(["moved"] if options.moved else [])):
-        if weights == "moved":
-            move(engine, options.moved)
+    for weights in ("the same", *(["later"] if options.then else [])):
+        if weights == "later":
+            load(engine, options.then)
         for t, sampling in ways.items():
             for width in options.sequences:
-                with knowing(engine, known[t], width):
+                with knowing(engine, known[t]):
                     found[weights, t, str(width)] = in_turn(engine, ids, sampling, width)
             for trial in range(options.trials):
                 with knowing(engine, known[t]):

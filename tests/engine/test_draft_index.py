@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from colograd.engine.draft_index import END, START, CompletionMemory, propose
+from colograd.engine.draft_index import END, PRIOR, START, CompletionMemory, likeliest, propose
 
 PROMPT = (1, 2, 3)
 
@@ -31,12 +31,20 @@ def memory(*completions: tuple[int, ...], most_bytes: int = 2**20) -> Completion
     ],
 )
 def test_a_draft_is_what_followed(completions: list[tuple[int, ...]], text: tuple[int, ...], draft: list[int]) -> None:
-    assert propose(memory(*completions).of(PROMPT), text, most=3) == draft
+    assert [token for token, _ in propose(memory(*completions).of(PROMPT), text, 3, 0.0)] == draft
 
 
 def test_a_draft_ends_where_it_is_unlikely() -> None:
-    spread = memory(*((5, 6, last, 1) for last in range(10, 20)))
-    assert propose(spread.of(PROMPT), (START, 5), most=7) == [6]
+    spread = memory(*((5, 6, last, 1) for last in range(10, 20))).of(PROMPT)
+    ((token, likely),) = propose(spread, (START, 5), 7, least=0.2)
+    assert token == 6 and likely == pytest.approx(10 / (10 + PRIOR))
+    assert len(propose(spread, (START, 5), 7, least=0.01)) == 3
+
+
+def test_the_likeliest_drafts_fill_a_step() -> None:
+    drafts = [[(5, 0.9), (6, 0.3)], [], [(7, 0.5), (8, 0.4), (9, 0.1)]]
+    assert likeliest(drafts, 5) == [[5, 6], [], [7, 8, 9]]
+    assert likeliest(drafts, 3) == [[5], [], [7, 8]]
 
 
 def test_the_longest_end_is_found_as_by_comparing_all() -> None:
@@ -52,9 +60,8 @@ def test_the_longest_end_is_found_as_by_comparing_all() -> None:
             if length <= at and list(each[at - length : at]) == text[-length:]
         }
         longest = max(length for length, _ in ends)
-        (first, *_) = propose(memory(*completions).of(PROMPT), text, most=1) or [None]
-        if first is not None:  # several tokens may follow it, each too seldom
-            assert (longest, first) in ends
+        for token, _ in propose(memory(*completions).of(PROMPT), text, 1, 0.0):  # none: most of them end there
+            assert (longest, token) in ends
 
 
 def test_what_was_met_last_is_remembered() -> None:
