@@ -80,6 +80,7 @@ class Sizes:
     dtype: str  # in the comparison with TRL
     path: tuple[str, ...] = ()  # more arguments of training_path.py
     tail: tuple[int, ...] = (16, 8, 64, 128, 512, 16384)  # of each of two ranks in tail.py
+    few: tuple[int, ...] = (1, 4, 16, 64)  # sequences at once in drafts.py
 
 
 SIZES = {
@@ -96,6 +97,7 @@ SIZES = {
         trials=1,
         dtype="float32",
         tail=(4, 2, 2, 4, 16, 256),
+        few=(1, 2),
     ),
 }
 
@@ -192,6 +194,11 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         str(HERE / "tail.py"), "--model", model, "--device", device, "--pairs", str(sizes.trials), "--measured",
         *map(str, sizes.tail),
     )  # fmt: skip
+    drafts = (
+        str(HERE / "drafts.py"), "--model", model, "--completion-tokens", str(sizes.completion // 4), "--group",
+        str(sizes.group), "--sequences", *map(str, sizes.few), "--prompts", str(sizes.prompts), "--round",
+        str(sizes.prompts), "--temperatures", "1.0", "0.6", "--trials", str(sizes.trials),
+    )  # fmt: skip
     sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
     options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
     return [
@@ -205,6 +212,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         Check("publish", publish, 60, last_line),
         Check("rollouts", rollouts, 60, tell_rollouts),
         Check("overlap", overlap, 100, tell_overlap, gpus=0 if on_cpu else 2),
+        Check("drafts", drafts, 100, tell_drafts),
         Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
         *(
             Check(f"path, {name}", (*path, *given), WEIGHTS.get(name, 22.0), tell_training, needs=NEEDS.get(name, ""))
@@ -295,6 +303,14 @@ def tell_overlap(said: str, figures: Mapping[str, Any]) -> str:
         f"two ranks, one with completions 4 times as long: a step {figures['ratio']:.2f} x faster ({simulated:.2f} "
         f"simulated), {on['early']:.0%} trained early, idle {off['idle']:.0%} without and {on['idle']:.0%} with"
     )
+
+
+def tell_drafts(said: str, figures: Mapping[str, Any]) -> str:
+    rows = (
+        f"{row['sequences']} at {row['temperature']:g}: {row['ratio']:.2f} ({row['acceptance'] or 0:.0%} right)"
+        for row in figures["rows"]
+    )
+    return "tokens/s with drafts / without, by sequences and temperature: " + ", ".join(rows)
 
 
 def tell_side_by_side(said: str, figures: Mapping[str, Any]) -> str:
