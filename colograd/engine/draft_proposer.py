@@ -17,6 +17,7 @@ from typing import Any
 
 from .draft_index import REACH, START, CompletionMemory, likeliest, propose
 
+HOOK = "vllm.v1.spec_decode.custom_class_proposer"  # vLLM 0.31 has it
 DRAFT_TOKENS = 7  # at most, of one sequence in one step
 # The share of a step's time that one more token in it takes (a CPU, 135M parameters, steps of 8 to 32 tokens). Where n
 # sequences run, a draft that is right saves 1 / n of a step, so it is made if its probability is above COST * n.
@@ -89,11 +90,11 @@ def sibling_drafts_config() -> dict[str, Any]:
     Raises:
         RuntimeError: this vLLM takes no proposer of ours.
     """
-    if importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is None:
+    if importlib.util.find_spec(HOOK) is None:
         from vllm import __version__ as found
 
         raise RuntimeError(
-            f"drafts is 'siblings', but vLLM {found} takes no drafts from outside: install 0.32, or set drafts: none."
+            f"drafts is 'siblings', but vLLM {found} takes no drafts from outside: install 0.31, or set drafts: none."
         )
     path = f"{__name__}.{SiblingDrafts.__name__}"
     return {"method": "custom_class", "model": path, "num_speculative_tokens": DRAFT_TOKENS}

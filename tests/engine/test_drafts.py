@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from colograd.batch import Prompt
+from colograd.engine import draft_proposer
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
 
@@ -132,3 +133,9 @@ def test_what_drafts_cannot_be_had_with(settings: dict[str, Any], said: str, tmp
         tiny.config(tmp_path, vllm_engine_kwargs={"speculative_config": NGRAM}, **settings)
     with pytest.raises(ValueError, match=f"drafts: siblings can't be had, {said}"):
         tiny.config(tmp_path, drafts="siblings", **settings)
+
+
+def test_an_older_vllm_takes_no_drafts_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_proposer, "HOOK", "vllm.v1.spec_decode.not_there")
+    with pytest.raises(RuntimeError, match=r"takes no drafts from outside: install 0\.31"):
+        draft_proposer.sibling_drafts_config()
