@@ -222,9 +222,15 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights."""
+    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights. A
+    model that drafts is read: nothing is published into it."""
+    from vllm.config import LoadConfig, SpeculativeConfig
+
     overrides = _given_overrides(kwargs.get("hf_overrides"))
-    return {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    found = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    if "speculative_config" in kwargs and hasattr(SpeculativeConfig, "draft_load_config"):
+        found["speculative_config"] = {"draft_load_config": LoadConfig(), **kwargs["speculative_config"]}
+    return found
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:

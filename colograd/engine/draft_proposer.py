@@ -19,10 +19,9 @@ from .draft_index import REACH, START, CompletionMemory, likeliest, propose
 
 HOOK = "vllm.v1.spec_decode.custom_class_proposer"  # vLLM 0.31 has it
 DRAFT_TOKENS = 7  # at most, of one sequence in one step
-# The share of a step's time that one more token in it takes (a CPU, 135M parameters, steps of 8 to 32 tokens). Where n
-# sequences run, a draft that is right saves 1 / n of a step, so it is made if its probability is above COST * n.
-COST = 0.03
-ON_CPU, ON_GPU = 16, 64  # tokens of a step, by default; on a GPU not measured
+# Tokens of a step, by default, up to which drafts fill it. On a CPU with 135M parameters a step of twice as many takes
+# about half as long again. On a GPU it isn't measured.
+ON_CPU, ON_GPU = 16, 64
 
 
 class SiblingDrafts:
@@ -56,7 +55,9 @@ class SiblingDrafts:
         if room < 1:
             self.memory.end_tail()
             return nothing
-        names, least = self._runner.input_batch.req_ids, COST * len(nothing)
+        names = self._runner.input_batch.req_ids
+        # A right draft saves one of n sequences a step: 1 / n of its time. One more token costs 1 / (2 step_tokens).
+        least = len(nothing) / (2 * self.step_tokens)
         drafts = [
             self._draft(self._running[names[row]], int(num_tokens_no_spec[row]), least) if sampled else []
             for row, sampled in enumerate(sampled_token_ids)  # nothing is sampled while a prompt is read

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
+from colograd import GRPOTrainer
 from colograd.batch import Prompt
 from colograd.engine import draft_proposer
 from colograd.engine.sampling import Sampling
-from colograd.engine.vllm_engine import VLLMEngine
+from colograd.engine.vllm_engine import Needs, VLLMEngine
 
 PROMPTS = [Prompt({}, ids, position) for position, ids in enumerate([(5, 6, 7), (70, 71), (9, 8, 9, 8, 9, 8), (11,)])]
 SAMPLING = Sampling(n=3, max_tokens=24, temperature=1.0, options={})
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
-def build(model: Path, folder: Path, **settings: Any) -> VLLMEngine:
+def build(model: Path, folder: Path, blank: bool = False, **settings: Any) -> VLLMEngine:
     from colograd.runtime import process
 
     process.prepare_ranks()
-    engine = VLLMEngine(str(model), tiny.config(folder, **settings), torch.float32, context=64, kv_bytes=2**22)
+    config = tiny.config(folder, **settings)
+    engine = VLLMEngine(str(model), config, torch.float32, context=64, kv_bytes=2**22, needs=Needs(blank=blank))
     engine.stamp(0)
     return engine
 
@@ -82,7 +86,57 @@ def test_siblings_and_earlier_completions_are_drafts(tiny_model: Path, tmp_path:
         torch.testing.assert_close(own_logprobs, logprobs, atol=1e-5, rtol=0)
     assert again[2] < 0.7 * steps
     assert counts["drafts/accepted"] > 0.7 * counts["drafts/tokens"] > 0
-    assert few["drafts/tokens"] < counts["drafts/tokens"] / 4
+    assert few["drafts/tokens"] < counts["drafts/tokens"] / 2
+
+
+def eagle_head(folder: Path, model: Path) -> Path:
+    """An EAGLE head of random weights for a Llama, as its checkpoints are: one layer, without embeddings and a head."""
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    random = torch.Generator().manual_seed(1)
+    shapes = {
+        "fc": (width, 2 * width),
+        "layers.0.self_attn.q_proj": (queries, width),
+        "layers.0.self_attn.k_proj": (keys, width),
+        "layers.0.self_attn.v_proj": (keys, width),
+        "layers.0.self_attn.o_proj": (width, queries),
+        "layers.0.mlp.gate_proj": (inner, width),
+        "layers.0.mlp.up_proj": (inner, width),
+        "layers.0.mlp.down_proj": (width, inner),
+    }
+    weights = {f"{name}.weight": 0.05 * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(width)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.engine
+def test_an_eagle_head_drafts_for_a_policy_that_moves(tiny_model: Path, tmp_path: Path) -> None:
+    """Runs with and without it sample the same tokens. Publishing leaves its own weights alone; it shares the policy's
+    embeddings and head. An engine that reads no weights of the policy reads the head's."""
+    head = eagle_head(tmp_path / "head", tiny_model)
+    drafts = {"speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}}
+    sampled = []
+    for kwargs in (None, drafts):
+        config = tiny.config(tmp_path / str(bool(kwargs)), max_steps=2, temperature=0.3, vllm_engine_kwargs=kwargs)
+        trainer = GRPOTrainer(str(tiny_model), tiny.vowels, args=config, train_dataset=tiny.prompts())
+        groups = tiny.remembered_groups(trainer)
+        trainer.train()
+        sampled.append([tuple(rollout.completion_ids) for group in groups for rollout in group.rollouts])
+    assert sampled[0] == sampled[1]
+    assert sum(entry.get("drafts/tokens", 0) for entry in trainer.state.log_history) > 0
+    target, drafter = trainer.engine.model, trainer.engine._runner.drafter.model
+    assert drafter.model.embed_tokens is target.model.embed_tokens and drafter.lm_head is target.lm_head
+    written = load_file(head / "model.safetensors")
+    torch.testing.assert_close(drafter.model.fc.weight, written["fc.weight"], rtol=0, atol=0)
+    trainer.engine.close()
+    blank = build(tiny_model, tmp_path, blank=True, vllm_engine_kwargs=drafts)
+    fc = blank._runner.drafter.model.model.fc.weight.clone()
+    blank.close()
+    torch.testing.assert_close(fc, written["fc.weight"], rtol=0, atol=0)
 
 
 @pytest.mark.engine
@@ -133,6 +187,13 @@ def test_what_drafts_cannot_be_had_with(settings: dict[str, Any], said: str, tmp
         tiny.config(tmp_path, vllm_engine_kwargs={"speculative_config": NGRAM}, **settings)
     with pytest.raises(ValueError, match=f"drafts: siblings can't be had, {said}"):
         tiny.config(tmp_path, drafts="siblings", **settings)
+
+
+@pytest.mark.engine
+def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "model", family="lfm2")
+    with pytest.raises(ValueError, match="This model's layers have a state"):
+        build(model, tmp_path, drafts="siblings")
 
 
 def test_an_older_vllm_takes_no_drafts_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
