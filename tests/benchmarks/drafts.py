@@ -4,11 +4,12 @@
 
 The task is the quickstart's. A first epoch samples --group completions of each prompt; then each prompt is sampled
 again with another seed while so many sequences run, always that many until no prompt is left: by an engine with
-`drafts: siblings`, and by one without drafts. On a CPU both must sample the same tokens. With --then
+`drafts: siblings`, and by one without drafts. With --then
 the second epoch is sampled once more, by a later checkpoint of the run ("later"). Last, whole rounds of --round prompts
 with all their completions, of which the tail has drafts: where fewer sequences run than `draft_step_tokens` has tokens.
 
-`tokens/step`: a sequence's tokens of a step. `accepted`: the share of drafted tokens.
+`tokens/step`: a sequence's tokens of a step. `accepted`: the share of drafted tokens. `equal`: the share of completions
+that both engines sampled alike; in bfloat16 wider steps round otherwise, in float32 on a CPU all are.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from phases import ROOT, versions  # noqa: E402
 from colograd.engine.draft_index import CompletionMemory  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-HEADER = ("weights", "T", "sequences", "tokens/s", "with drafts", "ratio", "by processor s", "tokens/step", "accepted")
+HEADER = (
+    "weights", "T", "sequences", "tokens/s", "with drafts", "ratio", "by processor s", "tokens/step", "accepted",
+    "equal",
+)  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -102,7 +106,9 @@ def load(engine: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     engine.invalidate()
-    engine.model.load_weights(pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items())
+    engine.model.load_weights(
+        pair for file in sorted(folder.glob("model*.safetensors")) for pair in load_file(file).items()
+    )
     engine.stamp(0)
 
 
@@ -197,6 +203,8 @@ def row(key: tuple[str, float, str], plain: Sequence[Cell], drafted: Sequence[Ce
     def rate(cells: Sequence[Cell], name: str) -> float:
         return statistics.median(cell.tokens / getattr(cell, name) for cell in cells)
 
+    pairs = [pair for a, b in zip(plain, drafted, strict=True) for pair in zip(a.ids, b.ids, strict=True)]
+    same = [ours == theirs for ours, theirs in pairs]
     tokens, steps = sum(cell.tokens for cell in drafted), sum(cell.sequence_steps for cell in drafted)
     proposed = sum(cell.drafted for cell in drafted)
     return {
@@ -210,7 +218,7 @@ def row(key: tuple[str, float, str], plain: Sequence[Cell], drafted: Sequence[Ce
         "tokens_per_step": tokens / steps if steps else None,
         "drafted": proposed / tokens,
         "acceptance": sum(cell.accepted for cell in drafted) / proposed if proposed else None,
-        "equal": [a.ids == b.ids for a, b in zip(plain, drafted, strict=True)],
+        "equal": statistics.mean(same),
     }
 
 
@@ -226,12 +234,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = f"whole round of {options.round * options.group}" if name.startswith("round") else name
         names.setdefault((weights, temperature, shown), []).append((weights, temperature, name))
     rows = [row(key, [plain[k] for k in keys], [drafted[k] for k in keys]) for key, keys in names.items()]
-    assert torch.cuda.is_available() or all(all(each["equal"]) for each in rows), "drafts changed a token"
     shown = [
         [
             each["weights"], f"{each['temperature']:g}", each["sequences"], f"{each['plain']:.1f}",
             f"{each['drafts']:.1f}", f"{each['ratio']:.2f}", f"{each['processor_ratio']:.2f}",
-            *("-" if each[key] is None else f"{each[key]:.2f}" for key in ("tokens_per_step", "acceptance")),
+            *("-" if each[key] is None else f"{each[key]:.2f}" for key in ("tokens_per_step", "acceptance", "equal")),
         ]
         for each in rows
     ]  # fmt: skip
