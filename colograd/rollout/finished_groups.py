@@ -21,7 +21,7 @@ from ..batch import ScoredGroup
 from ..parallel.layout import RankLayout
 
 _numbers = itertools.count(1)  # of the objects of this process: all ranks make theirs in the same order
-EVERY = 0.05  # seconds between two looks for ranks that want groups
+EVERY = 0.1  # seconds between two looks for ranks that want groups
 LARGEST = 4 * 2**20  # bytes of a group that is offered: torch's store closes the connection of who sends 8 MiB
 
 

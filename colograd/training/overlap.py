@@ -103,21 +103,23 @@ def first_rows(
         recorded = None
     if early is None and recorded is None:
         return FirstRows([*groups])
-    held = gather([(scored.group.position, len(scored.group.rollouts)) for scored in groups])
-    owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
-    if recorded is not None:
+    own = [(scored.group.position, len(scored.group.rollouts)) for scored in groups]
+    held: Sequence[Sequence[tuple[int, int]]]
+    if recorded is None:
+        assert early is not None
+        held, partition = zip(*gather((own, tuple(map(_row_of, early.rows)))), strict=True)
+        trained = bool(early.rows)
+    else:
+        held, partition, trained = gather(own), recorded, False
         if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
             return FirstRows([*groups])  # of another number of ranks, say: the update is equal up to rounding
-        early, trained = _as_recorded(groups, recorded, held, rules), False
-    else:
-        assert early is not None
-        trained = bool(early.rows)
-    ranks = gather(([scored.group.position for scored in early.groups], tuple(map(_row_of, early.rows))))
-    taken = {position for positions, _ in ranks for position in positions}
+        early = _as_recorded(groups, recorded, held, rules)
+    owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
+    # What a rank took and has no rows of, as memory ran out there, is its owner's again.
+    taken = {position for position, _ in pieces_of(partition)}
     rest = [scored for scored in groups if scored.group.position not in taken]
-    partition = tuple(rows for _, rows in ranks)
-    if not early.rows:  # there are none, or memory ran out
-        return FirstRows(rest + early.groups, partition=partition)
+    if not early.rows:
+        return FirstRows(rest, partition=partition)
     engine = rank() // rules.ranks_per_engine
     moved = sum(owners[scored.group.position] // rules.ranks_per_engine != engine for scored in early.groups)
     return FirstRows(rest, tuple(early.groups), tuple(early.rows), trained, moved, partition)

@@ -1,14 +1,17 @@
-"""The tail of sampling: steps with `overlap: auto` and without, simulated for many ranks, and measured on two.
+"""The tail of sampling: steps without it, simulated for many ranks, and measured on two.
 
     python tests/benchmarks/tail.py [--ranks 1 2 8 64] [--groups 16] [--completions 8] [--sequences 64]
-                                    [--median 1000] [--longest 8192] [--spread 0.8] [--within 0.4]
+                                    [--median 1000] [--longest 8192] [--spread 0.8] [--within 0.4] [--run FOLDER]
                                     [--engine-step 0.02] [--sequence 0.0002] [--token 0.00005]
-    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 10] [--model M] [--device cuda] [--out F.json]
+                                    [--share 0.8] [--drafts-below 8] [--drafted 2]
+    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 5] [--model M] [--device cuda] [--out F.json]
 
-The first form is a simulation of events. Lengths are lognormal: a prompt's median varies by `--spread` (of the
-logarithm), its completions around it by `--within`. An engine's step takes `--engine-step` seconds and `--sequence`
-more for each sequence that runs; a token is trained in `--token` seconds. Groups are trained as the trainer does: own
-ones, finished ones of others, and what is left is balanced. The rates are given, not measured.
+The first form is a simulation of events (`tail_simulation.py`): a step as it is, with `overlap`, with
+`carry_over: SHARE`, and with drafts. Lengths are lognormal: a prompt's median varies by `--spread` (of the logarithm),
+its completions around it by `--within`; or those of a run that kept its rollout log (`--run`). An engine's step takes
+`--engine-step` seconds and `--sequence` more for each sequence that runs; while it decodes at most `--drafts-below` of
+them, a step's time makes `--drafted` tokens of each. A token is trained in `--token` seconds. The rates are given, not
+measured.
 
 The second form trains two ranks of one thread each, a step with overlap and a step without in turns; the second rank's
 completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor
@@ -16,7 +19,7 @@ seconds of both ranks, what the simulation says with the rates of the steps with
 its time; and how much two processors multiply at once, by what one does alone. Where that is far below 2, they are
 threads of one core: a rank that trains slows one that decodes, which a GPU of its own would not. With `--turns MS` a
 rank runs while the other is stopped, for so many milliseconds each: two processors of half the speed that share
-nothing.
+nothing but caches. An exchange between ranks takes a turn or two then.
 """
 
 from __future__ import annotations
@@ -24,12 +27,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import heapq
-import itertools
 import json
 import math
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -41,126 +41,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colograd.parallel.balance import plan
+from tail_simulation import Lengths, LogNormal, Rates, Recorded, simulate, table
+
 from colograd.runtime import process
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT = 100  # tokens of a simulated prompt
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds."""
-
-    engine_step: float
-    sequence: float  # more for each sequence that an engine's step decodes
-    token: float  # of training
-
-
-Lengths = Sequence[Sequence[int]]  # of each group's completions, on one rank
-
-
-def decode(groups: Lengths, sequences: int, rates: Rates) -> list[float]:
-    """When each group of a rank is finished, if its engine decodes so many sequences at once, in their order."""
-    queue = [(index, length) for index, lengths in enumerate(groups) for length in lengths]
-    queue.reverse()
-    running: list[tuple[int, int]] = []  # (engine step at which it ends, group)
-    ended, steps, now = [0.0] * len(groups), 0, 0.0
-    while queue or running:
-        while queue and len(running) < sequences:
-            index, length = queue.pop()
-            heapq.heappush(running, (steps + length, index))
-        until, _ = running[0]
-        now += (until - steps) * (rates.engine_step + rates.sequence * len(running))
-        steps = until
-        while running and running[0][0] == until:
-            ended[heapq.heappop(running)[1]] = now
-    return ended
-
-
-@dataclass(frozen=True)
-class Step:
-    """A simulated step."""
-
-    seconds: float
-    idle: float  # share of the ranks' time that they neither sampled nor trained
-
-
-def simulate(
-    ranks: Sequence[Lengths], sequences: int, budget: int, rates: Rates, overlap: bool, prompt: int = PROMPT
-) -> Step:
-    """A step of all ranks, each with its groups.
-
-    Args:
-        budget: tokens of a micro-batch.
-        prompt: tokens of each.
-    """
-    finished = [decode(groups, sequences, rates) for groups in ranks]
-    costs = [[prompt + sum(lengths) for lengths in groups] for groups in ranks]
-    sampled = [max(of_rank) for of_rank in finished]
-    left = [set(range(len(groups))) for groups in ranks]
-    free = sampled[:]  # when each rank has nothing to do
-    all_sampled, busy, hungry = max(sampled), sum(sampled), set[int]()
-    events = [(at, rank) for rank, at in enumerate(sampled)] if overlap else []
-    heapq.heapify(events)
-    while events:
-        now, rank = heapq.heappop(events)
-        shares = 0
-        if now >= all_sampled:
-            if max(free) <= now:  # nobody is amid a micro-batch
-                break
-            shares = 1 + max(1, len(hungry))
-        tokens = 0
-        if not any(finished[rank][index] <= now for index in left[rank]):
-            hungry.add(rank)
-        others = sorted((other for other in range(len(ranks)) if other != rank), key=lambda other: -len(left[other]))
-        for owner in (rank, *others):
-            room = min(budget, sum(costs[owner][index] for index in left[owner]) // shares) if shares else budget
-            ready = [index for index in left[owner] if finished[owner][index] <= now]
-            for index in sorted(ready, key=lambda index: -costs[owner][index]):
-                if not tokens or tokens + costs[owner][index] <= room:
-                    tokens += costs[owner][index]
-                    left[owner].discard(index)
-            if tokens and (owner == rank or tokens >= room):
-                break
-        if tokens:
-            busy += tokens * rates.token
-            free[rank] = now + tokens * rates.token
-            heapq.heappush(events, (free[rank], rank))
-            continue
-        coming = [finished[owner][index] for owner in range(len(ranks)) for index in left[owner]]
-        waits = [at for at in (*coming, *free) if at > now]
-        heapq.heappush(events, (min(waits, default=all_sampled), rank))
-    rest = [[costs[rank][index] for index in sorted(left[rank])] for rank in range(len(ranks))]
-    loads = [sum(rest[owner][index] for owner, index in row) * rates.token for row in plan(rest)]
-    seconds = max(all_sampled, *free) + max(loads)
-    return Step(seconds, 1 - (busy + sum(loads)) / (seconds * len(ranks)))
-
-
-def draw(options: argparse.Namespace, ranks: int, seed: int) -> list[Lengths]:
-    """Lengths of a step's completions."""
-    source = random.Random(seed)
-
-    def group() -> list[int]:
-        median = options.median * source.lognormvariate(0.0, options.spread)
-        drawn = (median * source.lognormvariate(0.0, options.within) for _ in range(options.completions))
-        return [max(1, min(options.longest, int(length))) for length in drawn]
-
-    return [[group() for _ in range(options.groups)] for _ in range(ranks)]
-
-
-def print_simulation(options: argparse.Namespace) -> None:
-    rates = Rates(options.engine_step, options.sequence, options.token)
-    print("| ranks | step, s | with overlap, s | faster | idle | with overlap |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-    for ranks in options.ranks:
-        found: dict[bool, list[Step]] = {False: [], True: []}
-        for seed, overlap in itertools.product(range(options.steps), found):
-            lengths = draw(options, ranks, seed)
-            found[overlap].append(simulate(lengths, options.sequences, options.budget, rates, overlap))
-        off, on = (statistics.mean(step.seconds for step in found[overlap]) for overlap in found)
-        idle, less = (statistics.mean(step.idle for step in found[overlap]) for overlap in found)
-        print(f"| {ranks} | {off:.1f} | {on:.1f} | {off / on:.2f} x | {idle:.0%} | {less:.0%} |")
 
 
 # -- two ranks
@@ -170,9 +55,9 @@ def print_simulation(options: argparse.Namespace) -> None:
 class Sizes:
     """Of a measured step, on each rank."""
 
-    groups: int = 12
-    completions: int = 5  # of a group
-    sequences: int = 10  # that an engine decodes at once: a rank's groups are finished one after the other
+    groups: int = 18
+    completions: int = 4  # of a group
+    sequences: int = 8  # that an engine decodes at once: a rank's groups are finished one after the other
     short: int = 24  # tokens of the first rank's completions
     long: int = 96  # ... and of the second's
     budget: int = 512  # tokens of a micro-batch
@@ -395,6 +280,15 @@ def make_model(folder: Path) -> str:
     return str(tiny.make_model(folder, context=1024, layers=4, heads=12, keys=12, width=384))
 
 
+def print_simulation(options: argparse.Namespace) -> None:
+    rates = Rates(options.engine_step, options.sequence, options.token, options.drafts_below, options.drafted)
+    lengths = LogNormal(options.median, options.spread, options.within, options.longest, options.completions)
+    source = Recorded.of(options.run) if options.run else lengths
+    sizes = options.ranks, options.groups, options.sequences, options.budget
+    for line in table(source, *sizes, rates, options.share, options.steps):
+        print(line)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tail.py", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 64])
@@ -408,6 +302,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine-step", type=float, default=0.02, help="seconds")
     parser.add_argument("--sequence", type=float, default=0.0002, help="seconds more per running sequence")
     parser.add_argument("--token", type=float, default=0.00005, help="seconds of training")
+    parser.add_argument("--run", type=Path, help="whose recorded lengths are simulated")
+    parser.add_argument("--share", type=float, default=0.8, help="carry_over")
+    parser.add_argument("--drafts-below", type=int, default=8, help="sequences")
+    parser.add_argument("--drafted", type=float, default=2.0, help="tokens of each in a plain step's time")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--steps", type=int, default=5, help="simulated steps")
     parser.add_argument("--pairs", type=int, default=0, help="measure two ranks so often")

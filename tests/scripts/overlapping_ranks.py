@@ -8,7 +8,8 @@ MODE: `compare` trains overlapped, not overlapped, and replays the first run; so
 state shared out, `host`, with sums of gradients in host memory too, `lora`, `experts`; `engines`, on four ranks with
 engines of two; and `gradients`, `fsdp` and `dynamic`, where nothing is trained early. `kill`: a rank is killed while it
 trains one of the second engine's groups in the third step; `resume` goes on after it, and replays what came of it.
-`memory`: it runs out of memory there in the second step. `reward`: the second engine's reward raises meanwhile.
+`memory`: it runs out of memory there in the second step, and all is replayed. `reward`: the second engine's reward
+raises meanwhile.
 
 Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups,
 where one may.
@@ -190,7 +191,7 @@ def main() -> None:
     result = {"overlapped": trained(run, "auto")}
     if MODE in VARIANTS:
         result["apart"] = trained(FOLDER / "apart", "off")
-    if MODE in VARIANTS or MODE == "resume":
+    if MODE in VARIANTS or MODE in ("resume", "memory"):
         result["replayed"] = replayed(run)
     (FOLDER / f"{MODE}-rank{RANK}.json").write_text(json.dumps(result))
 

@@ -141,6 +141,7 @@ def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_other
     assert done.returncode == 0, done.stderr[-3000:]
     early = [step["train/early_tokens"] for step in results(tmp_path, "memory")[0]["overlapped"]["steps"]]
     assert early[0] > 0 and early[1] == 0 and early[2] > 0
+    assert is_replayed(results(tmp_path, "memory")[0])
     assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
 
 
