@@ -81,8 +81,7 @@ class EngineKnobs(TrainingArguments):
     draft_step_tokens: int | None = knob(
         None,
         "With `drafts: siblings`, drafts fill an engine's step up to so many tokens, one per running sequence among "
-        "them: as many as a step computes in about the time in which it reads the weights. Default: 16 on a CPU, 64 on "
-        "a GPU (not measured there). Steps of more sequences have no drafts.",
+        "them; steps of as many sequences have none. Default: 32 on a CPU, 64 on a GPU (not measured there).",
     )
     weights: str = knob(
         "auto",

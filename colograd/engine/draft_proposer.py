@@ -1,8 +1,9 @@
 """`SiblingDrafts`: vLLM drafts from other completions of the same prompt, where few sequences run.
 
 Checking drafts makes a step wider. A step of few tokens takes the time of reading the weights, whatever their number;
-with more, each takes its part of the time. So drafts fill steps up to a number of tokens. The bulk of a round, where as
-many sequences run, has none, and its steps are those of an engine without drafts.
+with more, each takes its part of the time. So a draft is made where it is probable enough for the number of sequences
+that run, and drafts fill steps up to a number of tokens. With as many sequences, in the bulk of a round, nothing is
+drafted, and steps are those of an engine without drafts.
 
 Prompts and tokens are vLLM's own: of its requests, nothing has to be told. What has been sampled in this process is
 remembered (`CompletionMemory`); a resumed run remembers anew. The rollout log would not do for that: it keeps a run's
@@ -19,9 +20,11 @@ from .draft_index import REACH, START, CompletionMemory, likeliest, propose
 
 HOOK = "vllm.v1.spec_decode.custom_class_proposer"  # vLLM 0.31 has it
 DRAFT_TOKENS = 7  # at most, of one sequence in one step
-# Tokens of a step, by default, up to which drafts fill it. On a CPU with 135M parameters a step of twice as many takes
-# about half as long again. On a GPU it isn't measured.
-ON_CPU, ON_GPU = 16, 64
+# Tokens that are computed in the time that a step takes whatever it computes: on a CPU measured with 135M parameters
+# (47 ms, and 1.3 ms per token above 8), on a GPU its multiplications in the time of reading a weight, not measured.
+FIXED_ON_CPU, FIXED_ON_GPU = 25, 150
+# Tokens of a step up to which drafts fill it, by default: more would take the time of looking them up.
+MOST_ON_CPU, MOST_ON_GPU = 32, 64
 
 
 class SiblingDrafts:
@@ -32,11 +35,13 @@ class SiblingDrafts:
         self.memory = CompletionMemory()
         self._running: dict[str, Any] = {}  # vLLM's requests by its names: CachedRequestState
         self._runner: Any = None
-        self.step_tokens = 0
+        self.step_tokens = self.fixed = 0
 
-    def attach(self, runner: Any, step_tokens: int) -> None:
-        """Draft for ``runner``'s requests as long as a step has at most ``step_tokens`` tokens."""
-        self._runner, self.step_tokens = runner, step_tokens
+    def attach(self, runner: Any, step_tokens: int | None) -> None:
+        """Draft for ``runner``'s requests as long as a step has at most ``step_tokens`` tokens; None: the default."""
+        on_cpu = runner.device.type == "cpu"
+        self._runner, self.step_tokens = runner, step_tokens or (MOST_ON_CPU if on_cpu else MOST_ON_GPU)
+        self.fixed = FIXED_ON_CPU if on_cpu else FIXED_ON_GPU
         # It fills all drafts with zeros as long as one sequence is near the context's end; `propose` ends drafts there.
         runner.effective_drafter_max_model_len = sys.maxsize
 
@@ -56,8 +61,9 @@ class SiblingDrafts:
             self.memory.end_tail()
             return nothing
         names = self._runner.input_batch.req_ids
-        # A right draft saves one of n sequences a step: 1 / n of its time. One more token costs 1 / (2 step_tokens).
-        least = len(nothing) / (2 * self.step_tokens)
+        # With n sequences a step takes the time of n + fixed tokens. A right draft saves its sequence a step, which is
+        # 1 / n of that, and costs one token.
+        least = len(nothing) / (len(nothing) + self.fixed)
         drafts = [
             self._draft(self._running[names[row]], int(num_tokens_no_spec[row]), least) if sampled else []
             for row, sampled in enumerate(sampled_token_ids)  # nothing is sampled while a prompt is read

@@ -25,7 +25,6 @@ from . import images
 from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
-from .draft_proposer import ON_CPU, ON_GPU
 from .kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
 from .last_outputs import last_outputs
 from .leading import follow, leading
@@ -122,8 +121,7 @@ class VLLMEngine:
 
             self._speculation = sample_as_without_drafts(self._runner)
             if config.drafts == "siblings":
-                usual = ON_CPU if config.on_cpu else ON_GPU
-                self._runner.drafter.attach(self._runner, config.draft_step_tokens or usual)
+                self._runner.drafter.attach(self._runner, config.draft_step_tokens)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)

@@ -149,6 +149,7 @@ def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path
     prompts = [Prompt({}, PROMPTS[position % 2].prompt_ids, position) for position in range(50)]
     sampling = Sampling(n=500, max_tokens=4, temperature=0.1, options={"ignore_eos": True})
     engine = build(tiny_model, tmp_path, drafts="siblings", draft_step_tokens=10**6)
+    engine._runner.drafter.fixed = 10**5  # though hundreds of sequences run, also drafts that are seldom right
     groups = list(engine.generate(prompts, sampling, version=0, seed=11))
     counts = engine.take_counts()
     engine.close()
