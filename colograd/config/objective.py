@@ -181,7 +181,7 @@ class ObjectiveKnobs(SamplingKnobs):
         if not bent or not self.vllm_importance_sampling_correction:
             return []
         named = ", ".join(f"{name} {value!r}" for name, value in bent.items())
-        drafts = "speculative_config" in dict(vars(self).get("vllm_engine_kwargs") or {})
+        drafts = bool(getattr(self, "checks_drafts", False))  # of another group
         if "top_k" in bent and {*bent} <= {*TRUNCATING} and not drafts:
             return [
                 f"config: {named} truncates the sampler's distribution: the tokens that are left are recorded, and the "

@@ -10,6 +10,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
+from .draft_proposer import sibling_drafts_config
 from .images import find_gemma3
 from .kept_tokens import TELLS_KEPT
 
@@ -83,6 +84,8 @@ def engine_kwargs(
             kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
         if sequences:
             kwargs |= _batch_kwargs(config, sequences)
+    if config.drafts == "siblings":
+        kwargs["speculative_config"] = sibling_drafts_config()
     if config.router_replay and _runs_v2(config):
         kwargs |= _experts_told(given)
     if config.replays_truncation and _runs_v2(config):
@@ -219,9 +222,15 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights."""
+    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights. A
+    model that drafts is read: nothing is published into it."""
+    from vllm.config import LoadConfig, SpeculativeConfig
+
     overrides = _given_overrides(kwargs.get("hf_overrides"))
-    return {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    found = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    if "speculative_config" in kwargs and hasattr(SpeculativeConfig, "draft_load_config"):
+        found["speculative_config"] = {"draft_load_config": LoadConfig(), **kwargs["speculative_config"]}
+    return found
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:

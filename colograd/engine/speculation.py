@@ -31,9 +31,8 @@ class SeededSpeculation(RejectionSampler):
         logprobs, wanted = None, sampling_metadata.max_num_logprobs
         if wanted is not None:
             shown = constrained if self.is_processed_logprobs_mode else logits
-            targets, bonus = shown[metadata.target_logits_indices], shown[metadata.bonus_logits_indices]
-            logprobs = self._get_logprobs_tensors(wanted, metadata, logits, targets, bonus, tokens)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+            logprobs = self._logprobs(metadata, shown, tokens, wanted)
+        return SamplerOutput(sampled_token_ids=tokens.to(logits.device), logprobs_tensors=logprobs)
 
     def _constrained(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         """The logits that are sampled from, float32: with temperature, top-k and top-p."""
@@ -53,17 +52,25 @@ class SeededSpeculation(RejectionSampler):
         return apply_top_k_top_p(found, top_k, top_p)
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """Tokens (requests, most drafts + 1); behind the first one that isn't the draft, placeholders.
+        """Tokens (requests, most drafts + 1) on the CPU; behind the first one that isn't the draft, placeholders.
 
         A place after the other, of the requests whose drafts were right up to there: no number is drawn in vain.
         """
         counts = metadata.num_draft_tokens
         drafts = [part.tolist() for part in metadata.draft_token_ids.split(counts)]
-        first = [sum(counts[:request]) + request for request in range(len(counts))]  # its first row of the logits
+        first = _first_rows(counts)
         tokens = torch.full((len(counts), metadata.max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
+        greedy: Any = None if sampling_metadata.all_random else logits.argmax(dim=-1).tolist()
         alive, place = [*range(len(counts))], 0
         while alive:
-            sampled = self._draw(logits[[first[request] + place for request in alive]], alive, sampling_metadata)
+            rows = [first[request] + place for request in alive]
+            if sampling_metadata.all_greedy:
+                sampled = [greedy[row] for row in rows]
+            else:
+                sampled = self._draw(logits[rows], alive, sampling_metadata)
+                if greedy is not None:
+                    cold = (sampling_metadata.temperature[alive] == 0).tolist()
+                    sampled = [greedy[r] if is_cold else s for r, is_cold, s in zip(rows, cold, sampled, strict=True)]
             tokens[alive, place] = torch.tensor(sampled, dtype=torch.int32)
             alive = [
                 request
@@ -73,19 +80,34 @@ class SeededSpeculation(RejectionSampler):
             self.accepted += len(alive)
             place += 1
         self.drafted += sum(counts)
-        return tokens.to(logits.device)
+        return tokens
 
     def _draw(self, logits: torch.Tensor, requests: list[int], sampling_metadata: Any) -> list[int]:
         """A token of each of the requests, as vLLM's sampler draws it without drafts."""
-        if sampling_metadata.all_greedy:
-            return logits.argmax(dim=-1).tolist()
-        greedy = None if sampling_metadata.all_random else logits.argmax(dim=-1)
         own = sampling_metadata.generators
         generators = {row: own[request] for row, request in enumerate(requests) if request in own}
         sampled, _ = self.sampler.topk_topp_sampler(logits, generators, None, None)
-        if greedy is not None:
-            sampled = torch.where(sampling_metadata.temperature[requests] == 0, greedy, sampled)
-        return sampled.tolist()
+        return list(sampled.tolist())
+
+    def _logprobs(self, metadata: Any, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> Any:
+        """Log-probabilities of the kept tokens, in the places of ``tokens``; the other places are never read."""
+        from vllm.v1.outputs import LogprobsTensors
+
+        kept = tokens != PLACEHOLDER_TOKEN_ID
+        first = torch.tensor(_first_rows(metadata.num_draft_tokens))
+        rows = (first[:, None] + torch.arange(tokens.shape[1]))[kept].to(logits.device)
+        found = logits[rows].float()
+        if not self.is_logits_logprobs_mode:
+            found = self.sampler.compute_logprobs(found)
+        told = self.sampler.gather_logprobs(found, wanted, tokens[kept].long().to(logits.device))
+        places = kept.flatten().to(logits.device)
+
+        def in_places(values: torch.Tensor) -> torch.Tensor:
+            spread = values.new_zeros(len(places), *values.shape[1:])
+            spread[places] = values
+            return spread
+
+        return LogprobsTensors(*map(in_places, told[:3]))
 
     def take_counts(self) -> dict[str, float]:
         """Drafted and accepted tokens since the last call."""
@@ -94,19 +116,30 @@ class SeededSpeculation(RejectionSampler):
         return counts
 
 
+def _first_rows(counts: list[int]) -> list[int]:
+    """Each request's first row of the logits, which has one per draft and one more."""
+    return [sum(counts[:request]) + request for request in range(len(counts))]
+
+
 def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
     """Give vLLM's model runner a `SeededSpeculation`; None: it drafts nothing.
 
     Raises:
-        ValueError: it drafts with Model Runner V2, whose tokens depend on the drafts.
+        ValueError: it drafts with Model Runner V2, whose tokens depend on the drafts, or on a CPU for a model whose
+            layers have a state.
     """
     theirs = getattr(runner, "rejection_sampler", None)
     if theirs is None:
         return None
     if not isinstance(theirs, RejectionSampler):
         raise ValueError(
-            "vllm_engine_kwargs has a speculative_config for which this vLLM takes Model Runner V2, where tokens "
-            "depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove it."
+            "This vLLM checks drafts (drafts, or speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
+            "tokens depend on them: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove the drafts."
+        )
+    if runner.device.type == "cpu" and runner.model_config.is_hybrid:
+        raise ValueError(
+            "This model's layers have a state, which vLLM takes back behind a wrong draft by a kernel for GPUs alone: "
+            "on a CPU set drafts: none, and remove speculative_config from vllm_engine_kwargs."
         )
     runner.rejection_sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
     return runner.rejection_sampler

@@ -127,6 +127,8 @@ class VLLMEngine:
             from .speculation import sample_as_without_drafts
 
             self._speculation = sample_as_without_drafts(self._runner)
+            if config.drafts == "siblings":
+                self._runner.drafter.attach(self._runner, config.draft_step_tokens)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
+from colograd import GRPOTrainer
 from colograd.batch import Prompt
+from colograd.engine import draft_proposer
 from colograd.engine.sampling import Sampling
-from colograd.engine.vllm_engine import VLLMEngine
+from colograd.engine.vllm_engine import Needs, VLLMEngine
 
 PROMPTS = [Prompt({}, ids, position) for position, ids in enumerate([(5, 6, 7), (70, 71), (9, 8, 9, 8, 9, 8), (11,)])]
 SAMPLING = Sampling(n=3, max_tokens=24, temperature=1.0, options={})
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
-def build(model: Path, folder: Path, **settings: Any) -> VLLMEngine:
+def build(model: Path, folder: Path, blank: bool = False, **settings: Any) -> VLLMEngine:
     from colograd.runtime import process
 
     process.prepare_ranks()
-    engine = VLLMEngine(str(model), tiny.config(folder, **settings), torch.float32, context=64, kv_bytes=2**22)
+    config = tiny.config(folder, **settings)
+    engine = VLLMEngine(str(model), config, torch.float32, context=64, kv_bytes=2**22, needs=Needs(blank=blank))
     engine.stamp(0)
     return engine
 
@@ -61,6 +66,119 @@ def test_drafts_change_no_token_and_save_steps(tiny_model: Path, tmp_path: Path)
     assert 0 < counts["drafts/accepted"] <= counts["drafts/tokens"]
 
 
+@pytest.mark.engine
+def test_siblings_and_earlier_completions_are_drafts(tiny_model: Path, tmp_path: Path) -> None:
+    """They change no token. The same seeds once more, as if an epoch later: what was sampled then is drafted now."""
+    plain = build(tiny_model, tmp_path)
+    expected, logprobs, steps = generation(plain)
+    plain.close()
+    engine = build(tiny_model, tmp_path, drafts="siblings", draft_step_tokens=100)
+    first = generation(engine)
+    engine.take_counts()
+    engine.stamp(0)
+    again = generation(engine)
+    counts = engine.take_counts()
+    engine._runner.drafter.step_tokens = 12  # as many as there are sequences: where all run, nothing is drafted
+    third, few = generation(engine), engine.take_counts()
+    engine.close()
+    for tokens, own_logprobs, _ in (first, again, third):
+        assert tokens == expected
+        torch.testing.assert_close(own_logprobs, logprobs, atol=1e-5, rtol=0)
+    assert again[2] < 0.7 * steps
+    assert counts["drafts/accepted"] > 0.7 * counts["drafts/tokens"] > 0
+    assert few["drafts/tokens"] < counts["drafts/tokens"] / 2
+
+
+def eagle_head(folder: Path, model: Path) -> Path:
+    """An EAGLE head of random weights for a Llama, as its checkpoints are: one layer, without embeddings and a head."""
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    random = torch.Generator().manual_seed(1)
+    shapes = {
+        "fc": (width, 2 * width),
+        "layers.0.self_attn.q_proj": (queries, width),
+        "layers.0.self_attn.k_proj": (keys, width),
+        "layers.0.self_attn.v_proj": (keys, width),
+        "layers.0.self_attn.o_proj": (width, queries),
+        "layers.0.mlp.gate_proj": (inner, width),
+        "layers.0.mlp.up_proj": (inner, width),
+        "layers.0.mlp.down_proj": (width, inner),
+    }
+    weights = {f"{name}.weight": 0.05 * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(width)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.engine
+def test_an_eagle_head_drafts_for_a_policy_that_moves(tiny_model: Path, tmp_path: Path) -> None:
+    """Runs with and without it sample the same tokens. Publishing leaves its own weights alone; it shares the policy's
+    embeddings and head. An engine that reads no weights of the policy reads the head's."""
+    head = eagle_head(tmp_path / "head", tiny_model)
+    drafts = {"speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}}
+    sampled = []
+    for kwargs in (None, drafts):
+        config = tiny.config(tmp_path / str(bool(kwargs)), max_steps=2, temperature=0.3, vllm_engine_kwargs=kwargs)
+        trainer = GRPOTrainer(str(tiny_model), tiny.vowels, args=config, train_dataset=tiny.prompts())
+        groups = tiny.remembered_groups(trainer)
+        trainer.train()
+        sampled.append([tuple(rollout.completion_ids) for group in groups for rollout in group.rollouts])
+    assert sampled[0] == sampled[1]
+    assert sum(entry.get("drafts/tokens", 0) for entry in trainer.state.log_history) > 0
+    target, drafter = trainer.engine.model, trainer.engine._runner.drafter.model
+    assert drafter.model.embed_tokens is target.model.embed_tokens and drafter.lm_head is target.lm_head
+    written = load_file(head / "model.safetensors")
+    torch.testing.assert_close(drafter.model.fc.weight, written["fc.weight"], rtol=0, atol=0)
+    trainer.engine.close()
+    blank = build(tiny_model, tmp_path, blank=True, vllm_engine_kwargs=drafts)
+    fc = blank._runner.drafter.model.model.fc.weight.clone()
+    blank.close()
+    torch.testing.assert_close(fc, written["fc.weight"], rtol=0, atol=0)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path) -> None:
+    """10^5 tokens, many of them accepted drafts, against the probabilities that transformers computes: a chi-square
+    test of the tokens behind each text that was read 200 times or more."""
+    from transformers import AutoModelForCausalLM
+
+    prompts = [Prompt({}, PROMPTS[position % 2].prompt_ids, position) for position in range(50)]
+    sampling = Sampling(n=500, max_tokens=4, temperature=0.1, options={"ignore_eos": True})
+    engine = build(tiny_model, tmp_path, drafts="siblings", draft_step_tokens=10**6)
+    engine._runner.drafter.fixed = 10**5  # though hundreds of sequences run, also drafts that are seldom right
+    groups = list(engine.generate(prompts, sampling, version=0, seed=11))
+    counts = engine.take_counts()
+    engine.close()
+    behind: dict[tuple[int, ...], list[int]] = {}  # what was read -> the tokens behind it
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        read = (*rollout.input.ids, *rollout.completion_ids)
+        for place in range(len(rollout.input.ids), len(read)):
+            behind.setdefault(read[:place], []).append(read[place])
+    assert sum(map(len, behind.values())) == 10**5 and counts["drafts/accepted"] > 10**4
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    statistic = freedom = 0.0
+    for read, tokens in behind.items():
+        if len(tokens) < 200:
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([read])).logits[0, -1].double() / sampling.temperature
+        expected = logits.softmax(-1) * len(tokens)
+        seen = torch.bincount(torch.tensor(tokens), minlength=len(expected)).double()
+        common = expected >= 5  # the test holds for these; the others count as one
+        seen, expected = (torch.cat([values[common], values[~common].sum()[None]]) for values in (seen, expected))
+        if expected[-1] < 5:
+            seen, expected = seen[:-1], expected[:-1]
+        statistic += float(((seen - expected) ** 2 / expected).sum())
+        freedom += len(expected) - 1
+    # Its deviation from the mean, a standard normal variable (Wilson and Hilferty, doi.org/10.1073/pnas.17.12.684).
+    deviation = ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / (2 / (9 * freedom)) ** 0.5
+    assert freedom > 80 and abs(deviation) < 4, f"chi-square {statistic:.0f}, {freedom:.0f} degrees of freedom"
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [({"min_p": 0.1}, "as min_p is set"), ({"router_replay": True}, "as router_replay is true")],
@@ -68,3 +186,18 @@ def test_drafts_change_no_token_and_save_steps(tiny_model: Path, tmp_path: Path)
 def test_what_drafts_cannot_be_had_with(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"speculative_config in vllm_engine_kwargs can't be had, {said}"):
         tiny.config(tmp_path, vllm_engine_kwargs={"speculative_config": NGRAM}, **settings)
+    with pytest.raises(ValueError, match=f"drafts: siblings can't be had, {said}"):
+        tiny.config(tmp_path, drafts="siblings", **settings)
+
+
+@pytest.mark.engine
+def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "model", family="lfm2")
+    with pytest.raises(ValueError, match="This model's layers have a state"):
+        build(model, tmp_path, drafts="siblings")
+
+
+def test_an_older_vllm_takes_no_drafts_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_proposer, "HOOK", "vllm.v1.spec_decode.not_there")
+    with pytest.raises(RuntimeError, match=r"takes no drafts from outside: install 0\.31"):
+        draft_proposer.sibling_drafts_config()
