@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -141,8 +142,11 @@ class Started:
 
     @property
     def pid(self) -> int:
-        """Of the only process."""
-        (pid,) = Path(f"/proc/{self._leader}/task/{self._leader}/children").read_text().split()
+        """Of the only process, as soon as it is there."""
+        children = Path(f"/proc/{self._leader}/task/{self._leader}/children")
+        while not (pids := children.read_text().split()):
+            time.sleep(0.01)
+        (pid,) = pids
         return int(pid)
 
     def said(self) -> str:
