@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -60,8 +59,7 @@ def vllm_imported() -> Iterator[None]:
     """
     import launcher
 
-    for name in launcher.PRELOADED:
-        importlib.import_module(name)
+    launcher.preload()
     gc.collect()
     gc.freeze()
     theirs = gc.freeze, gc.unfreeze

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,13 @@ OTHERS = [
     *(pytest.param(family, marks=[needs("torchvision"), pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")),
 ]
 GEMMA3 = pytest.param("gemma3_vl", marks=pytest.mark.slow)
+
+
+def but_slowly(families: Iterable[str]) -> list[Any]:
+    """Parameters of a test that is another one's with one thing more, which has all families: of each kind one here
+    (tiles; attention both ways; a state; rows of tokens), the others are left to `pytest -m slow`."""
+    quick = ("idefics3", "gemma4_vl", "qwen3_5_vl", "mistral3_vl")
+    return [family if family in quick else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 @torch.no_grad()

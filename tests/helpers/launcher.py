@@ -24,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,31 +80,94 @@ def run(
     Raises:
         subprocess.TimeoutExpired: after ``timeout``; all of them are killed.
     """
-    environment = dict(tiny.clean_environment() if env is None else env)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "TORCHELASTIC_RUN_ID": "tests"}
-    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    of_ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **sizes} for rank in range(ranks)] or [{}]
-    request = {
-        "argv": [str(program), *map(str, arguments)],
-        "cwd": str(cwd or Path.cwd()),
-        "environments": [environment | of_rank for of_rank in of_ranks],
-    }
-    with (
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-        socket.socket(socket.AF_UNIX) as line,
-    ):
-        line.connect(_server())
-        socket.send_fds(line, [json.dumps(request).encode() + b"\n"], [out.fileno(), err.fileno()])
-        answers = line.makefile()
-        leader = int(answers.readline())
-        line.settimeout(timeout)
+    with Started(program, arguments, variables_of(ranks) or [{}], env, cwd) as started:
+        return started.wait(timeout)
+
+
+@contextlib.contextmanager
+def apart(
+    program: str | Path, *arguments: Any, ranks: int = 2, env: Mapping[str, str] | None = None
+) -> Iterator[list[Started]]:
+    """Ranks that write and end each by itself. ``env`` outdoes what torchrun sets; at the end all are killed."""
+    with contextlib.ExitStack() as open_ones:
+        yield [
+            open_ones.enter_context(Started(program, arguments, [of_rank | dict(env or {})]))
+            for of_rank in variables_of(ranks)
+        ]
+
+
+class Started:
+    """Processes that write into the same two files. They are killed when the context ends.
+
+    Args:
+        of_each: what the environment of each of them has beside ``env``.
+    """
+
+    def __init__(
+        self,
+        program: str | Path,
+        arguments: Sequence[Any],
+        of_each: Sequence[Mapping[str, str]],
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+    ) -> None:
+        environment = dict(tiny.clean_environment() if env is None else env)
+        self.argv = [str(program), *map(str, arguments)]
+        request = {
+            "argv": self.argv,
+            "cwd": str(cwd or Path.cwd()),
+            "environments": [environment | dict(own) for own in of_each],
+        }
+        self._open = contextlib.ExitStack()
+        files = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
+        self._files = [self._open.enter_context(file).fileno() for file in files]
+        self._line = self._open.enter_context(socket.socket(socket.AF_UNIX))
+        self._line.connect(_server())
+        socket.send_fds(self._line, [json.dumps(request).encode() + b"\n"], self._files)
+        self._answers = self._open.enter_context(self._line.makefile())
+        self._leader = int(self._answers.readline())
+        self._ended: int | None = None
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._ended is None:
+            self.kill()
+        self._open.close()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._leader, signal.SIGKILL)
+
+    @property
+    def pid(self) -> int:
+        """Of the only process, as soon as it is there."""
+        children = Path(f"/proc/{self._leader}/task/{self._leader}/children")
+        while not (pids := children.read_text().split()):
+            time.sleep(0.01)
+        (pid,) = pids
+        return int(pid)
+
+    def said(self) -> str:
+        """So far."""
+        return "".join(map(_read, self._files))
+
+    def wait(self, timeout: float = tiny.PATIENCE) -> subprocess.CompletedProcess[str]:
+        self._line.settimeout(timeout)
         try:
-            status = int(answers.readline() or -signal.SIGKILL)
+            self._ended = int(self._answers.readline() or -signal.SIGKILL)
         except TimeoutError:
-            os.killpg(leader, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(request["argv"], timeout, _read(out), _read(err)) from None
-        return subprocess.CompletedProcess(request["argv"], status, _read(out), _read(err))
+            self.kill()
+            raise subprocess.TimeoutExpired(self.argv, timeout, *map(_read, self._files)) from None
+        return subprocess.CompletedProcess(self.argv, self._ended, *map(_read, self._files))
+
+
+def variables_of(ranks: int) -> list[dict[str, str]]:
+    """What torchrun sets for each rank."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "TORCHELASTIC_RUN_ID": "tests"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(ranks)]
 
 
 def on_two_ranks(model: Path, folder: Path, sharding: str) -> list[str]:
@@ -118,9 +182,9 @@ def on_two_ranks(model: Path, folder: Path, sharding: str) -> list[str]:
     return [rank["seen"][-1]["weights"] for rank in ranks]
 
 
-def _read(file: Any) -> str:
-    file.seek(0)
-    return file.read()
+def _read(file: int) -> str:
+    """All of it, which leaves the place where its writers write."""
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 @functools.cache
@@ -136,6 +200,18 @@ def _server() -> str:
     return address
 
 
+def preload() -> None:
+    """Import what a run imports, and leave out what costs its start seconds and says nothing in a test."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    # vLLM looks at each family's class, which it loads a moment later, in a process that imports all of vLLM again.
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
+    # How many products the device could have done meanwhile: one is multiplied, not as many as 0.2 s take.
+    utilisation: Any = importlib.import_module("colograd.training.utilisation")
+    utilisation.SECONDS = 0.0
+
+
 def serve(address: str) -> None:
     """Import all, then fork a leader for each request, until the process that started this one is gone."""
     _end_with_parent()
@@ -143,8 +219,7 @@ def serve(address: str) -> None:
     os.dup2(2, 1)  # what packages say when they are imported is no answer
     process.quiet_logs(verbose=False)
     sys.path.insert(0, str(HELPERS))
-    for name in PRELOADED:
-        importlib.import_module(name)
+    preload()
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy every page of what was imported
@@ -177,7 +252,7 @@ def lead(line: socket.socket, request: dict[str, Any], files: Sequence[int]) -> 
             line.close()
             become(request["argv"], environment, request["cwd"], files)
         waiting.add(pid)
-    alone, failed = "RANK" not in request["environments"][0], 0
+    alone, failed = len(request["environments"]) == 1, 0
     while waiting:
         pid, raw = os.wait()
         waiting.remove(pid)

@@ -111,6 +111,9 @@ def test_the_readme_s_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(MODEL)
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(script.replace("max_steps=4", "max_steps=1"), "README.md", "exec"), names)
+    for name, size in {"max_steps": 1, "prompts_per_step": 1, "max_completion_length": 8}.items():
+        script, found = re.subn(rf"{name}=\d+", f"{name}={size}", script)
+        assert found == 1, name
+    exec(compile(script, "README.md", "exec"), names)
     assert names["trainer"].state.global_step == 1
     names["trainer"].close()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import launcher
 import pytest
 import tiny
 from paths import SCRIPTS
 
 from colograd.parallel import faults, watchdog
 from colograd.parallel.watchdog import Idle, Watchdog
-from colograd.runtime import process
 
 JUDGE = "reward function 'judge'"
 
@@ -144,45 +142,29 @@ def test_a_limit_is_above_those_of_what_a_rank_may_wait_for(given: dict[str, Any
 # -- ranks
 
 
-@contextlib.contextmanager
-def started(script: str, *arguments: Any, ranks: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "OMP_NUM_THREADS": "1"}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    found = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPTS / script), *map(str, arguments)],
-            env=tiny.clean_environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        yield found
-    finally:
-        for rank in found:
-            rank.kill()
-            rank.wait()
+def started(fault: str, limit: int, ranks: int = 2) -> contextlib.AbstractContextManager[list[launcher.Started]]:
+    return launcher.apart(SCRIPTS / "hanging_ranks.py", fault, limit, ranks=ranks, env={"OMP_NUM_THREADS": "1"})
 
 
-def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(rank: launcher.Started) -> tuple[int, str]:
     """Its exit status and its output."""
-    said, _ = rank.communicate(timeout=tiny.PATIENCE)
-    return rank.returncode, said
+    done = rank.wait()
+    return done.returncode, done.stdout + done.stderr
 
 
-def is_stopped(rank: subprocess.Popen[str]) -> bool:
-    return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def wait_until_stopped(rank: subprocess.Popen[str]) -> None:
+def wait_until_stopped(pid: int) -> None:
     end = time.monotonic() + tiny.PATIENCE
-    while not is_stopped(rank):
-        assert time.monotonic() < end and rank.poll() is None
+    while not is_stopped(pid):
+        assert time.monotonic() < end
         time.sleep(0.1)
 
 
 def test_a_rank_that_hangs_ends_both_with_its_stage_and_its_stack() -> None:
-    with started("hanging_ranks.py", "sleeps", 6) as (waiting, hanging):
+    with started("sleeps", 6) as (waiting, hanging):
         status, said = ended(waiting)
         assert status == 1 and "Rank 1 made no progress for" in said and f"in {JUDGE}: it is in hang (" in said
         status, said = ended(hanging)
@@ -192,44 +174,39 @@ def test_a_rank_that_hangs_ends_both_with_its_stage_and_its_stack() -> None:
 
 @pytest.mark.parametrize("fault", ["stops", pytest.param("first", marks=pytest.mark.slow)])
 def test_a_stopped_process_is_missed_by_the_others_and_ends_when_it_goes_on(fault: str) -> None:
-    with started("hanging_ranks.py", fault, 6) as ranks:
+    with started(fault, 6) as ranks:
         stopped = ranks[0 if fault == "first" else 1]
         (waiting,) = set(ranks) - {stopped}
         named = f"Rank {ranks.index(stopped)} hasn't been heard of for"
         status, said = ended(waiting)
         assert status == 1 and named in said and f"last in {JUDGE}: its process is stopped" in said
-        assert is_stopped(stopped)
-        stopped.send_signal(signal.SIGCONT)
+        assert is_stopped(stopped.pid)
+        os.kill(stopped.pid, signal.SIGCONT)
         status, said = ended(stopped)
         assert status == 1 and named in said
 
 
 @pytest.mark.slow
 def test_a_process_that_is_stopped_for_less_goes_on() -> None:
-    with started("hanging_ranks.py", "stops", 40) as ranks:
-        wait_until_stopped(ranks[1])
+    with started("stops", 40) as ranks:
+        wait_until_stopped(ranks[1].pid)
         time.sleep(4)  # in which signs of life are missing
-        ranks[1].send_signal(signal.SIGCONT)
+        os.kill(ranks[1].pid, signal.SIGCONT)
         assert [ended(rank)[0] for rank in ranks] == [0, 0]
 
 
 @pytest.mark.slow  # it takes the same ways
 def test_a_call_that_holds_python_s_lock_is_missed_and_its_stack_written() -> None:
-    with started("hanging_ranks.py", "holds", 6) as (waiting, hanging):
+    with started("holds", 6) as (waiting, hanging):
         status, said = ended(waiting)
         assert status == 1 and f"last in {JUDGE}" in said
-        read: list[str] = []
-        reader = threading.Thread(target=lambda: read.extend(hanging.stdout or ()), daemon=True)
-        reader.start()
         end = time.monotonic() + tiny.PATIENCE
-        while not any("in hang" in line for line in read):
-            assert time.monotonic() < end, read
+        while "in hang" not in hanging.said():
+            assert time.monotonic() < end, hanging.said()
             time.sleep(0.1)
-        hanging.kill()
-        reader.join()
 
 
 def test_the_only_rank_ends_too() -> None:
-    with started("hanging_ranks.py", "sleeps", 3, ranks=1) as (alone,):
+    with started("sleeps", 3, ranks=1) as (alone,):
         status, said = ended(alone)
     assert status == 1 and f"The only rank made no progress for 3 s (rank_timeout) in {JUDGE}" in said

@@ -272,7 +272,7 @@ def loaded(family: str, kind: str, folder: Path, targets: Any = TEXT) -> tuple[A
     return wrap(found, adapter(targets), seed=0), outline.outline(str(folder), torch.float32)
 
 
-@pytest.mark.parametrize("family", tiny_images.FAMILIES)
+@pytest.mark.parametrize("family", image_cases.but_slowly(tiny_images.FAMILIES))
 def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tmp_path: Path) -> None:
     model = lora_cases.doing_something(loaded(family, "NF4", tmp_path, "all-linear")[0])
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
@@ -286,7 +286,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tmp_
         torch.testing.assert_close(ours, padded[1][name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", tiny_images.FAMILIES)
+@pytest.mark.parametrize("family", image_cases.but_slowly(tiny_images.FAMILIES))
 def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(family: str, tmp_path: Path) -> None:
     for kind in ("nested", "int8") if family == "idefics3" else ("nested",):
         model, sketch = loaded(family, kind, tmp_path / kind, "all-linear")

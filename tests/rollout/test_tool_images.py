@@ -212,7 +212,7 @@ def answered(model: Any, family: str) -> list[ScoredGroup]:
     return found
 
 
-@pytest.mark.parametrize("family", image_cases.PACKED)
+@pytest.mark.parametrize("family", image_cases.but_slowly(image_cases.PACKED))
 def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> None:
     model = image_cases.exact_model(family)
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
@@ -223,7 +223,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> N
     image_cases.check_alike(family, packed, padded)
 
 
-@pytest.mark.parametrize("family", tiny_images.FAMILIES)
+@pytest.mark.parametrize("family", image_cases.but_slowly(tiny_images.FAMILIES))
 def test_rows_with_pictures_in_answers_give_the_models_own_probabilities(family: str) -> None:
     model, _ = tiny_images.random_model(family)
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""

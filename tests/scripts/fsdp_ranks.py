@@ -255,7 +255,7 @@ def main() -> None:
         way = FullySharded(model)
         results["frozen"] = frozen(model, way)
         results["taught"] = taught(model, way)
-    results["memory"] = [memory(12, 130, False), memory(2, 6000, False), memory(2, 6000, True)]
+    results["memory"] = [memory(6, 130, False), memory(2, 6000, False), memory(2, 6000, True)]
     (out / f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

@@ -28,6 +28,7 @@ from colograd.batch import Group, Prompt, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
+from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
@@ -165,6 +166,8 @@ def tokens(groups: Groups) -> list[Any]:
 
 def main() -> None:
     model, out_dir, *fault = sys.argv[1:]
+    if fault:
+        faults.GRACE = 2.0  # the other rank waits for it in vain
     process.prepare_ranks()
     process.quiet_logs(verbose=False)
     config = tiny.config(Path(out_dir) / "run", vllm_tensor_parallel_size=RANKS, prompts_per_step=4)

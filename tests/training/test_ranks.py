@@ -162,10 +162,12 @@ def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tm
     ("fault", "said"),
     [
         ("reward", "Rank 1 failed in the rollout: RewardError: .*the judge of rank 1 is out"),
-        (
+        # test_watchdog.py has ranks of which one makes no progress, test_trainer.py the limit that a run sets.
+        pytest.param(
             "never",
             r"Rank 1 made no progress for 1\d s \(rank_timeout\) in reward function 'reward': it is in reward "
             r"\(two_ranks.py:\d+\), called by _begin_call",
+            marks=pytest.mark.slow,
         ),
         # The slow two take the same way to all ranks as the first; test_reward_workers.py has them on one rank.
         pytest.param(
@@ -205,6 +207,7 @@ def test_a_failure_on_one_rank_ends_all_ranks_with_its_message(tiny_model, tmp_p
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.slow  # test_reward_workers.py has it on one rank, test_reward_faults.py what abstains on two
 def test_a_reward_that_hangs_on_one_rank_abstains_there_and_the_run_goes_on(tiny_model, tmp_path) -> None:
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "hangs")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,10 +40,10 @@ def uninterrupted(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize(
     ("moment", "resumes_from"),
-    [("rollout:4", 2), ("rename:4", 2)]
+    [("rename:4", 2)]
     + [
         pytest.param(moment, step, marks=pytest.mark.slow)
-        for moment, step in (("model:4", 2), ("renamed:4", 4), ("backward:5", 4), ("rollout:1", 0))
+        for moment, step in (("model:4", 2), ("renamed:4", 4), ("backward:5", 4), ("rollout:1", 0), ("rollout:4", 2))
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(tiny_model, tmp_path, uninterrupted, moment, resumes_from) -> None:
