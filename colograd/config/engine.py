@@ -75,7 +75,7 @@ class EngineKnobs(TrainingArguments):
         "none",
         "Speculative decoding without a draft model. `siblings`: where few sequences run, as at the end of a round, "
         "an engine's step checks what other completions of the same prompt (the group's, and those of earlier epochs "
-        "in this process) have behind the same words. Tokens are those without drafts; see docs/guide/drafts.md. "
+        "in this process) have behind the same words. Up to rounding no token depends on it; see docs/guide/drafts.md. "
         "Methods of vLLM's own (EAGLE and MTP heads, n-grams) go into `vllm_engine_kwargs: {speculative_config: ...}`.",
     )
     draft_step_tokens: int | None = knob(
