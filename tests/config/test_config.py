@@ -363,6 +363,8 @@ NEW = {
     "pass_threshold_eval",
     "loss_eval",
     "vllm_engine_kwargs",
+    "drafts",
+    "draft_step_tokens",
     "max_tokens_per_microbatch",
     "balance_ranks",
     "rank_timeout",
