@@ -81,7 +81,8 @@ class EngineKnobs(TrainingArguments):
     draft_step_tokens: int | None = knob(
         None,
         "With `drafts: siblings`, drafts fill an engine's step up to so many tokens, one per running sequence among "
-        "them; steps of as many sequences have none. Default: 32 on a CPU, 64 on a GPU (not measured there).",
+        "them; steps of more than half as many sequences have none. Default: 32 on a CPU, 64 on a GPU (not measured "
+        "there).",
     )
     weights: str = knob(
         "auto",
@@ -158,6 +159,8 @@ class EngineKnobs(TrainingArguments):
             and "speculative_config" in dict(asked.vllm_engine_kwargs or {}),
             "router_replay is true, and experts of dropped drafts would be told": asked.router_replay,
             "min_p is set, which vLLM leaves out where it drafts": asked.min_p,
+            "generation_kwargs has min_tokens, for which vLLM doesn't count the drafts before a place": "min_tokens"
+            in dict(asked.generation_kwargs or {}),
             "vllm_tensor_parallel_size is above 1": self.vllm_tensor_parallel_size > 1,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):

@@ -10,7 +10,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
-from .draft_proposer import sibling_drafts_config
+from .draft_proposer import DRAFT_TOKENS, MOST_ON_GPU, sibling_drafts_config
 from .images import find_gemma3
 from .kept_tokens import TELLS_KEPT
 
@@ -136,14 +136,30 @@ def _batch_kwargs(config: GRPOConfig, sequences: int) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"max_num_seqs": width}
     says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
     if compiles(config) and not says_graphs:
-        kwargs |= dict.fromkeys(_accepted("cudagraph_capture_sizes"), graph_sizes(width))
+        sizes = graph_sizes(width, *drafted_tokens(config, width))
+        kwargs |= dict.fromkeys(_accepted("cudagraph_capture_sizes"), sizes)
     return kwargs
 
 
-def graph_sizes(width: int) -> list[int]:
-    """Numbers of sequences that CUDA graphs are captured for, up to ``width``; a step takes the next larger one."""
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32), width}
-    return sorted(size for size in sizes if size <= width)
+def graph_sizes(width: int, most: int = 0, multiple: int = 1) -> list[int]:
+    """Numbers of tokens that CUDA graphs are captured for; a step takes the next larger one.
+
+    Args:
+        width: sequences, each of which has a token of a step.
+        most: tokens of a step with drafts.
+        multiple: vLLM leaves only multiples of a sequence's tokens with drafts.
+    """
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32), width, most}
+    return sorted({-(-size // multiple) * multiple for size in sizes if 0 < size <= max(width, most)})
+
+
+def drafted_tokens(config: GRPOConfig, width: int) -> tuple[int, int]:
+    """Most tokens of a step that checks drafts, and of one of its sequences; (0, 1): nothing is drafted."""
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    if config.drafts == "siblings":
+        return min(config.draft_step_tokens or MOST_ON_GPU, width * (DRAFT_TOKENS + 1)), DRAFT_TOKENS + 1
+    drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
+    return (min(width * (drafts + 1), MOST_SEQUENCES), drafts + 1) if drafts else (0, 1)
 
 
 def compiles(config: GRPOConfig) -> bool:

@@ -22,8 +22,9 @@ REACH = 32  # tokens of a text's end that are compared at most
 # Of n completions with the same words v have the same token next: the share of texts that go on with it is about
 # v / (n + PRIOR), measured on completions of the quickstart's model at temperature 1 (at 0.6 it is more).
 PRIOR = 1.5
-TOKENS_OF_PROMPT = 2**15  # the latest completions of one prompt
+TOKENS_OF_PROMPT = 2**17  # the latest completions of one prompt
 BYTES = 2**26  # of all prompts
+BYTES_OF_COMPLETION, BYTES_OF_PROMPT = 100, 900  # besides the tokens: Python's objects
 
 
 def propose(completions: np.ndarray, text: Sequence[int], most: int, least: float) -> list[tuple[int, float]]:
@@ -72,28 +73,32 @@ class CompletionMemory:
         self._kept: OrderedDict[bytes, deque[array[int]]] = OrderedDict()
         self._joined: dict[bytes, np.ndarray] = {}  # as `propose` takes them, of prompts that were asked for
 
-    def add(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
-        """Remember a completion; forget the oldest of its prompt, and the prompts not met for the longest time."""
-        key = self._key(prompt)
-        ours = self._kept.setdefault(key, deque())
+    def add(self, key: bytes, completion: Sequence[int], before: int = 0) -> None:
+        """Remember a completion; forget the oldest of its prompt, and the prompts not met for the longest time.
+
+        Args:
+            key: of its prompt, from `key_of`.
+            before: its first tokens that were another request's: what is remembered of that is a part of this one.
+        """
+        if key not in self._kept:
+            self._kept[key], self._bytes = deque(), self._bytes + BYTES_OF_PROMPT
+        ours, new = self._kept[key], array("i", completion)
         self._kept.move_to_end(key)
         self._joined.pop(key, None)
-        ours.append(array("i", completion))
-        self._bytes += ours[-1].itemsize * len(ours[-1])
+        for part in [each for each in ours if before and len(each) <= before and new[: len(each)] == each]:
+            ours.remove(part)
+            self._bytes -= _bytes_of(part)
+        ours.append(new)
+        self._bytes += _bytes_of(new)
         while len(ours) > 1 and sum(map(len, ours)) > TOKENS_OF_PROMPT:
-            self._forget(ours.popleft())
+            self._bytes -= _bytes_of(ours.popleft())
         while self._bytes > self._most_bytes and len(self._kept) > 1:
             prompt, oldest = self._kept.popitem(last=False)
             self._joined.pop(prompt, None)
-            for each in oldest:
-                self._forget(each)
+            self._bytes -= BYTES_OF_PROMPT + sum(map(_bytes_of, oldest))
 
-    def _forget(self, completion: array[int]) -> None:
-        self._bytes -= completion.itemsize * len(completion)
-
-    def of(self, prompt: Sequence[int]) -> np.ndarray:
+    def of(self, key: bytes) -> np.ndarray:
         """The completions of a prompt, as `propose` takes them."""
-        key = self._key(prompt)
         if key not in self._joined:
             tokens = array("i")
             for completion in self._kept.get(key, ()):
@@ -107,6 +112,14 @@ class CompletionMemory:
         """Drop what `of` has made."""
         self._joined.clear()
 
-    @staticmethod
-    def _key(prompt: Sequence[int]) -> bytes:
-        return hashlib.blake2b(array("i", prompt).tobytes(), digest_size=16).digest()
+
+def key_of(prompt: Sequence[int], pictures: Sequence[str] = ()) -> bytes:
+    """A prompt's key, by its token ids and the names of its pictures, whose tokens are the same for all of a size."""
+    digest = hashlib.blake2b(array("i", prompt).tobytes(), digest_size=16)
+    for name in pictures:
+        digest.update(name.encode())
+    return digest.digest()
+
+
+def _bytes_of(completion: array[int]) -> int:
+    return BYTES_OF_COMPLETION + completion.itemsize * len(completion)

@@ -9,6 +9,7 @@ as by vLLM's rule for drafts without probabilities, p(d), and the distribution i
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class SeededSpeculation(RejectionSampler):
             ]
             self.accepted += len(alive)
             place += 1
-        self.drafted += sum(counts)
+        self.drafted += sum(token >= 0 for draft in drafts for token in draft)  # vLLM fills some steps with -1
         return tokens
 
     def _draw(self, logits: torch.Tensor, requests: list[int], sampling_metadata: Any) -> list[int]:
@@ -118,7 +119,7 @@ class SeededSpeculation(RejectionSampler):
 
 def _first_rows(counts: list[int]) -> list[int]:
     """Each request's first row of the logits, which has one per draft and one more."""
-    return [sum(counts[:request]) + request for request in range(len(counts))]
+    return [drafts + request for request, drafts in enumerate(itertools.accumulate(counts[:-1], initial=0))]
 
 
 def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:

@@ -113,10 +113,12 @@ def load(engine: Any, folder: Path) -> None:
 
 
 def in_turn(engine: Any, prompts: Sequence[tuple[int, ...]], sampling: Any, width: int) -> Cell:
-    """A completion of each prompt, ``width`` at a time."""
+    """Completions of the prompts, one after the other, ``width`` at a time; at least three times as many."""
     engine.stamp(0)
     engine.take_counts()
-    cell, waiting, running, ids = Cell(), list(enumerate(prompts)), {}, {}
+    number = max(len(prompts), 3 * width)
+    cell, running, ids = Cell(), dict[str, int](), dict[int, list[int]]()
+    waiting = [(position, prompts[position % len(prompts)]) for position in range(number)]
     started, processor = time.perf_counter(), time.process_time()
     while waiting or running:
         while waiting and len(running) < width:
@@ -126,7 +128,7 @@ def in_turn(engine: Any, prompts: Sequence[tuple[int, ...]], sampling: Any, widt
         for request, (completion,) in engine.advance():
             ids[running.pop(request)] = list(completion.ids)
     cell.seconds, cell.processor_seconds = time.perf_counter() - started, time.process_time() - processor
-    return counted(cell, engine, [ids[position] for position in range(len(prompts))])
+    return counted(cell, engine, [ids[position] for position in range(number)])
 
 
 def whole_round(engine: Any, prompts: Sequence[Any], sampling: Any, seed: int) -> Cell:

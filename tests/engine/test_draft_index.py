@@ -6,9 +6,19 @@ import random
 
 import pytest
 
-from colograd.engine.draft_index import END, PRIOR, START, CompletionMemory, likeliest, propose
+from colograd.engine.draft_index import (
+    BYTES_OF_COMPLETION,
+    BYTES_OF_PROMPT,
+    END,
+    PRIOR,
+    START,
+    CompletionMemory,
+    key_of,
+    likeliest,
+    propose,
+)
 
-PROMPT = (1, 2, 3)
+PROMPT = key_of((1, 2, 3))
 
 
 def memory(*completions: tuple[int, ...], most_bytes: int = 2**20) -> CompletionMemory:
@@ -66,12 +76,23 @@ def test_the_longest_end_is_found_as_by_comparing_all() -> None:
 
 def test_what_was_met_last_is_remembered() -> None:
     """And no more bytes than asked for: of a prompt its latest completions, of all prompts the latest ones."""
-    kept = memory((5,) * 2**14, (6,) * 2**14, (7,) * 2**14)
+    kept = memory((5,) * 2**16, (6,) * 2**16, (7,) * 2**16)
     assert {*kept.of(PROMPT).tolist()} == {START, 6, 7, END}
-    small = memory((5, 6), most_bytes=24)
-    small.add((9,), (1, 2))
+    small = memory((5, 6), most_bytes=2 * BYTES_OF_PROMPT + 3 * (BYTES_OF_COMPLETION + 8))
+    other = key_of((9,))
+    small.add(other, (1, 2))
     small.add(PROMPT, (7, 8))  # met again
-    assert len(small.of((9,))) == 4
-    small.add((8,), (3, 4))
-    assert len(small.of((9,))) == 0
+    assert len(small.of(other)) == 4
+    small.add(key_of((8,)), (3, 4))
+    assert len(small.of(other)) == 0
     assert small.of(PROMPT).tolist() == [START, 5, 6, END, START, 7, 8, END]
+
+
+def test_a_completion_that_goes_on_is_remembered_once() -> None:
+    found = memory((5, 6), (5, 7))
+    found.add(PROMPT, (5, 6, 8), before=2)
+    assert found.of(PROMPT).tolist() == [START, 5, 7, END, START, 5, 6, 8, END]
+
+
+def test_prompts_with_other_pictures_are_others() -> None:
+    assert len({key_of((1, 2)), key_of((1, 2), ["a"]), key_of((1, 2), ["b"])}) == 3

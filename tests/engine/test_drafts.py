@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -14,11 +16,14 @@ from safetensors.torch import load_file, save_file
 from colograd import GRPOTrainer
 from colograd.batch import Prompt
 from colograd.engine import draft_proposer
+from colograd.engine.arguments import graph_sizes
+from colograd.engine.draft_index import END, START, key_of
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import Needs, VLLMEngine
 
 PROMPTS = [Prompt({}, ids, position) for position, ids in enumerate([(5, 6, 7), (70, 71), (9, 8, 9, 8, 9, 8), (11,)])]
 SAMPLING = Sampling(n=3, max_tokens=24, temperature=1.0, options={})
+SAMPLING_FAR = Sampling(n=3, max_tokens=100, temperature=1.0, options={"ignore_eos": True})
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
@@ -78,7 +83,7 @@ def test_siblings_and_earlier_completions_are_drafts(tiny_model: Path, tmp_path:
     engine.stamp(0)
     again = generation(engine)
     counts = engine.take_counts()
-    engine._runner.drafter.step_tokens = 12  # as many as there are sequences: where all run, nothing is drafted
+    engine._runner.drafter.step_tokens = 12  # of more than six of the twelve sequences nothing is drafted
     third, few = generation(engine), engine.take_counts()
     engine.close()
     for tokens, own_logprobs, _ in (first, again, third):
@@ -87,6 +92,38 @@ def test_siblings_and_earlier_completions_are_drafts(tiny_model: Path, tmp_path:
     assert again[2] < 0.7 * steps
     assert counts["drafts/accepted"] > 0.7 * counts["drafts/tokens"] > 0
     assert few["drafts/tokens"] < counts["drafts/tokens"] / 2
+
+
+@pytest.mark.engine
+def test_drafts_end_where_completions_do(tiny_model: Path, tmp_path: Path) -> None:
+    """At a stop token, at the context's end, and in a completion that goes on as another request."""
+    plain = build(tiny_model, tmp_path)
+    cold = Sampling(n=3, max_tokens=60, temperature=0.3, options={})
+    tokens = [token for ids, _ in generation(plain, cold)[0] for token in ids]
+    stop = max({*tokens}, key=tokens.count)
+    some = dataclasses.replace(cold, options={"stop_token_ids": [stop]})
+    expected = {sampling.temperature: generation(plain, sampling)[0] for sampling in (some, SAMPLING_FAR)}
+    plain.close()
+    engine = build(tiny_model, tmp_path, drafts="siblings", draft_step_tokens=100)
+    memory = engine._runner.drafter.memory
+    for sampling in (some, some, some, SAMPLING_FAR, SAMPLING_FAR):
+        assert generation(engine, sampling)[0] == expected[sampling.temperature]
+        engine.stamp(0)
+        engine._runner.drafter.follow_requests()
+        if sampling is some:
+            known = np.concatenate([memory.of(key_of(prompt.prompt_ids)) for prompt in PROMPTS])
+            assert set(known[np.flatnonzero(known == stop) + 1]) == {END}
+    assert any(len(prompt.prompt_ids) + len(ids) == 64 for prompt in PROMPTS for ids, _ in expected[1.0])
+
+    prompt, begun = (40, 41, 42), (7, 8, 9)
+    memory.add(key_of(prompt), begun)
+    engine.submit((*prompt, *begun), SAMPLING, 5, n=1, spent=len(begun))
+    while not (finished := engine.advance()):
+        pass
+    engine.stamp(0)
+    engine._runner.drafter.follow_requests()
+    assert memory.of(key_of(prompt)).tolist() == [START, *begun, *finished[0][1][0].ids, END]
+    engine.close()
 
 
 def eagle_head(folder: Path, model: Path) -> Path:
@@ -181,7 +218,11 @@ def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     "settings, said",
-    [({"min_p": 0.1}, "as min_p is set"), ({"router_replay": True}, "as router_replay is true")],
+    [
+        ({"min_p": 0.1}, "as min_p is set"),
+        ({"router_replay": True}, "as router_replay is true"),
+        ({"generation_kwargs": {"min_tokens": 2}}, "as generation_kwargs has min_tokens"),
+    ],
 )
 def test_what_drafts_cannot_be_had_with(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"speculative_config in vllm_engine_kwargs can't be had, {said}"):
@@ -195,6 +236,14 @@ def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "model", family="lfm2")
     with pytest.raises(ValueError, match="This model's layers have a state"):
         build(model, tmp_path, drafts="siblings")
+
+
+def test_cuda_graphs_are_captured_for_steps_with_drafts() -> None:
+    """vLLM leaves multiples of a sequence's tokens with drafts, and none above the largest size that it is given."""
+    assert graph_sizes(4) == [1, 2, 4]
+    assert graph_sizes(4, 32, 8) == [8, 16, 24, 32]
+    assert graph_sizes(20, 64, 8) == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert graph_sizes(100, 64, 8)[-1] == 104
 
 
 def test_an_older_vllm_takes_no_drafts_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,18 +68,19 @@ def exact_model(family: str) -> Any:
 
 
 def check_alike(
-    one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]], by_size: bool = False
+    one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]], by_size: float = 0.0
 ) -> None:
     """Losses and gradients, as `loss_and_gradients` gives them, of one model in two kinds of rows.
 
     Args:
-        by_size: whether gradients are large, and of layers that have no float64: float32 rounds them by their size.
+        by_size: share of a parameter's largest gradient, if above 1, by which they may differ: where gradients are
+            large and layers have no float64, float32 rounds them by their size.
     """
     assert one[0] == pytest.approx(other[0], abs=1e-4)
     assert one[1].keys() == other[1].keys() and any(images.sees(name) for name in one[1])
     for name, gradient in one[1].items():
         apart, largest = float((gradient - other[1][name]).abs().max()), float(gradient.abs().max())
-        most = 3e-5 * max(largest, 1.0) if by_size else 1e-4
+        most = by_size * max(largest, 1.0) or 1e-4
         assert apart < most, (name, apart, largest)
 
 

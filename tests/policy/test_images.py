@@ -171,7 +171,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
     packed = loss_and_gradients(model, groups, share=True)
     images.set_attention(model, "sdpa")
     padded = loss_and_gradients(model, groups, share=False)
-    check_alike(packed, padded, by_size=family == "gemma4_experts")
+    check_alike(packed, padded, by_size=3e-5 if family == "gemma4_experts" else 0.0)
     tried(family, "packed", padded="where forced")
 
 

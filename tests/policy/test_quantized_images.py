@@ -280,7 +280,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tmp_
     packed = image_cases.loss_and_gradients(model, groups, share=True)
     images.set_attention(model.get_base_model(), "sdpa")
     padded = image_cases.loss_and_gradients(model, groups, share=False)
-    image_cases.check_alike(packed, padded, by_size=True)
+    image_cases.check_alike(packed, padded, by_size=5e-5)
 
 
 @pytest.mark.parametrize("family", image_cases.but_slowly(tiny_images.FAMILIES))

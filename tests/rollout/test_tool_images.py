@@ -220,7 +220,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> N
     packed = image_cases.loss_and_gradients(model, groups, share=True)
     images.set_attention(model, "sdpa")
     padded = image_cases.loss_and_gradients(model, groups, share=False)
-    image_cases.check_alike(packed, padded, by_size=family == "gemma4_experts")
+    image_cases.check_alike(packed, padded, by_size=3e-5 if family == "gemma4_experts" else 0.0)
 
 
 @pytest.mark.parametrize("family", image_cases.but_slowly(tiny_images.FAMILIES))
