@@ -211,7 +211,9 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         args: GRPOConfig = self.args
         lines = [*built.describe(), *task.scorer.notes, *(task.toolbox.notes if task.toolbox else [])]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        lines += [describe_overlap(args, self.why_no_overlap, self.sharding.meets_in_backward)]
+        lines += [
+            describe_overlap(args, self.why_no_overlap, self.sharding.meets_in_backward, self.sampler.submits_later)
+        ]
         for line in filter(None, lines):
             self.console.say(line)
         for line in built.warnings(args, task):
@@ -274,7 +276,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `SeamTrainer.train` for resuming."""
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
-        self.learner.pending, self.learner.early, self._unlogged = [], None, []
+        self.learner.forget_round()
+        self._unlogged = []
         if self.in_flight is not None:
             self.in_flight.groups = ()
         self.sampler.take_counts()  # drop what a step counted before it failed

@@ -112,6 +112,8 @@ class EngineKnobs(TrainingArguments):
             return "the ranks of an engine step together, and would wait for the one that trains"
         if asked.router_replay:
             return "with router_replay the experts of a completion may still be on the engine's stream"
+        if asked.reward_call == "all":
+            return "with reward_call: all no group is scored before the last is sampled"
         return ""
 
     @property

@@ -93,6 +93,7 @@ def measure(
     def peak(tokens: int) -> float:
         return max(gather(max(used(dummy_row(tokens, of, device)) for of in dict.fromkeys(shapes))))
 
+    torch.cuda.empty_cache()  # of what is cached for the engine's stream, the policy's has nothing
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
     return fill(peak, int(SHARE * min(gather(free))), max(LARGEST * ranks_per_sequence, prompt + completion))

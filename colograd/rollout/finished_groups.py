@@ -114,7 +114,7 @@ class FinishedGroups(OwnGroups):
         self._offered = 0  # the first so many of `_own` lie in the store
         self._sizes: list[int] = []  # of these, in tokens; 0: others can't take it
         self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
-        self._is_sampled = self._is_hungry = self._is_last = False
+        self._is_sampled = self._is_hungry = self._is_last = self._was_called = False
         self._looked = 0.0
         self.problem: Exception | None = None  # of a thread that trains beside the engine: it ends the sampling
         for note in notes:
@@ -139,6 +139,7 @@ class FinishedGroups(OwnGroups):
             self._offer()
 
     def take_own(self, budget: int) -> list[ScoredGroup]:
+        """See `OwnGroups.take_own`; other ranks may be faster."""
         return self._take_own(budget, 0)
 
     def _offer(self) -> None:
@@ -172,7 +173,8 @@ class FinishedGroups(OwnGroups):
 
     def is_called(self) -> bool:
         """Whether a rank called all in this round. From any thread."""
-        return self._count("called", 0) > 0
+        self._was_called = self._was_called or self._count("called", 0) > 0
+        return self._was_called
 
     def is_over(self) -> bool:
         """Whether no rank samples any more, and none trains what it has taken."""

@@ -132,6 +132,11 @@ class Sampler:
         self._shared: OwnGroups | None = None  # of the present round, which may be trained before the last is there
         self._meanwhile: EarlyTraining | None = None
 
+    @property
+    def submits_later(self) -> bool:
+        """Whether sequences may still come when no one waits in the engine's queue."""
+        return bool(getattr(self.source, "submits_later", self.source is not self.engine))
+
     # -- a round, and an evaluation
 
     def collect(self, prompts: list[list[Prompt]], meanwhile: EarlyTraining | None = None) -> SampledRound:
@@ -292,7 +297,7 @@ class Sampler:
                 meanwhile.train_between_steps(shared, load)
 
         with after_each_step(self.engine, serve):
-            if not meanwhile.trains_between_steps:
+            if self.submits_later or not meanwhile.trains_between_steps:
                 yield
                 return
             with load_after_each_step(self.engine, train):

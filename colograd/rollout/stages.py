@@ -17,7 +17,8 @@ from .store import RewardedGroup, RolloutStore
 
 
 class RolloutSource(Protocol):
-    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's."""
+    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's. One that gives the
+    engine all of a round's requests at once may say so by `submits_later = False`: see `Sampler.submits_later`."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"

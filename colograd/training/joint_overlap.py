@@ -50,6 +50,7 @@ class JointTurns:
         self._finished, self._pack, self._train, self._fill_up, self._discard = finished, pack, train, fill_up, discard
         self._device = device
         self._early = EarlyRows()
+        self._rows: list[PackedRow] = []  # of the groups that were taken: still to train
         self._is_over = False  # no rank takes another turn
 
     # -- while this rank samples
@@ -62,22 +63,25 @@ class JointTurns:
             Exception: what the body raises, on all ranks that are in turns, or will be; what failed in a turn.
         """
         sampled = threading.Event()
-        thread = threading.Thread(target=self._take_part, args=(sampled,), name="colograd-turns", daemon=True)
+        weights = None if self._device.type != "cuda" else torch.cuda.current_stream(self._device)
+        thread = threading.Thread(target=self._take_part, args=(sampled, weights), name="colograd-turns", daemon=True)
         thread.start()
         try:
             yield
+            self._end(thread, sampled)
+            if self._finished.problem is not None:
+                raise self._finished.problem
         except Exception as error:
             self._end(thread, sampled)
             if not self._is_over:
                 self._tell(error)
             raise
-        self._end(thread, sampled)
-        if self._finished.problem is not None:
-            raise self._finished.problem
+        finally:
+            sampled.set()  # also where the user ends the run: the thread begins no other turn
 
-    def _take_part(self, sampled: threading.Event) -> None:
+    def _take_part(self, sampled: threading.Event, weights: torch.cuda.Stream | None) -> None:
         try:
-            with watchdog.aside(), _own_stream(self._device):
+            with watchdog.aside(), _own_stream(self._device, weights):
                 while not (self._is_over or sampled.is_set()):
                     if not (self._finished.is_called() and self._turn((), samples=True)):
                         sampled.wait(LOOK_EVERY)
@@ -89,11 +93,11 @@ class JointTurns:
         watchdog.join(thread)
 
     def _tell(self, error: Exception) -> None:
-        """Have the others' next turn fail with what failed here."""
+        """Have the others' next turn fail with what failed here, which isn't a turn's want of memory if that is it."""
         self._finished.call()
         self._is_over = True
         with on_all_ranks("the rollout"):
-            raise error
+            raise error if not isinstance(error, torch.OutOfMemoryError) else RuntimeError(str(error)) from error
 
     # -- when it has sampled
 
@@ -109,10 +113,11 @@ class JointTurns:
         """
         finished = self._finished
         while not self._is_over:
-            groups = [] if finished.all_sampled() else finished.take(budget)
+            groups = [] if self._rows or finished.all_sampled() else finished.take(budget)
             if groups:
                 finished.call()
-            with times.phase("wait") if not groups else contextlib.nullcontext():
+            idle = not (groups or self._rows)
+            with times.phase("wait") if idle else contextlib.nullcontext():
                 comes = finished.is_called() or finished.all_sampled()
                 if not (comes and self._turn(groups, samples=False)):
                     rest(finished)
@@ -127,33 +132,37 @@ class JointTurns:
         self._early.groups += groups
         try:
             with on_all_ranks("the rollout"):
-                rows = self._pack(groups)
-            ranks = gather((len(rows), samples))
-            most = max(count for count, _ in ranks)
-            if most:
-                fillers = (dummy(self._device),) * (most - len(rows))
-                train = self._train if rows else self._fill_up
+                self._rows += self._pack(groups)
+            ranks = gather((bool(self._rows), samples))
+            trains = any(has_rows for has_rows, _ in ranks)
+            if trains:
+                train = self._train if self._rows else self._fill_up
+                row = self._rows.pop(0) if self._rows else dummy(self._device)
                 with on_all_ranks("training"):
-                    self._early.rows += train((*rows, *fillers), self._early.metrics)
-            self._is_over = not most and not any(samples for _, samples in ranks)
-            return most > 0
+                    self._early.rows += train((row,), self._early.metrics)
+            self._is_over = not trains and not any(samples for _, samples in ranks)
+            return trains
         except torch.OutOfMemoryError:
             pass
         # The exception, whose traceback holds activations, is gone.
-        self._early = EarlyRows(self._early.groups)
+        self._early, self._rows = EarlyRows(self._early.groups), []
         self._discard()
         return False
 
 
 @contextlib.contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU a rank waits for others in a stream of kernels, behind which the engine's steps must not wait."""
+def _own_stream(device: torch.device, weights: torch.cuda.Stream | None) -> Iterator[None]:
+    """On a GPU a rank waits for others in a stream of kernels, behind which the engine's steps must not wait.
+
+    Args:
+        weights: the stream on which the weights were changed, and memory was freed.
+    """
     if device.type != "cuda":
         yield
         return
     torch.cuda.set_device(device)
     stream = _stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))  # weights, and memory that was freed there
+    stream.wait_stream(weights)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()

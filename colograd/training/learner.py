@@ -98,6 +98,11 @@ class Learner:
 
     # -- a round
 
+    def forget_round(self) -> None:
+        """A training begins: the last one may have failed amid a round, with gradients of some of its micro-batches."""
+        self.pending, self.early, self._turns = [], None, None
+        self.sharding.discard()
+
     @property
     def trains_between_steps(self) -> bool:
         """Whether finished groups are trained between the steps of this rank's engine."""

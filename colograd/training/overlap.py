@@ -216,22 +216,25 @@ def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup
     return FinishedGroups(config.layout, config.balance_ranks and config.layout.data_size > 1, accepts)
 
 
-def describe(config: GRPOConfig, why: str, meets: bool = False) -> str:
+def describe(config: GRPOConfig, why: str, meets: bool = False, submits_later: bool = False) -> str:
     """A line for the start of a run: what is trained before all is sampled, and why not; empty: nothing was asked for.
 
     Args:
         meets: whether ranks exchange in each backward.
+        submits_later: see `Sampler.submits_later`.
     """
     alone, not_between = config.world_size == 1, config.why_not_between_steps
     if meets:
         not_between = not_between or f"with sharding: {config.sharding} ranks exchange in each backward"
+    if submits_later:
+        not_between = not_between or "with tools, an agent or a rollout_func more sequences may come at any time"
     if config.overlap == "off":
         return ""
     if why:
         until = "all groups are sampled" if alone else "all ranks have sampled"
         return f"overlap: nothing is trained before {until}, as {why}"
     later = "; only for the first optimizer step of each round" if config.round_length > 1 else ""
-    tail = f"once at most 1/{TAIL} of its sequences are left"
+    tail = f"when at most 1/{TAIL} of its sequences are left"
     if alone:
         if not_between:
             return f"overlap: nothing is trained between the engine's steps, as {not_between}"
@@ -239,7 +242,7 @@ def describe(config: GRPOConfig, why: str, meets: bool = False) -> str:
     return (
         "overlap: a rank that has sampled trains its groups"
         + (", and finished ones of other ranks," if config.balance_ranks else "")
-        + " while others sample; "
-        + (f"nothing between an engine's steps, as {not_between}" if not_between else f"one that samples {tail}")
+        + " while others sample; between its own engine's steps "
+        + (f"nothing, as {not_between}" if not_between else f"finished ones {tail}")
         + later
     )

@@ -108,6 +108,8 @@ class OneByOne:
 class AllAtOnce(OneByOne):
     """... and one that samples all prompts together, of 12 tokens for the last and else of 3."""
 
+    submits_later = False
+
     def generate(
         self, prompts: Sequence[Prompt], sampling: Any, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:

@@ -33,7 +33,7 @@ def compared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("between")
     done = start(tiny_model, folder, "compare", ranks=1)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "overlap: finished groups are trained between the engine's steps once at most 1/4" in done.stdout
+    assert "overlap: finished groups are trained between the engine's steps when at most 1/4" in done.stdout
     return folder
 
 
@@ -96,7 +96,7 @@ def test_killed_amid_a_micro_batch_between_two_steps_nothing_is_lost(
 def test_a_rank_amid_its_tail_and_one_that_has_sampled_share_a_rank_s_groups(tiny_model: Path, tmp_path: Path) -> None:
     done = start(tiny_model, tmp_path, "both")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "while others sample; one that samples once at most 1/4 of its sequences are left" in done.stdout
+    assert "while others sample; between its own engine's steps finished ones when at most 1/4" in done.stdout
     first, second = (rank["overlapped"] for rank in results(tmp_path, "both"))
     for step in range(STEPS):
         between = trained_before_the_last(second["events"], step)
