@@ -23,7 +23,7 @@ SPENT = "colograd_spent"  # in a request's `extra_args`
 HOOK = "vllm.v1.spec_decode.custom_class_proposer"  # vLLM 0.31 has it
 DRAFT_TOKENS = 7  # at most, of one sequence in one step
 # Tokens that are computed in the time that a step takes whatever it computes: on a CPU measured with 135M parameters
-# (47 ms, and 1.3 ms per token above 8), on a GPU its multiplications in the time of reading a weight, not measured.
+# (47 ms, and 1 to 2 ms per token above 8), on a GPU its multiplications in the time of reading a weight, not measured.
 FIXED_ON_CPU, FIXED_ON_GPU = 25, 150
 # Tokens of a step up to which drafts fill it, by default: more would take the time of looking them up.
 MOST_ON_CPU, MOST_ON_GPU = 32, 64
