@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 from ..runtime.importing import is_import_path
 from .knob import at_least, knob, one_of
@@ -181,7 +182,8 @@ class ObjectiveKnobs(SamplingKnobs):
         if not bent or not self.vllm_importance_sampling_correction:
             return []
         named = ", ".join(f"{name} {value!r}" for name, value in bent.items())
-        drafts = bool(getattr(self, "checks_drafts", False))  # of another group
+        asked: Any = self  # a property of another group
+        drafts: bool = asked.checks_drafts
         if "top_k" in bent and {*bent} <= {*TRUNCATING} and not drafts:
             return [
                 f"config: {named} truncates the sampler's distribution: the tokens that are left are recorded, and the "

@@ -17,6 +17,7 @@ import json
 import os
 import random
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -142,12 +143,16 @@ class Started:
 
     @property
     def pid(self) -> int:
-        """Of the only process, as soon as it is there."""
+        """Of the only process, as soon as it is there. An AssertionError with what it wrote: it has ended."""
         children = Path(f"/proc/{self._leader}/task/{self._leader}/children")
-        while not (pids := children.read_text().split()):
+        # The leader says how the process ended as soon as it has: from then on there is something to read.
+        while not select.select([self._line], [], [], 0)[0]:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if pids := children.read_text().split():
+                    (pid,) = pids
+                    return int(pid)
             time.sleep(0.01)
-        (pid,) = pids
-        return int(pid)
+        raise AssertionError(f"{' '.join(self.argv)} has ended, and wrote: {self.said()[-3000:]}")
 
     def said(self) -> str:
         """So far."""

@@ -60,17 +60,17 @@ def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(recipe: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """`torchrun --nproc-per-node 2 colograd/train.py --config ...`; in the run before vLLM has noted what the model's
+    """`torchrun --nproc-per-node 2 -m colograd.train --config ...`; in the run before vLLM has noted what the model's
     class can do, which takes a process of its own."""
     folder = tmp_path_factory.mktemp("launched")
     done = run(
-        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()), str(TRAIN),
-        "--config", str(recipe), "--output_dir", str(folder), "--log_completions", "true",
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),
+        "-m", "colograd.train", "--config", str(recipe), "--output_dir", str(folder), "--log_completions", "true",
     )  # fmt: skip
     return folder, done.stdout + done.stderr
 
 
-def test_torchrun_of_the_file_leaves_model_state_card_and_plot(launched) -> None:
+def test_torchrun_of_the_module_leaves_model_state_card_and_plot(launched) -> None:
     folder, _ = launched
     expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer_state.json", "README.md", "recipe.yaml"}
     assert expected | {"reward.png"} <= {path.name for path in folder.iterdir()}
@@ -94,8 +94,8 @@ def test_other_packages_chatter_stays_off_the_terminal(launched) -> None:
         assert noise not in output, noise
 
 
-@pytest.mark.slow  # tests/config/test_launched.py has what accelerate tells a process
-def test_accelerate_launch_trains_the_same_on_one_rank(recipe, launched, tmp_path) -> None:
+def test_accelerate_launch_of_the_file_trains_the_same_on_one_rank(recipe, launched, tmp_path) -> None:
+    """`accelerate launch colograd/train.py --config ...`, as on a machine with one GPU."""
     run(
         "-m", "accelerate.commands.launch", "--num_processes", "1", str(TRAIN),
         "--config", str(recipe), "--output_dir", str(tmp_path),
@@ -112,7 +112,7 @@ def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_
     assert "weights: adapter, 28 tensors" in done.stdout
     run(
         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),
-        "-m", "colograd.train", *flags, "--output_dir", str(tmp_path / "two"),
+        str(TRAIN), *flags, "--output_dir", str(tmp_path / "two"),
     )  # fmt: skip
     assert rewards(tmp_path / "two") == pytest.approx(rewards(tmp_path / "one"), abs=1e-5)
     saved = {path.name for path in (tmp_path / "two").iterdir()}

@@ -179,15 +179,23 @@ def _one_thread() -> Iterator[None]:
 def test_loss_and_gradient_equal_trl_s_in_every_combination(
     loss_type: str, each: int, capsys: pytest.CaptureFixture
 ) -> None:
-    """All combinations of level, correction, KL, entropy bonus, quantile, off-policy mask and delta, or each seventh:
-    any two values meet in some. What the tensors are is drawn for each: dtype, on-policy or with old log-probabilities,
-    advantages per completion or per token."""
+    """All combinations of level, correction, KL, entropy bonus, quantile, off-policy mask and delta, or each seventh.
+    What the tensors are is drawn for each: dtype, on-policy or with old log-probabilities, advantages per completion or
+    per token."""
     draw = random.Random(loss_type)
     all_of_them = list(combinations(loss_type))[::each]
     for combination in all_of_them:
         assert_equal(loss_type, combination, draw.choice(TENSORS))
     with capsys.disabled():
         print(f" [{loss_type}: {len(all_of_them)} combinations]", end="")
+
+
+@pytest.mark.parametrize("loss_type", OF_TRL)
+def test_any_two_values_meet_in_each_seventh_combination(loss_type: str) -> None:
+    all_of_them = list(combinations(loss_type))
+    for two in itertools.combinations(range(len(all_of_them[0])), 2):
+        pairs, met = ({tuple(one[i] for i in two) for one in some} for some in (all_of_them, all_of_them[::7]))
+        assert met == pairs, two
 
 
 @pytest.mark.parametrize("correction", ONE_BOUND + NO_BOUND, ids=str)

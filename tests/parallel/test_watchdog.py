@@ -153,14 +153,18 @@ def ended(rank: launcher.Started) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+def is_stopped(rank: launcher.Started) -> bool:
+    """Whether the process waits for a SIGCONT. An AssertionError with what it wrote: it has ended."""
+    pid = rank.pid
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
-def wait_until_stopped(pid: int) -> None:
+def wait_until_stopped(rank: launcher.Started) -> None:
     end = time.monotonic() + tiny.PATIENCE
-    while not is_stopped(pid):
-        assert time.monotonic() < end
+    while not is_stopped(rank):
+        assert time.monotonic() < end, f"it runs on: {rank.said()}"
         time.sleep(0.1)
 
 
@@ -181,7 +185,7 @@ def test_a_stopped_process_is_missed_by_the_others_and_ends_when_it_goes_on(faul
         named = f"Rank {ranks.index(stopped)} hasn't been heard of for"
         status, said = ended(waiting)
         assert status == 1 and named in said and f"last in {JUDGE}: its process is stopped" in said
-        assert is_stopped(stopped.pid)
+        assert is_stopped(stopped)
         os.kill(stopped.pid, signal.SIGCONT)
         status, said = ended(stopped)
         assert status == 1 and named in said
@@ -190,7 +194,7 @@ def test_a_stopped_process_is_missed_by_the_others_and_ends_when_it_goes_on(faul
 @pytest.mark.slow
 def test_a_process_that_is_stopped_for_less_goes_on() -> None:
     with started("stops", 40) as ranks:
-        wait_until_stopped(ranks[1].pid)
+        wait_until_stopped(ranks[1])
         time.sleep(4)  # in which signs of life are missing
         os.kill(ranks[1].pid, signal.SIGCONT)
         assert [ended(rank)[0] for rank in ranks] == [0, 0]
