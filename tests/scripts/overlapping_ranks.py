@@ -90,6 +90,7 @@ class OneByOne:
     """A rollout source that samples one prompt after the other, of 12 tokens in the second engine and else of 3."""
 
     waits: bool
+    submits_later = False  # as a step of the engine is made to last, this is as if its tail began with the last prompt
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -107,8 +108,6 @@ class OneByOne:
 
 class AllAtOnce(OneByOne):
     """... and one that samples all prompts together, of 12 tokens for the last and else of 3."""
-
-    submits_later = False
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Any, *, version: int, seed: int, purpose: str = "train"

@@ -263,7 +263,7 @@ def test_its_seconds_are_the_training_s(monkeypatch: pytest.MonkeyPatch) -> None
 
 def planned(changes: dict[str, Any]) -> Any:
     given = dict.fromkeys(("on_cpu", "vllm_enable_sleep_mode", "router_replay"), False)
-    given |= {"vllm_tensor_parallel_size": 1} | changes
+    given |= {"vllm_tensor_parallel_size": 1, "reward_call": "group"} | changes
     why: Any = GRPOConfig.why_not_between_steps
     sizes = {"overlap": "auto", "world_size": 1, "round_length": 1, "balance_ranks": True}
     return SimpleNamespace(**sizes, why_not_between_steps=why.fget(SimpleNamespace(**given)))
@@ -277,6 +277,7 @@ def planned(changes: dict[str, Any]) -> Any:
         ({"vllm_enable_sleep_mode": True}, "the KV cache and a micro-batch's activations take turns"),
         ({"vllm_tensor_parallel_size": 2}, "the ranks of an engine step together"),
         ({"router_replay": True}, "with router_replay"),
+        ({"reward_call": "all"}, "with reward_call: all"),
     ],
 )
 def test_the_start_says_what_is_trained_between_steps_or_why_nothing_is(changes: dict[str, Any], reason: str) -> None:
@@ -285,6 +286,7 @@ def test_the_start_says_what_is_trained_between_steps_or_why_nothing_is(changes:
     assert (finished_groups(config, "", bool) is None) == bool(reason)
     assert finished_groups(config, "a reason", bool) is None
     assert "before all groups are sampled, as a reason" in describe(config, "a reason")
+    assert "more sequences may come at any time" in describe(planned({}), "", submits_later=True)
 
 
 def test_on_a_cpu_a_run_says_that_nothing_is(tmp_path: Path) -> None:
