@@ -46,8 +46,8 @@ from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_me
 from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
 from .training.muon_split import optimizer_of
-from .training.overlap import describe as describe_overlap
-from .training.overlap import finished_groups, why_not
+from .training.overlap_rules import describe as describe_overlap
+from .training.overlap_rules import finished_groups, why_not
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules

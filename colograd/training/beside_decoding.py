@@ -16,8 +16,10 @@ from ..batch import PackedRow, ScoredGroup
 from ..engine.load import Load
 from ..reporting.metrics import Metrics
 from ..rollout.finished_groups import OwnGroups
+from .first_rows import EarlyRows
 from .loss_pass import check_finite
-from .overlap import TAIL, EarlyRows
+
+TAIL = 4  # an engine is in its tail when the sequences that run are this part of the most that ran at once
 
 # Tokens of a micro-batch that keep a GPU busy, whose products are bound by arithmetic from some hundreds of tokens on:
 # a smaller one costs the decoding more (its launches) than it spares the step.

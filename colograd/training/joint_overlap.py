@@ -21,7 +21,8 @@ from ..parallel.ranks import gather, on_all_ranks
 from ..policy.packing import dummy
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups
-from .overlap import EarlyRows, rest
+from .first_rows import EarlyRows
+from .overlap import rest
 
 LOOK_EVERY = 0.1  # seconds between two looks for the first turn, and between two turns in which no rank has rows
 Train = Callable[[Sequence[PackedRow], Metrics], Sequence[PackedRow]]
@@ -109,7 +110,7 @@ class JointTurns:
 
         Returns:
             What was trained, with a filler for each micro-batch that only others had rows for: as many rows on each
-            rank. Groups without rows: memory ran out on a rank, and all ranks have dropped their gradients.
+            rank. Where memory ran out on a rank, all ranks have dropped what they had trained until then.
         """
         finished = self._finished
         while not self._is_over:
@@ -145,7 +146,7 @@ class JointTurns:
         except torch.OutOfMemoryError:
             pass
         # The exception, whose traceback holds activations, is gone.
-        self._early, self._rows = EarlyRows(self._early.groups), []
+        self._early, self._rows = EarlyRows(), []  # groups that it took are their owners' again: see `first_rows`
         self._discard()
         return False
 

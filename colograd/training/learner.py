@@ -40,9 +40,10 @@ from ..runtime.host_stream import device_bytes
 from ..sharding import ShardingStrategy
 from .beside_decoding import BesideDecoding
 from .evaluation import evaluation_step
+from .first_rows import EarlyRows, FirstRows, first_rows
 from .joint_overlap import JointTurns
 from .loss_pass import loss_pass
-from .overlap import EarlyRows, FirstRows, first_rows, train_while_others_sample
+from .overlap import train_while_others_sample
 from .step_batches import schedule, step_batch, trainable
 
 AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # to a group with its rewards [G, R]

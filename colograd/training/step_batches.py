@@ -16,7 +16,7 @@ from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
 from ..policy.routing import active_parameters
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import RolloutStatistics
-from .overlap import FirstRows
+from .first_rows import FirstRows
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:

@@ -23,7 +23,7 @@ from colograd.rollout.figures import FILE as FIGURES
 from colograd.rollout.finished_groups import OwnGroups
 from colograd.rollout.partition import FILE as PARTITION
 from colograd.training.beside_decoding import BesideDecoding
-from colograd.training.overlap import describe, finished_groups
+from colograd.training.overlap_rules import describe, finished_groups
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,8 @@ from colograd.rollout.partition import FILE as PARTITION
 from colograd.rollout.partition import fits, has_equal_counts
 from colograd.sharding import strategy_of
 from colograd.sharding.zero import SharedGradients
-from colograd.training.overlap import describe, finished_groups, first_rows, why_not
+from colograd.training.first_rows import first_rows
+from colograd.training.overlap_rules import describe, finished_groups, why_not
 
 
 @pytest.fixture(scope="module")
