@@ -541,7 +541,7 @@ class StepBatch:
     groups: tuple[ScoredGroup, ...]  # what the rows hold: they can be packed again under another budget
     version: int = 0  # the optimizer step whose weights it trains
     counted: bool = True  # False: another rank has the same rows, and sums over ranks count them there
-    trained: int = 0  # of the rows: the first ones, whose gradients were made while other ranks still sampled
+    trained: int = 0  # of the rows: the first ones, whose gradients were made before all was sampled
 
     @property
     def on_policy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Micro-batches of a step that ranks trained while others still sampled, as they are recorded in the round's folder: a
+"""Micro-batches of a step that were trained before all of it was sampled, as they are recorded in the round's folder: a
 resumed or replayed step has the same bits."""
 
 from __future__ import annotations
