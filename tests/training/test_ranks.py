@@ -177,7 +177,7 @@ def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tm
         ),
         pytest.param(
             "stuck",
-            r"Rank 1 failed in the rollout: RewardError: .*'reward' took longer than reward_timeout \(5 s\)",
+            r"Rank 1 failed in the rollout: RewardError: .*'reward'.* gave no answer within reward_timeout \(5 s\)",
             marks=pytest.mark.slow,
         ),
         ("loss", r"Rank 1 failed in training: FloatingPointError: The loss of step 2, micro-batch 0 is nan"),
