@@ -74,11 +74,17 @@ class OwnGroups:
         taken: list[ScoredGroup] = []
         for index in sorted(self._left, key=lambda index: -tokens_of(self._own[index])):
             size = tokens_of(self._own[index])
-            if size <= budget or not taken:
-                self._left.discard(index)
+            if size > budget and taken:
+                continue
+            self._left.discard(index)
+            if self._claims(index):
                 taken.append(self._own[index])
                 budget -= size
         return taken
+
+    def _claims(self, index: int) -> bool:
+        """Whether this rank is the first to take a group of its own."""
+        return True
 
     def serve(self) -> None:
         """Between two steps of the engine: see to other ranks."""
@@ -140,7 +146,19 @@ class FinishedGroups(OwnGroups):
 
     def take_own(self, budget: int) -> list[ScoredGroup]:
         """See `OwnGroups.take_own`; other ranks may be faster."""
-        return self._take_own(budget, 0)
+        taken = super().take_own(budget)
+        if self._offered and taken:
+            self._tell_sizes()  # others see what is left
+        return taken
+
+    def _claims(self, index: int) -> bool:
+        if index >= self._offered:
+            return True
+        self._sizes[index] = 0
+        if not self._claim(self.layout.rank, index):
+            return False
+        self._store().delete_key(self._key(f"group/{self.layout.rank}/{index}"))
+        return True
 
     def _offer(self) -> None:
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
@@ -198,32 +216,10 @@ class FinishedGroups(OwnGroups):
         if self._own and hungry:
             self._offer()
         shares = 1 + max(hungry, 1) if self.all_sampled() else 0
-        taken = self._take_own(budget, shares)
+        taken = self.take_own(min(budget, self.tokens_left // shares) if shares else budget)
         if not taken:
             self._ask()
             taken = self._take_others(budget, shares)
-        return taken
-
-    def _take_own(self, budget: int, shares: int) -> list[ScoredGroup]:
-        taken: list[ScoredGroup] = []
-        left = sum(tokens_of(self._own[index]) for index in self._left)
-        room = min(budget, left // shares) if shares else budget
-        for index in sorted(self._left, key=lambda index: -tokens_of(self._own[index])):
-            size = tokens_of(self._own[index])
-            if size > room and taken:
-                continue
-            self._left.discard(index)
-            if index < self._offered:
-                self._sizes[index] = 0
-                if not self._claim(self.layout.rank, index):
-                    continue
-                self._store().delete_key(self._key(f"group/{self.layout.rank}/{index}"))
-            taken.append(self._own[index])
-            room -= size
-            if room <= 0:
-                break
-        if self._offered and taken:
-            self._tell_sizes()  # others see what is left
         return taken
 
     def _take_others(self, budget: int, shares: int) -> list[ScoredGroup]:

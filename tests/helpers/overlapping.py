@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import launcher
 import tiny
 import torch
 from paths import SCRIPTS
+
+from colograd.rollout.figures import FILE as FIGURES
+from colograd.rollout.partition import FILE as PARTITION
 
 STEPS = 3
 # Else MKL's products depend, by their last bits, on where in memory a matrix begins.
@@ -42,3 +46,16 @@ def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
         return float(torch.cat([value.double().flatten() for value in values]).norm())
 
     return norm([mine[name] - theirs[name] for name in mine]) / norm([*theirs.values()])
+
+
+def check_resumed(model: Path, folder: Path, mode: str, ranks: int = 2) -> None:
+    """A run that was killed in its third step goes on before a step that was trained, which takes the recorded
+    micro-batches, and one that wasn't; a replay of it has its bits."""
+    run = folder / "overlapped"
+    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written beside the next step, and so perhaps cut
+    done = start(model, folder, mode, ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    second = run / "_journal" / "step-00000001"
+    first_time, again = (second / FIGURES).read_text().splitlines()
+    assert first_time == again and len((second / PARTITION).read_text().splitlines()) == 1
+    assert is_replayed(results(folder, "resume")[0])

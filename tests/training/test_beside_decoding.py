@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from overlapping import STEPS, apart, is_replayed, results, start, weights
+from overlapping import STEPS, apart, check_resumed, is_replayed, results, start, weights
 
 from colograd.batch import FinishReason, Group, PackedRow, Rollout, ScoredGroup
 from colograd.config import GRPOConfig
@@ -19,9 +18,7 @@ from colograd.engine.load import Load
 from colograd.policy.packing import plan_rows
 from colograd.reporting.event_log import events_of
 from colograd.reporting.metrics import PhaseTimes
-from colograd.rollout.figures import FILE as FIGURES
 from colograd.rollout.finished_groups import OwnGroups
-from colograd.rollout.partition import FILE as PARTITION
 from colograd.training.beside_decoding import BesideDecoding
 from colograd.training.overlap_rules import describe, finished_groups
 
@@ -79,16 +76,8 @@ def test_the_report_s_lanes_have_it_amid_the_rollout(compared: Path) -> None:
 def test_killed_amid_a_micro_batch_between_two_steps_nothing_is_lost(
     compared: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The run goes on before a step that was trained, which takes the recorded micro-batches, and one that wasn't."""
     assert start(tiny_model, tmp_path, "kill", ranks=1).returncode
-    run = tmp_path / "overlapped"
-    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written beside the next step, and so perhaps cut
-    done = start(tiny_model, tmp_path, "resume", ranks=1)
-    assert done.returncode == 0, done.stderr[-3000:]
-    second = run / "_journal" / "step-00000001"
-    first_time, again = (second / FIGURES).read_text().splitlines()
-    assert first_time == again and len((second / PARTITION).read_text().splitlines()) == 1
-    assert is_replayed(results(tmp_path, "resume")[0])
+    check_resumed(tiny_model, tmp_path, "resume", ranks=1)
     assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 import row_cases
 import tiny
 import torch
-from overlapping import STEPS, apart, is_replayed, results, start, weights
+from overlapping import STEPS, apart, check_resumed, is_replayed, results, start, weights
 
 from colograd.config import GRPOConfig
 from colograd.losses.advantages import AdvantageEstimator
@@ -21,8 +20,6 @@ from colograd.losses.objective import Objective
 from colograd.policy.packing import NOBODY, PackingRules, is_dummy
 from colograd.report.reading import RecordedRun
 from colograd.reporting.event_log import events_of
-from colograd.rollout.figures import FILE as FIGURES
-from colograd.rollout.partition import FILE as PARTITION
 from colograd.rollout.partition import fits, has_equal_counts
 from colograd.sharding import strategy_of
 from colograd.sharding.zero import SharedGradients
@@ -121,17 +118,9 @@ KINDS = ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (":fsdp", 
 def test_killed_amid_an_overlapped_step_nothing_is_lost(
     kind: str, compared: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The run goes on before a step that was trained, which takes the recorded micro-batches, and one that wasn't."""
     done = start(tiny_model, tmp_path, f"kill{kind}")
     assert done.returncode and "Rank 0 ended without a word" in done.stderr, done.stderr[-3000:]
-    run = tmp_path / "overlapped"
-    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written beside the next step, and so perhaps cut
-    done = start(tiny_model, tmp_path, f"resume{kind}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    second = run / "_journal" / "step-00000001"
-    first_time, again = (second / FIGURES).read_text().splitlines()
-    assert first_time == again and len((second / PARTITION).read_text().splitlines()) == 1
-    assert is_replayed(results(tmp_path, "resume")[0])
+    check_resumed(tiny_model, tmp_path, f"resume{kind}")
     assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
 
 
