@@ -71,11 +71,15 @@ class Slice:
         return part if self.through is None else self.through(part)
 
     def equal(self) -> bool:
-        """Whether the engine holds the policy's value, cast to its dtype, bit for bit; of one that it keeps in a wider
-        dtype, as checkpoints have it, whether it rounds to the policy's."""
-        held, found = self.held, self.destination
-        narrow = held.dtype if held.element_size() < found.element_size() else found.dtype
-        return torch.equal(found.to(narrow), held.to(narrow))
+        """Whether the engine holds the policy's value bit for bit, in the narrower of their two dtypes.
+
+        The engine may keep a value in a wider dtype than the policy, as checkpoints have it. The policy may still be in
+        host memory, so its value moves to the engine's device first, and is cast there.
+        """
+        engine_value = self.destination
+        policy_value = self.held.to(engine_value.device)
+        narrow = min(policy_value.dtype, engine_value.dtype, key=lambda dtype: dtype.itemsize)
+        return torch.equal(engine_value.to(narrow), policy_value.to(narrow))
 
 
 EXPANDS = "kv_b_proj"  # the layer that does so, in transformers and in vLLM

@@ -21,8 +21,9 @@ QUANTISED = 0.5
 def is_near(part: Slice) -> bool:
     """Whether the engine's values differ from the policy's by rounding to a few bits, or by little training; other
     weights differ by more than their length."""
-    held, found = part.held.float(), part.destination.float()
-    return bool(torch.linalg.vector_norm(found - held) <= QUANTISED * torch.linalg.vector_norm(held))
+    policy_value = part.held.to(part.destination.device).float()  # the policy may still be in host memory
+    distance = torch.linalg.vector_norm(part.destination.float() - policy_value)
+    return bool(distance <= QUANTISED * torch.linalg.vector_norm(policy_value))
 
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
