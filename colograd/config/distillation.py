@@ -56,14 +56,6 @@ class DistillationKnobs:
                 f"distillation_weight is {self.distillation_weight}, but must be positive: raise it, or remove "
                 "teacher_model_name_or_path."
             )
-        sampled = self.distillation_kl == "sampled"
-        whole = {"importance_sampling_level": "sequence", "loss_type": "gmpo"}  # one ratio for a completion's tokens
-        for name, value in whole.items() if sampled else ():
-            if getattr(self, name) == value:
-                raise ValueError(
-                    f"{name} is {value!r} and distillation_kl 'sampled', but with one ratio per completion no token "
-                    f"answers for its own advantage: set distillation_kl: exact, or another {name}."
-                )
 
     def _check_teachers(self, given: dict[str, Any]) -> None:
         bad = [name for name, path in given.items() if not (name and isinstance(name, str) and isinstance(path, str))]

@@ -28,8 +28,9 @@ class AdvantageKnobs:
     scale_rewards: str = knob(
         "group",
         "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of those of "
-        "all groups of the step on all ranks (`batch`), of these less their group's mean (`batch_centered`, "
-        "REINFORCE++-baseline), by the group's mean (`mean`, MaxRL), or not at all (`none`, `false`).",
+        "all groups of the step on all ranks (`batch`), of these less their group's mean (`batch_centered`, as "
+        "REINFORCE++-baseline, but completions weigh alike), by the group's mean (`mean`, MaxRL), or not at all "
+        "(`none`, `false`).",
     )
     multi_objective_aggregation: str = knob(
         "sum_then_normalize",
@@ -71,7 +72,9 @@ class ObjectiveKnobs(SamplingKnobs):
         "class of your own; see docs/losses.md.",
     )
     importance_sampling_level: str = knob(
-        "token", "The importance ratio of each `token`, or its mean over the `sequence` (GSPO)."
+        "token",
+        "The importance ratio of each `token`, or its mean over the `sequence` (GSPO; a token's gradient is its own, "
+        "by its own advantage).",
     )
     epsilon: float = knob(
         0.2,
@@ -144,8 +147,8 @@ class ObjectiveKnobs(SamplingKnobs):
             )
         if self.loss_type == "gmpo" and self.top_entropy_quantile < 1:
             raise ValueError(
-                f"top_entropy_quantile is {self.top_entropy_quantile}, but loss_type 'gmpo' has one number per "
-                "completion, of which no tokens can be chosen: set top_entropy_quantile: 1.0, or another loss_type."
+                f"top_entropy_quantile is {self.top_entropy_quantile}, but loss_type 'gmpo' has one ratio per "
+                "completion, the mean of all its tokens: set top_entropy_quantile: 1.0, or another loss_type."
             )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ValueError(
@@ -210,7 +213,9 @@ class ReferenceKnobs:
 
     beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/reference.md.")
     use_bias_correction_kl: bool = knob(
-        True, "Multiply the KL term by the importance ratio: its gradient is then unbiased."
+        True,
+        "Multiply the KL term by the token's importance ratio: its expected gradient is then that of the token's "
+        "reverse KL divergence.",
     )
     sync_ref_model: bool = knob(
         False, "Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."

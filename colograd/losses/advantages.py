@@ -15,8 +15,8 @@ from ..rewards import weighted_sum
 
 # TRL's constant: keeps a group of nearly equal rewards from being blown up.
 STD_EPSILON = 1e-4
-# Normalised rewards that cancel leave rounding errors of float64; smaller sums are zero.
-CANCELLED = 1e-12
+# Normalised float32 rewards that cancel leave their rounding: sums up to this, by the weights, are no difference.
+CANCELLED = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,9 @@ def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Ten
         if judged.any():
             normal = (column - column[judged].mean()) / (group_std(column) + STD_EPSILON)
             total += weight * torch.where(judged, normal, 0.0)
-    noise = CANCELLED * sum(abs(weight) for weight in weights)
-    return torch.where(total.abs() > noise, total, 0.0).to(rewards.dtype)
+    if total.abs().max() <= CANCELLED * sum(map(abs, weights)):
+        total.zero_()
+    return total.to(rewards.dtype)
 
 
 def group_std(rewards: torch.Tensor) -> torch.Tensor:

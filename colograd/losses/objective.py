@@ -12,7 +12,18 @@ from ..batch import UNTAUGHT, LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
 from ..policy.routing import Routing
 from .mismatch import Bounds, observe
-from .token_losses import Extremes, Means, TokenLoss, Tokens, find_loss, per_sequence_sum, sequence_mean_weights
+from .token_losses import (
+    MOST_LOG_RATIO,
+    Extremes,
+    Means,
+    TokenLoss,
+    Tokens,
+    bounded_exp,
+    completion_mean,
+    find_loss,
+    per_sequence_sum,
+    sequence_mean_weights,
+)
 
 QUANTILE_LIMIT = 2**24  # of numbers, where torch.quantile gives up
 DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # by `distillation_kl`
@@ -44,7 +55,7 @@ class SamplerCorrection:
         difference = known(trainer - batch.sampler_logprobs, batch)
         if self.per_sequence:
             difference = per_sequence_sum(difference, batch)[batch.sequence]
-        ratio = difference.exp()
+        ratio = bounded_exp(difference)
         if self.mode.endswith("truncate"):
             return ratio.clamp(min=self.low, max=self.high)
         return ratio.masked_fill(self.bounds.outside(ratio), 0.0)
@@ -71,7 +82,7 @@ class Objective:
     off_policy_threshold: float | None = None  # DeepSeek-V3.2, arXiv 2512.02556, eq. 9
     top_entropy_quantile: float = 1.0  # Beyond the 80/20 Rule, arXiv 2506.01939; 1: all tokens
     beta: float = 0.0
-    unbiased_kl: bool = True  # the KL term times the ratio: DeepSeek-V3.2, likewise
+    unbiased_kl: bool = True  # the KL term times the token's own ratio: DeepSeek-V3.2, likewise
     entropy_bonus: bool = False
     distillation_weight: float = 0.0  # of the teacher's term; 0: there is no teacher
     divergence_of: str = ""  # the rows' field of which a divergence is made; empty: the term is a part of the advantage
@@ -178,13 +189,12 @@ class Objective:
         return LossOutput(loss, sums, minima, maxima)
 
     def _tokens(self, logprobs: torch.Tensor, old: torch.Tensor, batch: MicroBatch) -> Tokens:
-        # What another wrote may be so unlikely that a ratio overflows, and 0 * inf would spoil the sum.
+        # A tool's token may be so unlikely that its log-ratio would move a completion's mean.
         log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
-        of_level = log_ratio
-        if self.level == "sequence":
-            of_level = per_sequence_sum(log_ratio * sequence_mean_weights(batch), batch)[batch.sequence]
+        of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
+        of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
         correction = None if self.correction is None else self.correction.weights(old, batch)
-        return Tokens(logprobs, log_ratio, of_level.exp(), correction, self.level == "sequence", batch)
+        return Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
 
     def _taught(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with log teacher - log pi_old of each token in its advantage: on average over what the policy
@@ -210,12 +220,17 @@ class Objective:
         return (entropy >= threshold).to(batch.loss_mask.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:
-        """(N,) the estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable."""
+        """(N,) the estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable.
+
+        Times the token's own ratio, whatever `level` is, its expected gradient is the divergence's. Only the side of
+        the logarithm that can overflow is bounded: the other one holds a policy that the reference finds impossible.
+        """
         reference = tokens.batch.ref_logprobs
         assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
         difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
+        difference = difference.clamp(max=MOST_LOG_RATIO)
         kl = difference.exp() - difference - 1
-        return kl * tokens.ratio if self.unbiased_kl else kl
+        return kl * tokens.token_ratio if self.unbiased_kl else kl
 
     @torch.no_grad()
     def _observe(

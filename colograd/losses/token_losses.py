@@ -23,6 +23,7 @@ from ..runtime.importing import find_object
 Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
 Extremes = dict[str, torch.Tensor]
 MOST_WEIGHT = 20.0  # of a token in DPPO, as in its authors' code
+MOST_LOG_RATIO = 20.0  # nats: beyond 88 a float32 ratio is infinite, and its gradient NaN. verl and OpenRLHF have it too
 
 
 def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -36,6 +37,20 @@ def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
     return batch.loss_mask / lengths[batch.sequence]
 
 
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The ratio of its logarithm, which is bounded by +-20; beyond them there is no gradient."""
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+
+
+def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """(N,) -> (N,): the mean over each completion's tokens in the loss. The gradient of a token's entry is its own
+    value's, so that it answers for its own advantage (GSPO-token, arXiv 2507.18071, eq. 14); where a completion's
+    advantages and weights are equal, the sum has the gradient of the mean.
+    """
+    mean = per_sequence_sum(values.detach() * sequence_mean_weights(batch), batch)[batch.sequence]
+    return mean + (values - values.detach())
+
+
 def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -> torch.Tensor:
     """`torch.where` of numbers, which are made on the device: for copies the host would wait."""
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
@@ -47,7 +62,8 @@ class Tokens:
 
     logprobs: torch.Tensor  # (N,) log pi, nats, differentiable
     log_ratio: torch.Tensor  # (N,) log pi / pi_old of the token, differentiable; 0 outside the loss
-    ratio: torch.Tensor  # (N,) pi / pi_old at `importance_sampling_level`, differentiable
+    token_ratio: torch.Tensor  # (N,) exp of it, bounded, differentiable
+    ratio: torch.Tensor  # (N,) pi / pi_old at `importance_sampling_level`, with each token's own gradient
     correction: torch.Tensor | None  # (N,) pi_old / sampler, bounded, a constant; None: it is off
     per_sequence: bool  # whether `ratio` is one number per completion
     batch: MicroBatch
@@ -198,7 +214,7 @@ class GMPOLoss(OverCompletions):
     """The geometric mean of a completion's ratios (GMPO, arXiv 2507.20673, eq. 4): -exp(mean of log ratios) * A.
 
     Each log ratio is clipped by itself, above ``epsilon_high`` where A > 0, below -``epsilon`` elsewhere: bounds of
-    logarithms, 0.4 in the paper.
+    logarithms, 0.4 in the paper. The paper has one advantage per completion; several go as in `completion_mean`.
     """
 
     epsilon: float
@@ -210,8 +226,7 @@ class GMPOLoss(OverCompletions):
             tokens.log_ratio.clamp(max=self.epsilon_high),
             tokens.log_ratio.clamp(min=-self.epsilon),
         )
-        mean = per_sequence_sum(clipped * sequence_mean_weights(tokens.batch), tokens.batch)
-        return -mean.exp()[tokens.batch.sequence] * tokens.advantages
+        return -bounded_exp(completion_mean(clipped, tokens.batch)) * tokens.advantages
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
         return clip_ratios(tokens, tokens.log_ratio < -self.epsilon, tokens.log_ratio > self.epsilon_high)
@@ -234,8 +249,8 @@ class CISPOLoss(TokenLoss):
         return -tokens.ratio.detach().clamp(max=self.epsilon_high) * tokens.advantages * tokens.logprobs
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        clipped = (tokens.ratio > self.epsilon_high) & (tokens.advantages > 0)
-        return {"cispo_clip_ratio": tokens.mean(clipped.to(tokens.ratio.dtype))}, {}, {}
+        clipped = (tokens.ratio > self.epsilon_high).to(tokens.ratio.dtype)
+        return {"cispo_clip_ratio": tokens.mean(clipped)}, {}, {}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .functions import RewardError, RewardFunction
 from .turns import JUDGED, Turns, split_turns
 
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # by the terms' size: of rewards, weights and the sum, twice
 # Metrics of the trainer's own: their names, and what comes before the slash.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
@@ -215,7 +216,20 @@ def _value_and_type(value: Any) -> str:
 
 
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """[G, R] rewards and R weights -> [G] float32: the sum over the functions that didn't abstain, NaN if all did."""
+    """Sum a group's rewards [G, R] by R weights, over the functions that didn't abstain.
+
+    Totals that differ by the rounding of float32 rewards alone become equal: 0.6 + 0.1 is 0.7. Otherwise the group would
+    train on that rounding, which advantages divide by its own deviation.
+
+    Returns:
+        [G] float32, NaN where all functions abstained.
+    """
     weights_R = torch.as_tensor(weights, dtype=torch.float32, device=rewards.device)
-    total = (rewards * weights_R).nansum(dim=1)
-    return torch.where(rewards.isnan().all(dim=1), torch.full_like(total, math.nan), total)
+    terms = rewards.double() * weights_R.double()
+    total = terms.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+    judged = total[~total.isnan()]
+    if terms.shape[1] > 1 and len(judged):
+        rounding = ROUNDING * terms.abs().nansum(dim=1).max()
+        if judged.max() - judged.min() <= rounding:
+            total = torch.where(total.isnan(), total, judged.mean())
+    return total.float()
