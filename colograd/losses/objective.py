@@ -222,15 +222,17 @@ class Objective:
     def _kl(self, tokens: Tokens) -> torch.Tensor:
         """(N,) the estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable.
 
-        Times the token's own ratio, whatever `level` is, its expected gradient is the divergence's. Only the side of
-        the logarithm that can overflow is bounded: the other one holds a policy that the reference finds impossible.
+        Multiplied by the token's own ratio, at either level, its expected gradient is the divergence's. A token that
+        the policy finds e^20 times less likely than the reference has no gradient, where k3 would overflow.
         """
         reference = tokens.batch.ref_logprobs
         assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
         difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
-        difference = difference.clamp(max=MOST_LOG_RATIO)
-        kl = difference.exp() - difference - 1
-        return kl * tokens.token_ratio if self.unbiased_kl else kl
+        bounded = difference.clamp(max=MOST_LOG_RATIO)
+        kl = bounded.exp() - bounded - 1
+        if not self.unbiased_kl:
+            return kl
+        return kl * tokens.token_ratio.where(difference <= MOST_LOG_RATIO, tokens.token_ratio.detach())
 
     @torch.no_grad()
     def _observe(
