@@ -55,6 +55,7 @@ METRIC_NOTES = {
     "completions/mean_terminated_length": "Left out where none ended (TRL logs 0)",
     "completions/min_terminated_length": "Left out where none ended (TRL logs 0)",
     "completions/max_terminated_length": "Left out where none ended (TRL logs 0)",
+    "cispo_clip_ratio": "Of all tokens; TRL counts only those with a positive advantage",
     "aux_loss": "Of micro-batches, by their tokens; also where its coefficient is 0",
     "step_time": "The whole step; `time/*` are its phases",
 }
@@ -160,7 +161,11 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
 - **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
-  per micro-batch, is `dapo` here. [losses.md](losses.md) has the rest of what differs.
+  per micro-batch, is `dapo` here.
+- **One ratio per completion** (`importance_sampling_level: sequence`): a token's gradient is weighted by its own
+  advantage, and the KL term (`use_bias_correction_kl`) has the token's own ratio. TRL averages advantages per token
+  over the completion, and has the completion's ratio in the KL term. Ratios are bounded by e^20; TRL bounds none.
+  [losses.md](losses.md#where-trl-differs) has the rest of what differs.
 - **A generation of several steps** (`steps_per_generation` beyond `gradient_accumulation_steps`) is split into steps of
   whole groups; TRL shuffles its completions among them.
 - **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count

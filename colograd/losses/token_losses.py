@@ -23,7 +23,9 @@ from ..runtime.importing import find_object
 Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
 Extremes = dict[str, torch.Tensor]
 MOST_WEIGHT = 20.0  # of a token in DPPO, as in its authors' code
-MOST_LOG_RATIO = 20.0  # nats: beyond 88 a float32 ratio is infinite, and its gradient NaN. verl and OpenRLHF have it too
+MOST_LOG_RATIO = (
+    20.0  # nats: beyond 88 a float32 ratio is infinite, and its gradient NaN. verl and OpenRLHF have it too
+)
 
 
 def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -62,7 +64,7 @@ class Tokens:
 
     logprobs: torch.Tensor  # (N,) log pi, nats, differentiable
     log_ratio: torch.Tensor  # (N,) log pi / pi_old of the token, differentiable; 0 outside the loss
-    token_ratio: torch.Tensor  # (N,) exp of it, bounded, differentiable
+    token_ratio: torch.Tensor  # (N,) pi / pi_old of the token, bounded, differentiable
     ratio: torch.Tensor  # (N,) pi / pi_old at `importance_sampling_level`, with each token's own gradient
     correction: torch.Tensor | None  # (N,) pi_old / sampler, bounded, a constant; None: it is off
     per_sequence: bool  # whether `ratio` is one number per completion

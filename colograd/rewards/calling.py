@@ -218,8 +218,8 @@ def _value_and_type(value: Any) -> str:
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
     """Sum a group's rewards [G, R] by R weights, over the functions that didn't abstain.
 
-    Totals that differ by the rounding of float32 rewards alone become equal: 0.6 + 0.1 is 0.7. Otherwise the group would
-    train on that rounding, which advantages divide by its own deviation.
+    Totals that differ by the rounding of float32 rewards alone become equal: 0.6 + 0.1 is 0.7. Otherwise a group would
+    train on that rounding, which its advantages divide by its own deviation.
 
     Returns:
         [G] float32, NaN where all functions abstained.

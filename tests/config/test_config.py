@@ -574,7 +574,7 @@ def test_settings_of_torchs_loader_are_said_to_have_no_effect() -> None:
         ({"loss_type": "vespo"}, "vllm_importance_sampling_mode is 'sequence_mask', but loss_type 'vespo'"),
         ({"importance_sampling_level": "sentence"}, "importance_sampling_level 'sentence' .*: choose one of token"),
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile is 1.5, but must be a share"),
-        ({"top_entropy_quantile": 0.5, "loss_type": "gmpo"}, "loss_type 'gmpo' has one number per completion"),
+        ({"top_entropy_quantile": 0.5, "loss_type": "gmpo"}, "loss_type 'gmpo' has one ratio per completion"),
         ({"entropy_coef_min": 2.0}, r"entropy_coef_min \(2.0\) must be at most entropy_coef_max \(1.0\)"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0, but must be positive"),
         ({"vespo_lambda_pos": -1.0}, "vespo_lambda_pos is -1.0, but must be at least 0"),
@@ -634,6 +634,10 @@ def test_kernels_are_checked(given: dict[str, Any], said: str) -> None:
                 "vllm_importance_sampling_mode": "token_mask",
             },
             ["token is meant for it"],
+        ),
+        (
+            {"loss_type": "dppo", "importance_sampling_level": "sequence", "beta": 0.1},
+            ["dppo has the tokens' own ratios, and so has its KL term"],
         ),
     ],
 )

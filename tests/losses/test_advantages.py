@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -22,7 +23,7 @@ from colograd.losses.advantages import (
 )
 from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
-from colograd.rewards import Ready
+from colograd.rewards import Ready, weighted_sum
 from colograd.rollout.rounds import sample_steps
 from colograd.rollout.stages import Stages
 from colograd.training.step_batches import trainable
@@ -207,14 +208,33 @@ def test_equal_rewards_give_exactly_zero_whatever_their_value(
     assert not estimator.of_group(torch.full((size, 1), value)).any()
 
 
+@pytest.mark.parametrize(
+    ("rewards", "weights"),
+    [
+        ([[0.6, 0.1], [0.7, 0.0]], (1.0, 1.0)),
+        ([[0.1, 0.2, NAN], [0.3, NAN, NAN], [0.0, 0.1, 0.2]], (1.0, 1.0, 1.0)),
+        ([[3.0, 1.0], [1.0, 1.6]], (0.3, 1.0)),
+        ([[1000.1, -1000.0], [0.1, 0.0]], (1.0, 1.0)),
+    ],
+)
+@pytest.mark.parametrize("estimator", ESTIMATORS[:-1])
+def test_equal_totals_give_exactly_no_advantage(
+    rewards: list[list[float]], weights: tuple[float, ...], estimator: AdvantageEstimator
+) -> None:
+    """0.6 + 0.1 is 0.7, though not in float32. Such a group isn't trained on."""
+    given = torch.tensor(rewards * 2)
+    estimator = dataclasses.replace(estimator, weights=weights)
+    assert not estimator.of_group(given).any()
+    assert weighted_sum(given, weights).unique().numel() == 1
+    given[0, 0] += 1e-3
+    assert estimator.of_group(given).any()
+
+
 def test_normalised_rewards_that_cancel_are_no_signal() -> None:
-    """One function likes what the other doesn't: what is left is the rounding of their means."""
-    liked = torch.tensor([1.0, 0.0, 0.0])
-    assert (
-        not AdvantageEstimator("group", "normalize_then_sum", "mean", (1.0, 1.0))
-        .of_group(torch.stack([liked, 1 - liked], 1))
-        .any()
-    )
+    """One function likes what the other doesn't: what is left is the rounding of the rewards and their means."""
+    estimator = AdvantageEstimator("group", "normalize_then_sum", "mean", (1.0, 1.0))
+    for liked in (torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.1, 0.2, 0.7])):
+        assert not estimator.of_group(torch.stack([liked, 1 - liked], 1)).any()
 
 
 def test_the_deviation_of_fewer_than_two_is_zero() -> None:

@@ -296,8 +296,6 @@ def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, t
         ({"teacher_model_name_or_path": {"a": "b"}, "distillation_kl": "exact"}, "with one teacher's logits"),
         ({"distillation_kl": "forward"}, "choose one of sampled, exact, top_k"),
         ({"distillation_kl": "top_k", "distillation_top_k": 0}, "distillation_top_k is 0"),
-        ({"loss_type": "gmpo"}, "loss_type is 'gmpo' and distillation_kl 'sampled'"),
-        ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "one ratio per completion"),
         ({"teacher_model_name_or_path": None, "offload_teacher": True}, "but there is no teacher"),
     ],
 )
