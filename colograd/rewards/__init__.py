@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .answers import number_in, text_of
 from .builtin import (
     BUILTIN_REWARDS,
     accuracy_reward,

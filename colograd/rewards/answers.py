@@ -14,6 +14,7 @@ _NUMBER = re.compile(
     r"(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"  # 1e-05
 )
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # keys of a message under which parsers put the thought
+_OTHERS = ("tool", "user")  # roles of messages that tools and environments wrote
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _HASHES_WITHIN = 300  # characters at a completion's end in which verl looks for the answer
 _FLOAT_TOLERANCE = Decimal("1e-12")  # relative; a float such as 0.1 + 0.2 isn't the decimal that it stands for
@@ -32,7 +33,7 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}
-    return _content_text(last.get("content")) if last.get("role", "assistant") == "assistant" else ""
+    return "" if last.get("role") in _OTHERS else _content_text(last.get("content"))
 
 
 def _content_text(content: Any) -> str:

@@ -112,7 +112,7 @@ def _are_joined(between: str) -> bool:
 
 
 def _readable(text: str) -> str:
-    """Return a text in which math-verify reads numbers such as 1e-05, the empty set, and an answer before a full stop."""
+    """Return a text without a full stop, and with numbers such as 1e-05 and the empty set as math-verify reads them."""
     text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
     return _EXPONENT.sub(_without_exponent, text)
 

@@ -80,10 +80,8 @@ def math_answer_reward(
         after_thinking(text_of(completion), within and not has_thought_apart(completion))
         for completion, within in zip(completions, begun, strict=True)
     ]
-    return [
-        None if (right := compare(text, expected, bare_numbers=True).right) is None else float(right)
-        for text, expected in zip(texts, expected_answer, strict=True)
-    ]
+    pairs = zip(texts, expected_answer, strict=True)
+    return [_reward_of(compare(text, expected, bare_numbers=True)) for text, expected in pairs]
 
 
 def _accuracy(
@@ -93,16 +91,20 @@ def _accuracy(
     golds, answers = [], []
     for text, expected in zip(texts, solution, strict=True):
         if text is None:
-            right, gold, answer = False, "[incomplete reasoning]", "[incomplete reasoning]"
+            verdict = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
         else:
-            right, gold, answer = compare(text, expected, bare_numbers=False)
-        rewards.append(None if right is None else float(right))
-        golds.append(gold)
-        answers.append(answer)
+            verdict = compare(text, expected, bare_numbers=False)
+        rewards.append(_reward_of(verdict))
+        golds.append(verdict.gold)
+        answers.append(verdict.answer)
     if log_extra is not None:
         for column, values in (("solution", list(solution)), ("gold_parsed", golds), ("answer_parsed", answers)):
             log_extra(column, values)
     return rewards
+
+
+def _reward_of(verdict: Verdict) -> float | None:
+    return None if verdict.right is None else float(verdict.right)
 
 
 def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
@@ -130,7 +132,7 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the process that judges for the process ``pid`` (a fork has one of its own), and the thread that drives it.
+    """Return the process that judges, and the thread that drives it; a fork of this process gets its own.
 
     Linux kills a child when the thread that started it ends, so this thread is none of the callers'.
     """

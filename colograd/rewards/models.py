@@ -113,8 +113,8 @@ class RewardModel:
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """Return rows of tokens as tensors, padded to the right with a token that the model takes for padding.
 
-        transformers' classifiers look for the last token that isn't padding. So a model that names no padding token gets
-        one that none of the rows has, as the end token, say, may be the last of a text.
+        transformers' classifiers look for the last token that isn't padding. So for a model that names no padding token
+        it is one that none of the rows has: the end token, for example, may be the last of a text.
         """
         padding = self._padding
         if padding is None:

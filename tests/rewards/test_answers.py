@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from reward_cases import own_ids
 
+from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.rewards import (
     Scorer,
@@ -193,12 +195,6 @@ def test_prompt_texts_are_what_the_model_read(monkeypatch) -> None:
     assert with_prompt_text(group, tokenizer).rollouts[0].columns == {"prompt_texts": "so?"}
 
 
-def own_ids(completion_ids: list[Any], completion_mask: list[Any], **kwargs: Any) -> list[float]:
-    assert isinstance(completion_mask[0], list)
-    pairs = zip(completion_ids, completion_mask, strict=True)
-    return [float(sum(token for token, own in zip(*pair, strict=True) if own)) for pair in pairs]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_rewards_see_which_ids_are_the_model_s(workers: int) -> None:
     scorer = Scorer(resolve_rewards([own_ids], None), workers)
@@ -220,8 +216,11 @@ def test_special_tokens_reach_rewards_where_asked_for() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
     ids = [*tokenizer.encode("<answer>4</answer>"), tokenizer.eos_token_id]
     group = group_of(ids, [1] * len(ids))
-    assert completion_texts(group, tokenizer) == ["4"]
-    assert completion_texts(group, tokenizer, skip_special_tokens=False) == ["<answer>4</answer>"]
+    for options, text in ((None, "4"), ({"skip_special_tokens": False}, "<answer>4</answer>")):
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(generation_kwargs=options), policy=SimpleNamespace(tokenizer=tokenizer)
+        )
+        assert GRPOTrainer.decode(trainer, group) == [text]  # type: ignore[arg-type]
 
 
 def test_built_in_rewards_need_no_torch() -> None:

@@ -148,6 +148,7 @@ def test_a_function_gets_trl_s_keywords() -> None:
         "prompts": ["2 + 2 ="] * 3,
         "completions": ["text 0", "text 1", "text 2"],
         "completion_ids": [[0], [0, 1], [0, 1, 2]],
+        "completion_mask": [[1], [1, 1], [1, 1, 1]],
         "trainer_state": state,
         "answer": ["4"] * 3,
         "tags": [["a"]] * 3,
