@@ -91,10 +91,11 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
 
 
 def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """1.0 where the number behind the completion's last ``####`` equals the column ``answer``, else 0.0 (verl's rule).
+    """1.0 where the number behind the completion's last ``####`` equals the column ``answer``, else 0.0.
 
-    As in verl, only the last 300 characters are read, and ``#### $5`` and ``#### 5.`` hold no number. ``answer`` is a
-    number or a text that ends in one, such as GSM8K's own answers. None where it holds no number.
+    As in verl, only the last 300 characters are read, and ``#### $5`` and ``#### 5.`` hold no number. Numbers are
+    compared, and not texts as in verl: ``#### 5.00`` is 5. ``answer`` is a number or a text that ends in one, such as
+    GSM8K's own answers. None where it holds no number.
     """
     pairs = zip(completions, answer, strict=True)
     return [_right_number(_number_behind_hashes(text_of(completion)), expected) for completion, expected in pairs]
