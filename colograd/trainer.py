@@ -38,6 +38,7 @@ from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
 from .rollout.carried_round import CarriedRounds
 from .rollout.sampler import Purpose, Sampler
+from .rollout.tool_format import completion_texts
 from .runtime import process
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
@@ -266,9 +267,9 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
-        """The completions' texts, for rewards and logs."""
-        ids = [list(rollout.completion_ids) for rollout in group.rollouts]
-        return self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        """Return the completions' texts, for rewards and logs."""
+        options: Any = self.args.generation_kwargs or {}
+        return completion_texts(group, self.policy.tokenizer, options.get("skip_special_tokens", True))
 
     # -- training
 

@@ -174,6 +174,9 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Rewards** are called for one group at a time. The signature is TRL's. A reward of NaN ends the run with the
   function's name, unless `reward_on_error: abstain` makes it an abstention, which it always is in TRL; `None` is one in
   both.
+- **Built-in rewards** have TRL's names. They read more forms of answers, and `get_soft_overlong_punishment` counts the
+  model's own tokens only ([rewards.md](rewards.md#built-in-functions)). The special tokens of a reward model's template
+  are read to the last one, even where the tokenizer pads with its end token.
 - **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
 - **Prompts that leave no room** for `max_completion_length` tokens in the context are dropped, and a line at start
   counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.

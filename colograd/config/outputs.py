@@ -80,7 +80,7 @@ class LogKnobs:
     log_completions_steps: int | None = knob(
         None, "Steps between two tables, printed and sent; default `logging_steps`."
     )
-    num_completions_to_print: int | None = knob(None, "Rows of the table; default all.")
+    num_completions_to_print: int | None = knob(None, "Rows of the printed table; default all, 0 prints none.")
     log_completions_hub_repo: str | None = knob(
         None, "A dataset on the Hub to which the files of `log_completions` go, every two minutes."
     )
@@ -115,7 +115,7 @@ class LogKnobs:
                 )
 
     def _check_logs(self) -> None:
-        at_least(self, 0, "report_groups")
+        at_least(self, 0, "report_groups", "num_completions_to_print")
         if self.log_completions_hub_repo is not None and not self.log_completions:
             raise ValueError(
                 f"log_completions_hub_repo is {self.log_completions_hub_repo!r}, but no completions are logged: set "

@@ -48,7 +48,8 @@ class SamplingKnobs:
     generation_kwargs: dict[str, Any] | str | None = knob(
         None,
         "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words` or `structured_outputs` (a mapping: "
-        "`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). Names of transformers (`do_sample: true`, say) may "
+        "`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: false` leaves tags that are "
+        "special tokens in the texts that rewards and logs get. Names of transformers (`do_sample: true`, say) may "
         "stay where they ask for what is done anyway.",
     )
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")

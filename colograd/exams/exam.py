@@ -12,13 +12,6 @@ from typing import Any
 SPEC = re.compile(r"(?P<name>[\w-]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?(=(?P<data>.+))?")
 
 
-def after_thinking(text: str) -> str:
-    """A completion without a reasoning model's ``<think>`` block; empty where the block has no end. (Where a template
-    begins it in the prompt, a completion that was cut off in it is taken for the answer.)"""
-    _, end, answer = text.rpartition("</think>")
-    return answer if end or "<think>" not in text else ""
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
     """An accuracy that was published, to compare with."""

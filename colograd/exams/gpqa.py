@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..rewards.answers import after_thinking
 from .competition_math import OPEN_R1, REASONING
-from .exam import Exam, Published, Question, after_thinking
+from .exam import Exam, Published, Question
 
 PROMPT = (
     "Answer the following multiple choice question. The last line of your response should be of the following format: "

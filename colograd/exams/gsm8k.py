@@ -10,7 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..rewards.answers import gsm8k_reward as reward
 from .exam import Exam, Published, Question
+
+__all__ = ["GSM8K", "ask", "check", "reward", "training_rows"]
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 ANSWER = re.compile(r"#### (-?[0-9.,]+)")
@@ -29,12 +32,6 @@ def ask(row: Mapping[str, Any], number: int) -> Question:
 def check(text: str, answer: str) -> bool:
     """Whether the number after the last ``####`` is the answer, written alike but for commas (so ``42.`` isn't 42)."""
     return _number(text[-LAST:]) == answer
-
-
-def reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
-    """`check` as a reward function, for rows of `training_rows`."""
-    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-    return [float(check(text, str(gold))) for text, gold in zip(texts, answer, strict=True)]
 
 
 def training_rows(path: str = "openai/gsm8k") -> Any:

@@ -91,7 +91,8 @@ class CompletionLog:
             texts = {TEXT: [row.completion for row in sent]}
             pictures = {IMAGES: [row.thumbnails for row in sent]} if self.images else {}
             self.trackers.table(key, columns(sent, names, self.images) | texts, pictures)
-        print_table(rows, names, title, config.num_completions_to_print, config.log_unique_prompts)
+        if config.num_completions_to_print != 0:
+            print_table(rows, names, title, config.num_completions_to_print, config.log_unique_prompts)
 
     def _rows(
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int

@@ -17,11 +17,14 @@ import torch
 
 from ..batch import Group
 from ..usercode.calls import place_of
-from ..usercode.worker_process import CallLog
+from ..usercode.worker_process import PER_TOKEN, CallLog
 from .functions import RewardError, RewardFunction
 from .turns import JUDGED, Turns, split_turns
 
-RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+RESERVED = (
+    "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",
+    "log_extra", "log_metric",
+)  # fmt: skip
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # by the terms' size: of rewards, weights and the sum, twice
 # Metrics of the trainer's own: their names, and what comes before the slash.
 OWN_METRICS = (
@@ -71,15 +74,16 @@ def keywords_for(
         for rollout, text in zip(group.rollouts, of_group, strict=True):
             row: dict[str, Any] = {name: copy.copy(group.example.get(name)) for name in columns}
             row |= {"completions": text, "completion_ids": rollout.completion_ids}
+            row["completion_mask"] = bytes(rollout.sampled.tolist())  # 1: the model wrote the token
             row |= {"prompts": prompt, **dict.fromkeys(own), **rollout.columns}
             if isinstance(prompt, list):
                 row["prompts"] = [dict(message) for message in row["prompts"]]
                 row["completions"] = copy.deepcopy([*rollout.messages] or [{"role": "assistant", "content": text}])
             rows.append(row)
-    names = ("prompts", "completions", "completion_ids", *columns, *own)
+    names = ("prompts", "completions", *PER_TOKEN, *columns, *own)
     keywords: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
-    if log is not None:  # a worker makes lists of them itself: on the way there they take 4 bytes per token
-        keywords["completion_ids"] = [list(ids) for ids in keywords["completion_ids"]]
+    if log is not None:  # a worker makes lists of them itself: on the way there they take 5 bytes per token
+        keywords |= {name: [list(values) for values in keywords[name]] for name in PER_TOKEN}
     keywords |= {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     parameters = parameters_of(reward.function).values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

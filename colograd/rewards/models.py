@@ -7,6 +7,7 @@ gain nothing, and large batches of similar lengths do: all that was sampled is s
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,7 +58,10 @@ def _is_model(item: Any) -> bool:
 
 
 class RewardModel:
-    """A reward function that is a model: its reward is the logit of the last token of prompt and completion.
+    """A reward function that is a model: its reward is the logit that it gives for prompt and completion alone.
+
+    That is the last token's. A checkpoint that names its padding token was trained to read the last token that isn't
+    one, and does so here: of a text that ends in that token, the one before.
 
     Conversations go through the tokenizer's chat template, with the run's ``chat_template_kwargs``; other prompts and
     completions are joined as they are. As in TRL 1.16 no special tokens are added, and rows are padded to the right.
@@ -79,14 +83,9 @@ class RewardModel:
         self.__name__ = path.rstrip("/").split("/")[-1] or shown
         _check_outputs(shown, getattr(settings, "num_labels", 1))
         self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(shown, path, config)
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        if self.tokenizer.pad_token_id is None:
-            raise ValueError(
-                f"The tokenizer of reward model {shown!r} has neither a padding nor an end token: set its pad_token."
-            )
-        if settings is not None:  # transformers' classifiers look for the last token that isn't padding
-            settings.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        self._settings: Any = None if settings is None else settings.get_text_config()
+        named = self.tokenizer.pad_token_id if settings is None else getattr(self._settings, "pad_token_id", None)
+        self._padding: int | None = None if named is None or named < 0 else named
         self.model = loaded.to(config.device).eval()
         self.device = config.device
         self.batch_tokens = BATCH_TOKENS.get(config.device.type, GPU_BATCH_TOKENS)
@@ -99,8 +98,7 @@ class RewardModel:
         lengths = [len(ids) for ids in rows["input_ids"]]
         rewards = [0.0] * len(texts)
         for batch in batches(lengths, self.batch_tokens):
-            taken = {name: [values[row] for row in batch] for name, values in rows.items()}
-            padded = self.tokenizer.pad(taken, padding_side="right", return_tensors="pt").to(self.device)
+            padded = self._padded({name: [values[row] for row in batch] for name, values in rows.items()})
             with torch.inference_mode():
                 logits = self.model(**padded).logits
             if logits.shape != (len(batch), 1):
@@ -111,6 +109,27 @@ class RewardModel:
             for row, reward in zip(batch, logits[:, 0].float().tolist(), strict=True):
                 rewards[row] = reward
         return rewards
+
+    def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
+        """Return rows of tokens as tensors, padded to the right with a token that the model takes for padding.
+
+        transformers' classifiers look for the last token that isn't padding. So for a model that names no padding token
+        it is one that none of the rows has: the end token, for example, may be the last of a text.
+        """
+        padding = self._padding
+        if padding is None:
+            used = {token for ids in rows["input_ids"] for token in ids}
+            padding = next(token for token in itertools.count() if token not in used)
+        if self._settings is not None:
+            self._settings.pad_token_id = padding
+        padded = {}
+        for name, values in rows.items():
+            tensors = [torch.tensor(row, dtype=torch.long) for row in values]
+            fill = padding if name == "input_ids" else 0
+            padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill).to(
+                self.device
+            )
+        return padded
 
     def _joined_text(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, list):

@@ -182,6 +182,7 @@ class Scorer:
         on_gpu: bool = False,
     ) -> None:
         self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
+        self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
         self.turns: dict[int, dict[str, list[Turns]]] = {}  # by position and function, until `take_turns`

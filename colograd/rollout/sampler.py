@@ -35,7 +35,7 @@ from .rounds import roll_out, sample_steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
 from .store import RewardedGroup, RolloutStore
-from .tool_format import with_messages
+from .tool_format import with_messages, with_prompt_text
 from .toolbox import Toolbox
 
 
@@ -329,6 +329,8 @@ class Sampler:
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
         """Start to score groups in one call of the reward functions, while the engine goes on decoding."""
         read = [with_messages(group, self.tokenizer) for group in groups]
+        if self.scorer.reads_prompt_texts:
+            read = [with_prompt_text(group, self.tokenizer) for group in read]
         texts = [self.hooks.decode(group) for group in groups]
         if self.completion_log is not None:
             self.completion_log.keep(groups, texts)

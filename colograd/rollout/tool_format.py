@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from ..batch import Group, ModelInput
+from ..batch import FinishReason, Group, ModelInput
 from ..data.images import ImageReader, with_images
 
 # How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
@@ -198,6 +198,25 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
             message = {"role": "assistant", **parsed[0], "content": parsed[0].get("content") or ""}
             rollout = dataclasses.replace(rollout, messages=(message,))
         rollouts.append(rollout)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = True) -> list[str]:
+    """Return the texts of a group's completions. The special token that ended one is in none of them."""
+    ids = [list(rollout.completion_ids) for rollout in group.rollouts]
+    if not skip_special_tokens:
+        special = {*tokenizer.all_special_ids}
+        ended = [rollout.finish_reason is FinishReason.STOP for rollout in group.rollouts]
+        ids = [own[:-1] if end and own and own[-1] in special else own for own, end in zip(ids, ended, strict=True)]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens)
+    return texts
+
+
+def with_prompt_text(group: Group, tokenizer: Any) -> Group:
+    """Return the group with the column ``prompt_texts`` for reward functions: the prompt as the model reads it, with
+    special tokens and the beginning of the answer that the chat template writes."""
+    text = tokenizer.decode(list(group.rollouts[0].prompt_ids), skip_special_tokens=False)
+    rollouts = (dataclasses.replace(each, columns={**each.columns, "prompt_texts": text}) for each in group.rollouts)
     return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 

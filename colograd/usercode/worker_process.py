@@ -30,6 +30,7 @@ from typing import Any
 
 # Folders whose frames stand between the trainer's and the user's in a traceback.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
+PER_TOKEN = ("completion_ids", "completion_mask")  # keywords of a reward function that come as arrays and bytes
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
@@ -105,8 +106,9 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
     log = CallLog()
     given_here = {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric} if is_reward else {}
     keywords |= {name: value for name, value in given_here.items() if name in keywords}
-    if is_reward and "completion_ids" in keywords:
-        keywords["completion_ids"] = [list(ids) for ids in keywords["completion_ids"]]
+    for name in PER_TOKEN if is_reward else ():
+        if name in keywords:
+            keywords[name] = [list(values) for values in keywords[name]]
     started = time.perf_counter()
     try:
         value = function(**keywords)

@@ -55,6 +55,7 @@ def test_an_agent_is_written_that_its_recipe_names(tmp_path: Path, monkeypatch) 
     [
         ("a.jsonl", '{"question": "q", "solution": "#### 12"}\n', "number", ["so 12", "12 or 13", "no"], [1, 0, 0]),
         ("a.json", '[{"question": "q", "solution": "paris"}]', "own", ["it is paris.", "parish", "no"], [1, 0, 0]),
+        ("a.jsonl", '{"question": "q", "solution": "#### 12"}\n', "number", ["so 12.0", "1,012", "12e3"], [1, 0, 0]),
         ("a.csv", "question,solution\nq,paris\n", "own", [[{"role": "a", "content": "paris"}]] * 3, [1, 1, 1]),
     ],
 )

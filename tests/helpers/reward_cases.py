@@ -20,6 +20,13 @@ def per_answer(session: list[list[dict[str, Any]]]) -> list[list[float]]:
     return [[float(number) for number, _ in enumerate(answers)] for answers in session]
 
 
+def own_ids(completion_ids: list[list[int]], completion_mask: list[list[int]], **kwargs: Any) -> list[float]:
+    """The sum of the model's own ids."""
+    assert isinstance(completion_mask[0], list)
+    pairs = zip(completion_ids, completion_mask, strict=True)
+    return [float(sum(token for token, own in zip(*pair, strict=True) if own)) for pair in pairs]
+
+
 def process_id(completions: list[str]) -> list[float]:
     return [float(os.getpid())] * len(completions)
 

@@ -96,6 +96,12 @@ def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(
     assert list(logged_steps(tmp_path)) == [5, 6], "an evaluation is no step"
     assert len(read_log(logged_steps(tmp_path)[6])[0]) == 6
 
+    quiet = completion_log.CompletionLog(tiny.config(tmp_path, **changes, num_completions_to_print=0), ["r"])
+    quiet.add_evaluation(step, lambda group: ["a", "b", "c"], state, "eval_quiet")  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "" and sent["eval_quiet_completions"] == [2]
+    with pytest.raises(ValueError, match="num_completions_to_print is -1, but must be at least 0"):
+        tiny.config(tmp_path, num_completions_to_print=-1)
+
 
 def test_show_prints_a_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3, 7):

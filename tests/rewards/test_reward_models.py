@@ -77,11 +77,27 @@ def trl_rewards(model: Any, tokenizer: Any, pairs: Any) -> list[float]:
 def test_the_rewards_are_trl_s(config, monkeypatch, family: str, pairs: Any) -> None:
     model, tokenizer = make_classifier(family), tiny.make_tokenizer()
     ours = RewardModel(model, tokenizer, config)
+    model.config.pad_token_id = tokenizer.pad_token_id  # as TRL's trainer has it
     expected = trl_rewards(model.eval(), tokenizer, pairs)
     assert len(set(expected)) == 4
     for tokens in (4096, 60, 1):  # in one batch, in two or three, one by one
         ours.batch_tokens = tokens
         assert ours(*zip(*pairs, strict=True)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["none", "end", "named"])
+def test_a_reward_is_the_model_s_for_the_text_alone(config, padding: str) -> None:
+    """Texts end in the end token, which may be the tokenizer's padding token, or the checkpoint's."""
+    model, tokenizer = make_classifier(), tiny.make_tokenizer()
+    tokenizer.pad_token = None if padding == "none" else tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.eos_token_id if padding == "named" else None
+    texts = [prompt + completion + tokenizer.eos_token for prompt, completion in PLAIN]
+    rows = [torch.tensor([tokenizer.encode(text, add_special_tokens=False)]) for text in texts]
+    assert all(row[0, -1] == tokenizer.eos_token_id for row in rows)
+    with torch.inference_mode():
+        expected = [model.eval()(row).logits.item() for row in rows]
+    ours = RewardModel(model, tokenizer, config)
+    assert ours([""] * len(texts), texts) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_batches_hold_rows_of_similar_lengths_within_the_budget() -> None:
@@ -127,9 +143,6 @@ def unusable(folder: Path, kind: str) -> tuple[Any, Any]:
     tokenizer = tiny.make_tokenizer()
     if kind == "two outputs":
         return make_classifier(labels=2), tokenizer
-    if kind == "no padding":
-        tokenizer.pad_token = tokenizer.eos_token = None
-        return make_classifier(), tokenizer
     if kind == "no tokenizer":
         return make_classifier(), None
     if kind == "no head":
@@ -145,7 +158,6 @@ def unusable(folder: Path, kind: str) -> tuple[Any, Any]:
         ("two outputs", "'Qwen2ForSequenceClassification' has num_labels 2, but a reward is one number"),
         ("folder of two outputs", "has num_labels 2, but a reward is one number"),
         ("no head", r"has no weights for score\\.weight: it wasn't trained to give rewards"),
-        ("no padding", "has neither a padding nor an end token: set its pad_token"),
         ("no tokenizer", "has no tokenizer .*: give it in reward_processing_classes"),
         ("nothing there", "can't be loaded .*: give a folder, a Hub id, or the import path of a function"),
     ],

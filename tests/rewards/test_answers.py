@@ -1,0 +1,228 @@
+"""Answers as the built-in rewards read them: hostile, badly written, in parts, from threads, as special tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from reward_cases import own_ids
+
+from colograd import GRPOTrainer
+from colograd.batch import FinishReason, Group, ModelInput, Rollout
+from colograd.rewards import (
+    Scorer,
+    accuracy_reward,
+    get_soft_overlong_punishment,
+    gsm8k_reward,
+    last_number,
+    math_answer_reward,
+    reasoning_accuracy_reward,
+    resolve_rewards,
+    think_format_reward,
+)
+from colograd.rollout.sampler import Sampler
+from colograd.rollout.tool_format import completion_texts, with_prompt_text
+
+ENDLESS = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}"
+
+
+def in_thread(function: Any, *arguments: Any) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_an_endless_expression_is_wrong_within_seconds() -> None:
+    accuracy_reward(["1"], ["1"])  # starts the process
+    logged: dict[str, list[Any]] = {}
+    started = time.monotonic()
+    assert in_thread(accuracy_reward, [ENDLESS, r"\boxed{4}"], ["$4$", "$4$"], logged.__setitem__) == [0.0, 1.0]
+    assert time.monotonic() - started < 30
+    assert logged["gold_parsed"] == ["4", "4"] and logged["answer_parsed"][0].startswith(r"\frac{5^{")
+
+
+def test_reasoning_without_end_is_logged_so() -> None:
+    logged: dict[str, list[Any]] = {}
+    reasoning_accuracy_reward(["no end", r"</think>\boxed{4}"], ["4", "4"], log_extra=logged.__setitem__)
+    assert logged["answer_parsed"] == ["[incomplete reasoning]", "4"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "expected"),
+    [
+        (r"\boxed{5}. That is wrong; so \boxed{42}", "42", 1.0),
+        (r"\boxed{5}. That is wrong; so \boxed{42}", "5,42", 0.0),
+        (r"$\boxed{1}$ and $\boxed{2}$", "1,2", 1.0),
+        (r"\boxed{\boxed{42}} and, cut off, \boxed{7", "42", 1.0),
+        (r"\fbox{42}", "42", 1.0),
+        (r"\boxed{42.}", "42", 1.0),
+        (r"\boxed{\varnothing}", r"\emptyset", 1.0),
+        (r"\boxed{\emptyset}", r"$\varnothing$", 1.0),
+        (r"\boxed{100000}", "1e5", 1.0),
+        (r"\boxed{100000}", 1e5, 1.0),
+        (r"\boxed{1.5e-3}", "0.0015", 1.0),
+        (r"\boxed{5}", 1e-5, 0.0),
+        (r"\boxed{16}", 1e16, 0.0),
+        (r"\boxed{0}", 1e-7, 0.0),
+        (r"\boxed{0.0000001}", "0", 0.0),
+        (r"\boxed{0.333333}", r"\frac13", 1.0),
+        (r"\boxed{\dfrac12}", r"$\frac{1}{2}$", 1.0),
+        (r"\boxed{1\frac12}", r"$\frac{3}{2}$", 1.0),
+        (r"\boxed{\frac{1}{\sqrt3}}", r"$\frac{\sqrt{3}}{3}$", 1.0),
+        (r"\boxed{x+1}", "x+1", 1.0),
+        (r"\boxed{1}", "x+1", 0.0),
+        (r"\boxed{18.90}", r"\$18.90", 1.0),
+        (r"\boxed{72}", "It is $48/2 = $24.\n#### 72", 1.0),
+        (r"\boxed{\text{None}}", None, None),
+        (r"\boxed{\text{nan}}", float("nan"), None),
+        (None, "42", 0.0),
+    ],
+)
+def test_mathematical_answers_are_read_as_written(completion: Any, solution: Any, expected: float | None) -> None:
+    messages = [{"role": "assistant", "content": completion}]
+    assert accuracy_reward([messages], [solution]) == [expected]
+    assert in_thread(math_answer_reward, [messages], [solution]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("5", 1e-5, 0.0),
+        ("16", 1e16, 0.0),
+        ("1e-5", 1e-5, 1.0),
+        ("10,000,000,000,000,000", 1e16, 1.0),
+        ("0.3", 0.1 + 0.2, 1.0),
+        ("1000000000", 1000000001.0, 0.0),
+        ("0", 1e-5, 0.0),
+        ("5", None, None),
+        ("5", float("nan"), None),
+        (None, 5, 0.0),
+    ],
+)
+def test_last_number_reads_numbers_as_numbers(completion: Any, answer: Any, expected: float | None) -> None:
+    assert last_number([[{"role": "assistant", "content": completion}]], [answer]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("#### 72", 72.0, 1.0),
+        ("#### 72.00", 72, 1.0),
+        ("#### 1000", "1,000", 1.0),
+        ("#### 1,000", 1000, 1.0),
+        ("#### 72", "48 + 24 = <<48+24=72>>72\n#### 72", 1.0),
+        ("#### 7", "#### 72", 0.0),
+        ("72", "72", 0.0),
+        ("#### 72.", "72", 0.0),  # as in verl
+        ("#### $72", "72", 0.0),
+        ("#### 72" + " " * 300, "72", 0.0),
+        ("#### 72", None, None),
+        ("#### None", "None", None),
+    ],
+)
+def test_gsm8k_answers_are_read_as_numbers(completion: str, answer: Any, expected: float | None) -> None:
+    assert gsm8k_reward([completion], [answer]) == [expected]
+
+
+def test_parts_of_a_content_are_one_text() -> None:
+    parts = [{"type": "text", "text": "<think>a</think>#### 4"}, {"type": "image"}, {"type": "text", "text": "2"}]
+    talk = [{"role": "assistant", "content": parts}]
+    assert last_number([talk], [42]) == gsm8k_reward([talk], [42]) == math_answer_reward([talk], ["42"]) == [1.0]
+    assert think_format_reward([talk]) == [1.0]
+
+
+@pytest.mark.parametrize("content", [None, [], ""])
+def test_an_empty_content_is_no_answer(content: Any) -> None:
+    talk = [{"role": "assistant", "content": content}]
+    for function in (last_number, gsm8k_reward, accuracy_reward, reasoning_accuracy_reward, math_answer_reward):
+        assert function([talk], ["42"]) == [0.0]
+    assert think_format_reward([talk]) == [0.0]
+
+
+def test_a_tool_s_last_word_is_no_answer() -> None:
+    talk = [{"role": "assistant", "content": "wait"}, {"role": "tool", "content": "#### 42"}]
+    assert last_number([talk], [42]) == gsm8k_reward([talk], [42]) == [0.0]
+
+
+BEGUN = "<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "expected"),
+    [
+        ("a</think>b", BEGUN, 1.0),
+        ("a</think>b", "<|im_start|>assistant\n", 0.0),
+        ("<think>a</think>b", BEGUN, 0.0),
+        ("a, cut off", BEGUN, 0.0),
+        ("<think>a</think>b", BEGUN + "\n</think>\n\n", 1.0),
+    ],
+)
+def test_a_thought_may_begin_in_the_prompt(text: str, prompt: str, expected: float) -> None:
+    assert think_format_reward([text], prompt_texts=[prompt]) == [expected]
+
+
+def test_an_answer_inside_a_begun_thought_does_not_count() -> None:
+    texts = [r"\boxed{4}, wait", r"5</think>\boxed{4}"]
+    assert math_answer_reward(texts, ["4", "4"], prompt_texts=[BEGUN] * 2) == [0.0, 1.0]
+    apart = [{"role": "assistant", "reasoning_content": "5", "content": r"\boxed{4}"}]
+    assert math_answer_reward([apart], ["4"], prompt_texts=[BEGUN]) == think_format_reward([apart]) == [1.0]
+
+
+def group_of(ids: list[int], mask: list[int], prompt: list[int] | None = None) -> Group:
+    rollout = Rollout(
+        ModelInput(tuple(prompt or (1,))), ids, torch.zeros(len(ids)), torch.tensor(mask).bool(), FinishReason.STOP, 0
+    )
+    return Group({"prompt": [{"role": "user", "content": "so?"}]}, (rollout,), 0)
+
+
+def test_prompt_texts_are_what_the_model_read(monkeypatch) -> None:
+    tokenizer = tiny.make_tokenizer()
+    scorer = Scorer(resolve_rewards([think_format_reward], None))
+    hooks = SimpleNamespace(decode=lambda group: completion_texts(group, tokenizer), state=None)
+    sampler = SimpleNamespace(tokenizer=tokenizer, hooks=hooks, completion_log=None, scorer=scorer)
+    for prompt, expected in ((BEGUN, 1.0), ("so?", 0.0)):
+        group = group_of(tokenizer.encode("a</think>b"), [1] * 10, tokenizer.encode(prompt))
+        assert Sampler.begin_scoring(sampler, [group]).result().tolist() == [[expected]]  # type: ignore[arg-type]
+    assert with_prompt_text(group, tokenizer).rollouts[0].columns == {"prompt_texts": "so?"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rewards_see_which_ids_are_the_model_s(workers: int) -> None:
+    scorer = Scorer(resolve_rewards([own_ids], None), workers)
+    try:
+        assert scorer.submit([group_of([5, 100, 7], [1, 0, 1])], [["text"]]).result().tolist() == [[12.0]]
+    finally:
+        scorer.close()
+
+
+def test_soft_overlong_punishment_counts_own_tokens() -> None:
+    function = get_soft_overlong_punishment(max_completion_len=512, soft_punish_cache=128)
+    mask = [1] * 100 + [0] * 380
+    assert function(completion_ids=[[0] * 480]) == [-0.75]
+    assert function(completion_ids=[[0] * 480], completion_mask=[mask]) == [0.0]
+
+
+def test_special_tokens_reach_rewards_where_asked_for() -> None:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    ids = [*tokenizer.encode("<answer>4</answer>"), tokenizer.eos_token_id]
+    group = group_of(ids, [1] * len(ids))
+    for options, text in ((None, "4"), ({"skip_special_tokens": False}, "<answer>4</answer>")):
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(generation_kwargs=options), policy=SimpleNamespace(tokenizer=tokenizer)
+        )
+        assert GRPOTrainer.decode(trainer, group) == [text]  # type: ignore[arg-type]
+
+
+def test_built_in_rewards_need_no_torch() -> None:
+    script = "import sys, colograd.rewards as r; r.last_number(['1'], [1]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
