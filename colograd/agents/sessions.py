@@ -34,6 +34,7 @@ from ..rollout.failures import FAILURE
 from ..rollout.session_log import SessionLog
 from ..usercode.calls import Outcome, place_in
 from ..usercode.programs import CommandProgram, FunctionProgram, Program
+from ..usercode.untrusted import clean
 from .context import ChatFormat
 from .decoding import Decoder, WorkQueue
 from .endpoint import Endpoint
@@ -307,7 +308,10 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         line, traceback = outcome.value
         place = place_in(traceback)
         return none, f"it raised {line}{f' ({place})' if place else ''}. Its traceback:\n{traceback}"
-    value = outcome.value
+    try:
+        value = clean(outcome.value)
+    except ValueError as error:
+        return none, f"it returned a value whose {error}."
     further = {}
     if isinstance(value, Mapping):
         further = {str(name): each for name, each in value.items() if name != "reward"}
@@ -316,12 +320,16 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         return none, f"it returned {taken.pop()!r}, which is the trainer's own name: rename it."
     if value is None:
         return {**none, **further}, ""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    try:
+        reward = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        reward = math.nan
+    if not math.isfinite(reward):
         return none, (
             f"it returned {reprlib.repr(value)}, but must return a finite number (the reward), None (reward functions "
             "decide), or a dict with `reward` and columns for them."
         )
-    return {REWARD: float(value), **further}, ""
+    return {REWARD: reward, **further}, ""
 
 
 def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .calls import Outcome, raised_outcome
+from .untrusted import parse_json
 
 STARTER = Path(__file__).with_name("command_process.py")
 MOST_OUTPUT = 2**20  # bytes that are kept of what a command prints
@@ -109,7 +110,7 @@ class CommandProgram:
             return
         lines = printed.strip().splitlines()
         try:
-            value = json.loads(lines[-1]) if lines else None
+            value = parse_json(lines[-1]) if lines else None
         except ValueError:
             value = None
         self.future.set_result(Outcome("value", value, seconds))
