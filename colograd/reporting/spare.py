@@ -34,7 +34,7 @@ class Spare:
 
 
 def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
-    """Let no error of transformers' own trackers (a full disk, a lost connection) end the run once they have started."""
+    """Let no error of transformers' own trackers (a full disk, say) end the run once they have started."""
     for callback in callbacks:
         if not type(callback).__module__.startswith("transformers.integrations"):
             continue

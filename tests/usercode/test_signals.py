@@ -89,6 +89,8 @@ def test_commands_get_the_usual_signals() -> None:
 
 
 def test_a_terminated_model_program_runs_again() -> None:
-    first = "import os, signal\nif not os.path.exists('x'):\n    open('x', 'w')\n    os.kill(os.getpid(), signal.SIGTERM)"
+    first = (
+        "import os, signal\nif not os.path.exists('x'):\n    open('x', 'w')\n    os.kill(os.getpid(), signal.SIGTERM)"
+    )
     assert run_python(first, 60).passed
     assert not run_python("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", 60).passed
