@@ -44,7 +44,7 @@ from .turn_rewards import problem_with
 
 POLL = 0.05  # seconds between two looks at the clock while no session asks anything
 REWARD = "agent_reward"  # a column of a rollout
-TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # a command's status; the second as shells return it
+TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # a command's status, and a shell's
 GIVEN = ("base_url", "api_key", "model", "row")  # what a function may take
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# What transformers calls of a tracker while a run goes on. Errors while a tracker starts are the user's to mend.
+# A tracker's methods that transformers calls during a run. Errors while a tracker starts are the user's to mend.
 EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
 
 

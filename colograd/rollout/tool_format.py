@@ -109,8 +109,8 @@ class ToolFormat:
         Args:
             messages: the tools' answers, in the order of the calls.
             own: the row's further arguments of the template.
-            last: the turn's last token; None: the template's end of a turn. The result is what the template writes
-                behind it: the end of a turn comes first where the model ended the turn otherwise.
+            last: the turn's last token; None: the template's end of a turn. The result continues
+                behind it: the template's end of a turn comes first where the model ended the turn otherwise.
 
         Raises:
             REFUSALS (see `data.images`): the processor takes no such images.

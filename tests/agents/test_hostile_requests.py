@@ -50,7 +50,7 @@ def api() -> ChatAPI:
 
 
 def responses(api: ChatAPI, wrote: str, requests: list[tuple[str, Any]], refuses: bool = True) -> list[httpx.Response]:
-    """Responses of one session, whose model writes the same text each time."""
+    """Responses of one session. Its model writes the same text each time."""
     form = ChatFormat(api.tokenizer, {}, [api.tokenizer.eos_token_id])
     sampling = Sampling(1, 64, 1.0, {})
     endpoint = Endpoint(api, Written(wrote), sampling, (0, "train"), CONTEXT, refuses)

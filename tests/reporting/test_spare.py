@@ -1,4 +1,4 @@
-"""No diagnosis ends training: what can't be written is one warning."""
+"""No diagnosis ends training: a file that can't be written is one warning."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def tokenizer() -> Any:
 
 
 class Parsing:
-    """A tokenizer whose parser returns anything."""
+    """A tokenizer with a parser that returns anything."""
 
     def __init__(self, tokenizer: Any, message: Any) -> None:
         self._tokenizer, self._message, self.response_schema = tokenizer, message, {}

@@ -1,4 +1,4 @@
-"""Signals to a whole job: what runs user code goes on until the trainer ends it, and dies with the trainer."""
+"""Signals to a whole job: processes of user code go on until the trainer ends them, and die with the trainer."""
 
 from __future__ import annotations
 
