@@ -120,7 +120,7 @@ bench: $(STAMP) model ## Time a training step by phase, then side by side with T
 	$(PY) tests/benchmarks/phases.py $(ARGS)
 	$(PY) tests/benchmarks/side_by_side.py --model $(MODEL) $(BENCH)
 
-gpu-check: $(STAMP) model ## All that wants a GPU, in 10 minutes after a warm-up: ARGS="--model M --minutes 20", or ARGS="--device cpu"
+gpu-check: $(STAMP) model ## All that wants a GPU, row by row; goes on where a call ended: ARGS="--model M --minutes 9.5", or ARGS="--device cpu"
 	$(PY) tests/benchmarks/gpu_check.py $(ARGS)
 
 records: $(STAMP) ## Published figures and ours beside them, on this GPU, into docs/records.md: ARGS="--only NAME"

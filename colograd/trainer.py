@@ -153,7 +153,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.completion_log = None
         if args.log_completions:
             images = task.policy.processor is not None
-            self.completion_log = CompletionLog(args, names, self.recorder.trackers, images)
+            self.completion_log = CompletionLog(args, names, self.recorder.trackers, images, self.console.warn)
         self.journal = store_of(args, task.rewards, task.agent, image_reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)

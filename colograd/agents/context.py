@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jinja2
+from ..usercode.untrusted import parse_json
 
 PROBE = "colograd-probe-7f3a"  # a content that no template has
 MARK = "Zq7mark"  # likewise
@@ -27,6 +27,10 @@ class UnreadableMessages(ValueError):
     """The chat template can't write these messages."""
 
 
+class TooLong(UnreadableMessages):
+    """They have more characters than could have room as tokens."""
+
+
 class Template(Protocol):
     """Of a tokenizer: its chat template, and texts to ids and back."""
 
@@ -36,6 +40,7 @@ class Template(Protocol):
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any: ...
     def encode(self, text: str, **kwargs: Any) -> list[int]: ...
     def decode(self, ids: list[int], **kwargs: Any) -> str: ...
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ class ChatFormat:
             text = self.tokenizer.apply_chat_template(
                 [*messages], tokenize=False, add_generation_prompt=begins, **given
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except Exception as error:  # whatever a template does with messages that it wasn't made for
             raise UnreadableMessages(
                 f"the chat template of {self.tokenizer.name_or_path} can't write these messages: "
                 f"{type(error).__name__}: {error}"
@@ -195,17 +200,22 @@ class SessionContexts:
         self.turns: list[Turn | None] = []  # None: of a request without messages
         self._by_key: dict[str, list[Turn]] = {}  # by the key of their messages
 
-    def context(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> Context:
+    def context(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
+    ) -> Context:
         """The ids of a request's messages.
 
         Args:
             arguments: of the template, ``tools`` among them.
+            most: characters that are tokenised.
 
         Raises:
-            UnreadableMessages: the template can't write them.
+            UnreadableMessages: the template can't write them, or they are too long.
         """
         written = [as_written(message) for message in messages]
         text = self.form.write(written, arguments)
+        if most is not None and len(text) > most:
+            raise TooLong(f"{len(text)} characters")
         keys = [_key(message) if message.get("role") == "assistant" else "" for message in written]
         known = [
             (len(begun), number)
@@ -361,7 +371,7 @@ def _parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
-        return json.loads(arguments) if arguments.strip() else {}
+        return parse_json(arguments) if arguments.strip() else {}
     except ValueError:
         return arguments
 

@@ -24,7 +24,8 @@ from ..engine.chat_api import BadRequest, Call, ChatAPI, Choice
 from ..engine.chat_stream import Stream
 from ..engine.protocol import Sampled
 from ..engine.sampling import Sampling, request_seed
-from .context import Context, UnreadableMessages
+from ..usercode.untrusted import CHARACTERS, parse_json
+from .context import Context, TooLong, UnreadableMessages
 from .decoding import Work, WorkQueue
 from .session import Session
 
@@ -175,28 +176,43 @@ class Endpoint:
 
     def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
         """The ids that the model reads, of each prompt."""
-        if call.messages is None:
-            found = [
-                prompt if isinstance(prompt, list) else session.form.tokenizer.encode(prompt) for prompt in call.prompts
-            ]
-            pairs: list[tuple[list[int], Context | None]] = [(ids, None) for ids in found]
-        else:
-            try:
-                context = session.contexts.context(call.messages, call.arguments)
-            except UnreadableMessages as error:
-                raise BadRequest(str(error)) from None
-            pairs = [(context.ids, context)]
+        pairs: list[tuple[list[int], Context | None]]
+        try:
+            if call.messages is None:
+                pairs = [(self._prompt_ids(session, prompt), None) for prompt in call.prompts]
+            else:
+                context = session.contexts.context(call.messages, call.arguments, CHARACTERS * self.context)
+                pairs = [(context.ids, context)]
+        except TooLong as error:
+            raise self._too_long(str(error)) from None
+        except (BadRequest, UnreadableMessages) as error:
+            raise BadRequest(str(error)) from None
+        except Exception as error:  # whatever comes of messages of another shape
+            raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
         for ids, _ in pairs:
             if not ids:
                 raise BadRequest("the prompt has no tokens.")
             if len(ids) >= self.context:
-                raise BadRequest(
-                    f"the prompt has {len(ids)} tokens, but the context has {self.context}, of which one is to be "
-                    "written: shorten it (or raise vllm_max_model_length).",
-                    400,
-                    "context_length_exceeded",
-                )
+                raise self._too_long(f"{len(ids)} tokens")
         return pairs
+
+    def _too_long(self, length: str) -> BadRequest:
+        return BadRequest(
+            f"the prompt has {length}, but the context has {self.context} tokens, of which one is to be written: "
+            "shorten it (or raise vllm_max_model_length).",
+            400,
+            "context_length_exceeded",
+        )
+
+    def _prompt_ids(self, session: Session, prompt: str | list[int]) -> list[int]:
+        tokenizer = session.form.tokenizer
+        if isinstance(prompt, str):
+            if len(prompt) > CHARACTERS * self.context:
+                raise TooLong(f"{len(prompt)} characters")
+            return tokenizer.encode(prompt)
+        if strange := [token for token in prompt if not 0 <= token < len(tokenizer)]:
+            raise BadRequest(f"the prompt has the token {strange[0]}, but the tokenizer has {len(tokenizer)} tokens.")
+        return prompt
 
     def _work(self, session: Session, call: Call, ids: list[int]) -> Work:
         seed = request_seed(self._seed, session.prompt.position, f"{self._purpose}/{session.seed_text(ids)}")
@@ -250,8 +266,8 @@ async def _body(request: Request, most: int) -> Any:
         if len(found) > most:
             raise BadRequest(f"the request has more than {most} bytes.", 413, "too_large")
     try:
-        return json.loads(bytes(found))
-    except (ValueError, RecursionError) as error:
+        return parse_json(bytes(found), finite=True)
+    except ValueError as error:
         raise BadRequest(f"the body isn't JSON: {error}") from None
 
 

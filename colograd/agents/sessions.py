@@ -14,6 +14,7 @@ import os
 import reprlib
 import shlex
 import shutil
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from ..rollout.failures import FAILURE
 from ..rollout.session_log import SessionLog
 from ..usercode.calls import Outcome, place_in
 from ..usercode.programs import CommandProgram, FunctionProgram, Program
+from ..usercode.untrusted import clean
 from .context import ChatFormat
 from .decoding import Decoder, WorkQueue
 from .endpoint import Endpoint
@@ -42,6 +44,7 @@ from .turn_rewards import problem_with
 
 POLL = 0.05  # seconds between two looks at the clock while no session asks anything
 REWARD = "agent_reward"  # a column of a rollout
+TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # a command's status, and a shell's
 GIVEN = ("base_url", "api_key", "model", "row")  # what a function may take
 
 
@@ -194,6 +197,7 @@ class _RunningSessions:
         self._waiting: list[Session] = []
         self._running: list[_Running] = []
         self._over: dict[int, dict[int, Rollout]] = {}  # by the prompt's position, by the place in the group
+        self._again: set[tuple[int, int]] = set()  # sessions that run a second time
         self._size = 0
 
     @property
@@ -237,12 +241,29 @@ class _RunningSessions:
         self._running = [each for each in self._running if each not in ended]
         for each in ended:
             session, prompt = each.session, each.session.prompt
+            if self._runs_again(each):
+                continue
             done = self._over[prompt.position]
             done[session.index] = self._end(each)
             if self._log is not None:
                 self._log.add(prompt, session.index, done[session.index])
             if len(done) == self._size:
                 yield self._group(prompt)
+
+    def _runs_again(self, each: _Running) -> bool:
+        """Run a session anew, once, if SIGTERM ended its command: a scheduler may send it to all processes of a job."""
+        session, future = each.session, each.program.future
+        place = session.prompt.position, session.index
+        if not future.done() or place in self._again:
+            return False
+        outcome = future.result()
+        if outcome.kind != "died" or outcome.value[0] not in TERMINATED:
+            return False
+        self._again.add(place)
+        self.endpoint.close(session, "its program was terminated")
+        each.program.stop()
+        self._waiting.insert(0, Session(session.prompt, session.index, self.form, self.settings.limits))
+        return True
 
     def _end(self, each: _Running) -> Rollout:
         session, future = each.session, each.program.future
@@ -287,7 +308,10 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         line, traceback = outcome.value
         place = place_in(traceback)
         return none, f"it raised {line}{f' ({place})' if place else ''}. Its traceback:\n{traceback}"
-    value = outcome.value
+    try:
+        value = clean(outcome.value)
+    except ValueError as error:
+        return none, f"it returned a value whose {error}."
     further = {}
     if isinstance(value, Mapping):
         further = {str(name): each for name, each in value.items() if name != "reward"}
@@ -296,12 +320,16 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         return none, f"it returned {taken.pop()!r}, which is the trainer's own name: rename it."
     if value is None:
         return {**none, **further}, ""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    try:
+        reward = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        reward = math.nan
+    if not math.isfinite(reward):
         return none, (
             f"it returned {reprlib.repr(value)}, but must return a finite number (the reward), None (reward functions "
             "decide), or a dict with `reward` and columns for them."
         )
-    return {REWARD: float(value), **further}, ""
+    return {REWARD: reward, **further}, ""
 
 
 def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:

@@ -6,13 +6,13 @@ vLLM's parsers find the tool calls and the reasoning in what was sampled. Nothin
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..usercode.untrusted import clean, parse_json
 from .sampling import Sampling
 
 # Parameters of a request that change what would be sampled, with the values (beside None) at which they don't.
@@ -130,12 +130,22 @@ class ChatAPI:
         Raises:
             BadRequest: it isn't one, or asks for what isn't done.
         """
+        try:
+            return self._read(api, body, sampling)
+        except BadRequest:
+            raise
+        except Exception as error:  # whatever vLLM's models and parsers make of a malformed request
+            raise BadRequest(f"{type(error).__name__}: {error}") from None
+
+    def _read(self, api: str, body: Any, sampling: Sampling) -> Call:
         request = self._request(api, body)
         for name, neutral in UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value not in neutral:
                 raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't do: leave it out.")
-        n = getattr(request, "n", 1) or 1
+        n = 1 if (n := getattr(request, "n", None)) is None else n
+        if n < 1:
+            raise BadRequest(f"n is {n}, but must be at least 1.")
         fields = vars(request)  # reading its deprecated name would warn
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
@@ -208,8 +218,6 @@ class ChatAPI:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"][:4])
             raise BadRequest(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"{type(error).__name__}: {error}") from None
 
     def _parser_of(self, request: Any, arguments: Mapping[str, Any]) -> Any:
         return self._parser(self.tokenizer, request.tools, chat_template_kwargs=dict(arguments))
@@ -297,7 +305,7 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return message
+        return dict(clean(message))  # of a call's arguments that have surrogates as JSON's escapes, say
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
         """The body of a response that isn't streamed."""
@@ -441,7 +449,7 @@ def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 def _object(arguments: str) -> dict[str, Any]:
     try:
-        found = json.loads(arguments or "{}")
+        found = parse_json(arguments or "{}")
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}

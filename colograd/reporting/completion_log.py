@@ -17,13 +17,21 @@ from ..parallel.ranks import gather
 from .completion_table import chosen_rows, print_table
 from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
 from .group_views import as_utf8, completion_rows
+from .spare import Spare
 from .trackers import Trackers
 
 UPLOAD_MINUTES = 2  # as TRL
 
 
+PROBLEM = "log_completions: some completions can't be logged"
+
+
 class CompletionLog:
-    """Writes a file per step and per evaluation, and shows some of its rows."""
+    """Writes a file per step and per evaluation, and shows some of its rows.
+
+    Args:
+        warn: gets one line, once, if that isn't possible.
+    """
 
     def __init__(
         self,
@@ -31,7 +39,9 @@ class CompletionLog:
         reward_names: Sequence[str],
         trackers: Trackers | None = None,
         images: bool = False,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._spare = Spare(warn)
         self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
         self._texts: dict[int, list[bytes]] = {}  # of groups, by position, until they are logged
@@ -57,7 +67,9 @@ class CompletionLog:
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
             rows = self._rows(groups, decode, step)
-            if config.layout.is_main:
+            if not config.layout.is_main:
+                continue
+            with self._spare(PROBLEM):
                 write_log(str(config.output_dir), rows, self.names, step, images=self.images)
                 if (step - 1) % every == 0:
                     self._show(rows, f"Step {step}", "completions", self.names)
@@ -81,8 +93,9 @@ class CompletionLog:
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
         if self.config.layout.is_main and rows:
-            write_log(str(self.config.output_dir), rows, names, step, re.sub(r"[^\w.-]", "_", name), self.images)
-            self._show(rows, f"Step {step}, {name}", f"{name}_completions", names)
+            with self._spare(PROBLEM):
+                write_log(str(self.config.output_dir), rows, names, step, re.sub(r"[^\w.-]", "_", name), self.images)
+                self._show(rows, f"Step {step}, {name}", f"{name}_completions", names)
 
     def _show(self, rows: Sequence[CompletionRow], title: str, key: str, names: Sequence[str]) -> None:
         config = self.config
@@ -97,14 +110,18 @@ class CompletionLog:
     def _rows(
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
-        texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
-        parts = gather(completion_rows(groups, texts, step, self.images))
+        own: list[CompletionRow] = []
+        with self._spare(PROBLEM):  # not the exchange, in which all ranks meet
+            texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
+            own = completion_rows(groups, texts, step, self.images)
+        parts = gather(own)
         return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
     def close(self) -> None:
         if self._uploads is not None:
-            self._uploads.trigger().result()
-            self._uploads.stop()
+            with self._spare("log_completions_hub_repo: the last files aren't uploaded"):
+                self._uploads.trigger().result()
+                self._uploads.stop()
 
 
 def _start_uploads(folder: Path, config: GRPOConfig) -> Any:

@@ -83,10 +83,14 @@ def print_table(
     table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
     buffer = io.StringIO()
     Console(file=buffer, width=width, force_terminal=terminal).print(table)
-    # A log that can't encode a character must not end the run.
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(buffer.getvalue().encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.write(printable(buffer.getvalue()))
     sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """A text without the characters that standard output can't encode, which must not end a run."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="replace").decode(encoding)
 
 
 def terminal_width() -> int:

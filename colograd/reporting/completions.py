@@ -8,10 +8,11 @@ small pictures of prompts' images. Each row has its prompt's; parquet's dictiona
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,8 @@ from typing import Any, BinaryIO
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from ..usercode.untrusted import clean
 
 FOLDER = "completions"
 TEXT = "completion"  # the column of `CompletionRow.text`
@@ -80,6 +83,7 @@ def column_names(
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
     """Rows as columns, without the small pictures; texts as UTF-8."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
+    found["prompt"] = _storable(found["prompt"], functools.partial(json.dumps, default=str))
     if images:
         found[SIZES] = [list(row.sizes) for row in rows]
     extra = extra_names(rows)
@@ -91,12 +95,13 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: 
     return found
 
 
-def _storable(values: list[Any]) -> list[Any]:
-    """The values, or their texts where parquet has no type for them all."""
+def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
+    """The values, or their texts where parquet has no type for them all, or can't write it (an empty struct, say)."""
     try:
-        pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
-        return [None if value is None else str(value) for value in values]
+        values = [clean(value) for value in values]
+        pq.write_table(pa.table({"values": values}), pa.BufferOutputStream())
+    except Exception:  # Arrow's own, and those of other objects
+        return [None if value is None else clean(text(value)) for value in values]
     return values
 
 
@@ -121,10 +126,7 @@ def write_log(
     """
     data = columns(rows, reward_names, images)
     data[TEXT] = pa.array(data[TEXT], pa.string())
-    try:
-        table = pa.table(data)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        table = pa.table(data | {"prompt": [json.dumps(prompt) for prompt in data["prompt"]]})
+    table = pa.table(data)
     named: dict[bytes, Any] = {NAMES_KEY: list(reward_names), EXTRA_KEY: extra_names(rows)}
     if images:
         table = table.set_column(table.column_names.index(SIZES), SIZES, pa.array(data[SIZES], pa.list_(pa.string())))
@@ -134,11 +136,15 @@ def write_log(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}_{step:05d}.parquet"
     aside = path.with_suffix(".partial")
-    if images:
-        _write_with_images(table, rows, aside)
-    else:
-        pq.write_table(table, aside, row_group_size=ROWS, write_page_checksum=True)
-    os.replace(aside, path)
+    try:
+        if images:
+            _write_with_images(table, rows, aside)
+        else:
+            pq.write_table(table, aside, row_group_size=ROWS, write_page_checksum=True)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)  # a full disk has room again
+        raise
     return path
 
 

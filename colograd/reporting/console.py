@@ -5,6 +5,7 @@ Each line is also a record of the logger `colograd`, for log files and tests: hi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+
+from .completion_table import printable
 
 # The phases of a step in the order of the line, which leaves the short ones out; the rest of a step is `other`.
 PHASES = (
@@ -41,10 +44,11 @@ class Console(TrainerCallback):
         self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # when the last steps ended, and their numbers
 
     def say(self, line: str, level: int = logging.INFO) -> None:
-        """Print a line without tearing a bar, and log it."""
+        """Print a line without tearing a bar, and log it. Where nothing can be printed, it is logged alone."""
         if self.enabled:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a pipe that is closed
+                tqdm.write(printable(line), file=sys.stdout)
+                sys.stdout.flush()
             LOGGER.log(level, "%s", line, stacklevel=2)
 
     def warn(self, line: str) -> None:

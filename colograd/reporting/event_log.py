@@ -7,6 +7,7 @@ the file can't be written, one warning says so, and the run goes on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -42,7 +43,8 @@ class EventLog:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # some disks say only now that they are full
+                self._file.close()
             self._file = None
 
     def warn(self, error: OSError) -> None:

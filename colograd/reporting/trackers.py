@@ -15,8 +15,10 @@ import io
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from .spare import Spare
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 TRACES = 8  # of a step, at most
@@ -37,8 +39,7 @@ class Trackers:
         writer: Callable[[], Any] = lambda: None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._names, self._writer, self._warn = list(report_to), writer, warn
-        self._told = False
+        self._names, self._writer, self._spare = list(report_to), writer, Spare(warn)
         self._waiting: dict[str, Any] = {}  # for trackio
 
     def __bool__(self) -> bool:
@@ -117,15 +118,8 @@ class Trackers:
         else:
             self._waiting |= data
 
-    @contextmanager
-    def _sending(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # a tracker isn't worth a run
-            if not self._told:
-                self._told = True
-                line = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._warn(f"trackers: {name} didn't take all that was sent ({line}); said once")
+    def _sending(self, name: str) -> AbstractContextManager[None]:
+        return self._spare(f"trackers: {name} didn't take all that was sent")
 
 
 def _images(tracker: Any, files: Sequence[bytes]) -> list[Any]:

@@ -40,6 +40,7 @@ from ..usercode.calls import (
     time_limit,
     when_done,
 )
+from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
 from .calling import check_log, checked_values, keywords_for, parameters_of
@@ -96,7 +97,10 @@ class Scoring(PendingCalls[Future[Outcome]]):
         found, start = {}, 0
         metrics = {name: (sum(values), len(values)) for name, values in log.metrics.items()}
         for position, size in self._sizes.items():
-            cut = {name: tuple(values[start : start + size]) for name, values in log.columns.items()}
+            cut = {
+                storable(name): tuple(map(storable, values[start : start + size]))
+                for name, values in log.columns.items()
+            }
             found[position] = Logged(cut, metrics)
             start, metrics = start + size, {}
         return found

@@ -21,6 +21,7 @@ from ..data.prompts import COLUMNS, PromptRules
 from ..engine.protocol import Engine, Sampled
 from ..engine.routed import as_written, one_prompt
 from ..engine.sampling import Sampling, request_seed
+from ..usercode.untrusted import CHARACTERS
 from .tool_calls import Answers, shown_content, text_of
 from .tool_format import ToolFormat
 from .toolbox import Session, Toolbox
@@ -202,9 +203,13 @@ class _RunningConversations:
         if not conversation.turns:
             self._begin(conversation, answers)
             return True
-        messages, answer = self._answer(conversation, answers)
-        total = len(conversation.ids) + len(answer)
-        if total >= self.sampling.max_tokens or len(conversation.input) + total >= self.engine.context:
+        room = min(self.sampling.max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
+        messages = self.tools.told(answers, self.form.shows_images)
+        if sum(map(_characters, messages)) > CHARACTERS * room:
+            conversation.finish_reason = FinishReason.LENGTH
+            return False
+        messages, answer = self._answer(conversation, messages)
+        if len(answer) >= room:
             conversation.finish_reason = FinishReason.LENGTH
             return False
         conversation.add_answer(answer)
@@ -212,16 +217,16 @@ class _RunningConversations:
         self._submit(conversation)
         return True
 
-    def _answer(self, conversation: Conversation, answers: Answers) -> tuple[list[dict[str, Any]], ModelInput]:
+    def _answer(
+        self, conversation: Conversation, messages: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], ModelInput]:
         """The tools' messages and their tokens."""
-        ended = conversation.ids[-1] == self.form.end_of_turn
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.form.shows_images
 
         def read(messages: list[dict[str, Any]]) -> ModelInput:
             shown = [{**message, "content": shown_content(message["content"], images)} for message in messages]
-            return self.form.answer(shown, own, ended=ended)
+            return self.form.answer(shown, own, conversation.ids[-1])
 
-        messages = self.tools.told(answers, images)
         if not images:
             return messages, read(messages)
         try:
@@ -267,3 +272,9 @@ class _RunningConversations:
         *earlier, last = with_own_images(example, where)
         parts = shown if isinstance(shown, list) else [{"type": "text", "text": shown}]
         return [*earlier, {**last, "content": [*last["content"], *parts]}]
+
+
+def _characters(message: dict[str, Any]) -> int:
+    """Characters of the text that a tool's message shows the model."""
+    shown = shown_content(message["content"], images=True)
+    return len(shown) if isinstance(shown, str) else sum(len(part.get("text", "")) for part in shown)

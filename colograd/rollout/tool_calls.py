@@ -25,6 +25,7 @@ from typing import Any
 from ..data.images import in_rgb
 from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
 from ..usercode.threads import MainThreadAdvice, UserCall
+from ..usercode.untrusted import clean
 from ..usercode.worker_pool import WorkerPool
 from .environments import Environment
 from .tool_format import ToolCall
@@ -154,7 +155,7 @@ class ToolRunner:
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
     """The content of a tool's message. A list stays a list, as in TRL, for the reward functions, and the model is shown
-    its `shown_content`; anything else becomes text here.
+    its `shown_content`; anything else becomes text here. Lone surrogates, which no tokenizer takes, are replaced.
 
     Args:
         images: the model reads them.
@@ -172,7 +173,7 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
     if not isinstance(outcome.value, list):
         return shown
     try:
-        return copy.deepcopy(outcome.value)  # so that nobody changes it behind the message's back
+        return clean(copy.deepcopy(outcome.value))  # so that nobody changes it behind the message's back
     except Exception:  # whatever holds a lock or a connection
         return shown
 
@@ -212,8 +213,8 @@ def text_of(content: Any) -> str:
         ValueError: a part that isn't text.
     """
     if not _is_parts(content):
-        return str(content)
+        return str(clean(str(content)))
     for part in content:
         if part["type"] != "text":
             raise ValueError(f"A part of type {part['type']!r} can't be shown, only text.")
-    return "".join(str(part["text"]) for part in content)
+    return str(clean("".join(str(part["text"]) for part in content)))

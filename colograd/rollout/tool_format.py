@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import jinja2
 
 from ..batch import FinishReason, Group, ModelInput
 from ..data.images import ImageReader, with_images
+from ..usercode.untrusted import clean, parse_json
 
 # How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -45,7 +45,6 @@ class ToolFormat:
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: ImageReader | None = None) -> None:
         self._tokenizer, self._kwargs, self._reader = tokenizer, template_kwargs, reader
         self._parses = has_parser(tokenizer)
-        self.end_of_turn: int | None = tokenizer.eos_token_id
         template = getattr(tokenizer if reader is None else reader.processor, "chat_template", None)
         if not template:
             raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
@@ -95,13 +94,13 @@ class ToolFormat:
         return self._reader is not None
 
     def answer_ids(
-        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
+        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> tuple[int, ...]:
         """The tokens of `answer`."""
-        return self.answer(messages, own, ended=ended).ids
+        return self.answer(messages, own, last).ids
 
     def answer(
-        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
+        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> ModelInput:
         """What the model reads from the end of a turn to the start of the next, with tools' answers between them.
 
@@ -110,16 +109,21 @@ class ToolFormat:
         Args:
             messages: the tools' answers, in the order of the calls.
             own: the row's further arguments of the template.
-            ended: whether the turn's last token is the template's end of a turn; else it is put first here.
+            last: the turn's last token; None: the template's end of a turn. The result continues
+                behind it: the template's end of a turn comes first where the model ended the turn otherwise.
 
         Raises:
             REFUSALS (see `data.images`): the processor takes no such images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = {name: value for name, value in (own or {}).items() if value is not None}
+        begun = self._read([ASKED], **given, add_generation_prompt=True).ids
         before = self._read([ASKED, call], **given).ids
         whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)
-        start = self._start(before, whole.ids, ended)
+        end = self._end_of_turn(begun, before)
+        start = self._place(end, before, whole.ids)
+        if whole.ids[start] == (end if last is None else last):
+            start += 1
         if (images := whole.images) is None:
             return ModelInput(whole.ids[start:])
         images = dataclasses.replace(  # all of them are behind the start, up to which the engine's tokens are the same
@@ -127,19 +131,31 @@ class ToolFormat:
         )
         return ModelInput(whole.ids[start:], images)
 
-    def _start(self, before: tuple[int, ...], whole: tuple[int, ...], ended: bool) -> int:
-        """Where in ``whole`` the answers begin."""
-        end = self.end_of_turn
+    def _end_of_turn(self, begun: tuple[int, ...], before: tuple[int, ...]) -> int | None:
+        """The special token that the template ends turns with: the end token, or another one, as ``<|im_end|>`` in
+        ChatML for base models. None: the template writes none.
+
+        Args:
+            begun: the conversation up to where the turn begins.
+            before: the conversation up to the turn's end.
+        """
+        same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
+        eos, special = self._tokenizer.eos_token_id, {*self._tokenizer.all_special_ids}
+        ends = [token for token in before[same:] if token in special]
+        return eos if eos in ends or not ends else ends[-1]
+
+    def _place(self, end: int | None, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
+        """Where in ``whole`` the turn's content ends."""
         if end in before:
             # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
             # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
             places = [place for place, token in enumerate(whole) if token == end]
-            return places[before.count(end) - 1] + (1 if ended else 0)
+            return places[before.count(end) - 1]
         if whole[: len(before)] == before:
             return len(before)
         raise ValueError(
-            f"the chat template of {self._tokenizer.name_or_path} neither ends turns with {end!r}, the end token, "
-            "nor leaves earlier turns as they are when a tool's answer follows: set chat_template_path."
+            f"the chat template of {self._tokenizer.name_or_path} neither ends turns with a special token, nor leaves "
+            "earlier turns as they are when a tool's answer follows: set chat_template_path."
         )
 
     def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
@@ -172,13 +188,11 @@ def parsed_turn(
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
     try:
-        message = tokenizer.parse_response(list(ids), **kwargs)
+        message = clean(tokenizer.parse_response(list(ids), **kwargs))
+        found = message.get("tool_calls") or ()
+        calls = _as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
     except Exception:  # whatever a parser makes of a malformed call
         return None
-    if not isinstance(message, dict):
-        return None
-    found = message.get("tool_calls") or ()
-    calls = _as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
     if calls is None:
         return None
     if isinstance(message.get("content"), str) and tokenizer.eos_token:
@@ -223,7 +237,7 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
 def _calls_in(text: str) -> list[ToolCall]:
     """The calls in a text; none where any of them isn't one."""
     try:
-        return _as_calls(json.loads(match[1]) for match in CALL.finditer(text)) or []
+        return _as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
     except ValueError:
         return []
 

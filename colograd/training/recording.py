@@ -87,6 +87,9 @@ class Recorder(TrainerCallback):
         self._named: set[str] = set()  # keys of prompts whose text is in the record
 
     def give_up(self, error: Exception) -> None:
+        if isinstance(error, OSError):  # the disk may have room again
+            self.file.warn(error)
+            return
         self.records = self.writes = self._is_open = False
         self._kept, self.trackers = None, Trackers(())
         self._groups.clear()

@@ -208,16 +208,15 @@ class StepProfile:
         self._profiler.__enter__()
 
     def stop(self) -> str:
-        """End it and write the files; returns a line that names them.
-
-        Raises:
-            OSError: they can't be written.
-        """
+        """End it and write the files; returns a line that names them, or says why they aren't there."""
         profiler, self._profiler = self._profiler, None
         profiler.__exit__(None, None, None)
-        self.folder.mkdir(parents=True, exist_ok=True)
         trace, table = self.folder / f"trace{self.suffix}.json", self.folder / f"operators{self.suffix}.txt"
-        profiler.export_chrome_trace(str(trace))
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table.write_text(profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS), encoding="utf-8")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            table.write_text(profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS), encoding="utf-8")
+        except (OSError, RuntimeError) as error:  # torch raises the latter for a file that it can't open
+            return f"profile: {self.folder} can't be written ({error})"
         return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"

@@ -28,6 +28,7 @@ from ..policy.loading import Policy
 from ..reporting.console import LOGGER, Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
+from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
 from ..rollout.in_flight import InFlight
 from ..rollout.store import RolloutStore, digest_of
@@ -85,6 +86,7 @@ class SeamTrainer(Trainer):
             return finished
         self.checkpointer.begin(checkpoint)
         self._open_records(checkpoint, search.is_wanted(resume_from_checkpoint))
+        spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
         with self.checkpointer.during_training():
             output = super().train(checkpoint, *args, **kwargs)
         self._end_records()
@@ -301,7 +303,8 @@ class SeamTrainer(Trainer):
             images=self.policy.processor is not None,
             base_dtype=str(self.model.dtype).removeprefix("torch."),
         )
-        write_card(folder, run=facts)
+        with Spare(self.console.warn)(f"model card: {folder / 'README.md'} isn't written"):
+            write_card(folder, run=facts)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

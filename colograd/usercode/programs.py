@@ -7,16 +7,21 @@ import contextlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 from .calls import Outcome, raised_outcome
+from .untrusted import parse_json
 
+STARTER = Path(__file__).with_name("command_process.py")
 MOST_OUTPUT = 2**20  # bytes that are kept of what a command prints
 SHOWN = 2000  # characters of it in an error
 
@@ -65,15 +70,17 @@ class FunctionProgram:
 
 
 class CommandProgram:
-    """A command in a process of its own, and what it starts, in one group that `stop` kills.
+    """A command in a process of its own, and what it starts, in one group that `stop` kills. It dies with the trainer.
 
     It reads ``given`` (JSON) from its standard input. The last line that it prints is its value, if that is JSON.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(f"the command {command[0]!r} is no program: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
         self._process = subprocess.Popen(
-            [*command],
+            [sys.executable, "-I", "-S", str(STARTER), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -103,7 +110,7 @@ class CommandProgram:
             return
         lines = printed.strip().splitlines()
         try:
-            value = json.loads(lines[-1]) if lines else None
+            value = parse_json(lines[-1]) if lines else None
         except ValueError:
             value = None
         self.future.set_result(Outcome("value", value, seconds))

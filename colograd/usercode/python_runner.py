@@ -48,14 +48,16 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
             with open(path, "w", encoding="utf-8", errors="replace") as file:
                 file.write(f"{program}\nimport os as _os\n_os.write({writer}, b'{token}')\n")
             with open(errors, "wb") as stderr:
-                late = _run(path, folder, stderr.fileno(), writer, seconds, memory)
+                status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
+                if status == -signal.SIGTERM:  # a scheduler ends the whole job, which judges its last answers first
+                    status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
             os.close(writer)
             writer = -1
             os.set_blocking(reader, False)  # a process that outlived the group may hold the other end
             with contextlib.suppress(BlockingIOError):
                 if os.read(reader, 64).decode("ascii", "replace") == token:
                     return Ended(True)
-            if late:
+            if status is None:
                 return Ended(False, "late")
             with open(errors, encoding="utf-8", errors="replace") as stderr:
                 return Ended(False, stderr.read()[-SHOWN:].strip() or "it ended before its tests")
@@ -65,8 +67,8 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
             os.close(writer)
 
 
-def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memory: int) -> bool:
-    """Run a file; whether it was killed for being late."""
+def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memory: int) -> int | None:
+    """Run a file; returns its exit status, None if it was killed for being late."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-B", path],
         stdin=subprocess.DEVNULL,
@@ -79,10 +81,9 @@ def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memor
         preexec_fn=lambda: _limit(seconds, memory),
     )
     try:
-        process.wait(seconds)
-        return False
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        return True
+        return None
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

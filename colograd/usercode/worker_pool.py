@@ -1,7 +1,9 @@
 """Worker processes: they call reward functions and tools while the engine decodes, and can be killed.
 
 cloudpickle sends importable functions by name, those of a script or a notebook by value. A call that exceeds its time
-limit is killed with its process. A process that is killed or dies is replaced.
+limit is killed with its process and the programs that it started. A process that is killed or dies is replaced.
+Workers ignore SIGTERM and Ctrl-C, which schedulers and terminals send to every process of a job. They die with the
+trainer.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 import os
 import pickle
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -97,12 +100,17 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
-            )
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the worker inherits that
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(WORKER), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+                    start_new_session=True,  # signals to the trainer's group reach no program that user code starts
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._connection = connection = Connection(ours.detach())
         self._state_key = None
         paths = [os.getcwd() if path == "" else path for path in sys.path]
@@ -171,13 +179,14 @@ class Worker:
             return self._process.wait()
 
     def stop(self) -> None:
-        """Kill the process, if there is one."""
+        """Kill the process and the programs that it started, if there is one."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
             connection.close()
         if process is not None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 def main(descriptor: int) -> None:
     """Serve calls until the parent closes the socket."""
     _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
+    _leave_signals_to_parent()
     connection = Connection(descriptor)
     try:
         sys.path[:], functions = pickle.loads(connection.recv_bytes())
@@ -139,6 +139,34 @@ def _end_with_parent() -> None:
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
     with contextlib.suppress(OSError, AttributeError):  # elsewhere
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _leave_signals_to_parent() -> None:
+    """Ignore Ctrl-C and SIGTERM, which reach all processes of a job: the trainer needs its workers to end the round.
+
+    SIGTERM isn't set to SIG_IGN, which children would inherit: user code must be able to terminate its own. It is
+    blocked in a fork, where a child loses a signal that arrives before its handlers are reset.
+    """
+    term = [signal.SIGTERM]
+
+    def ignore(number: int, frame: Any) -> None:
+        pass
+
+    def reset() -> None:
+        if signal.getsignal(signal.SIGTERM) is ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, term)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, term)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, ignore)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
+    unblock()  # the pool started this process with SIGTERM blocked
 
 
 if __name__ == "__main__":

@@ -181,6 +181,18 @@ def test_a_command_in_any_language_is_an_agent(trained: Any, tmp_path: Path) -> 
         assert rollout.columns["tokens"] == int(rollout.sampled.sum())
 
 
+def test_a_command_that_sigterm_ended_runs_again(trained: Any, tmp_path: Path) -> None:
+    """A scheduler sends it to all processes of a job, of which the trainer ends the round first."""
+    trainer, _ = trained
+    again = tmp_path / "again"
+    once = tmp_path / "once.sh"
+    once.write_text(f"test -e {again} && echo 0.25 && exit\ntouch {again}\nkill -TERM $$\n")
+    (group,) = run(trainer, f"sh {once}", size=1)
+    assert group.rollouts[0].columns["agent_reward"] == 0.25
+    with pytest.raises(RuntimeError, match="ended with status -15"):
+        run(trainer, "sh -c 'kill -TERM $$'", size=1)
+
+
 # -- faults
 
 

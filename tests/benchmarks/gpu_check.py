@@ -1,13 +1,13 @@
 """All that wants a GPU, with one command: is this machine right, how fast is it, what does it hold.
 
-    make gpu-check [ARGS="--model M --minutes 10 --only doctor publish"]
+    make gpu-check [ARGS="--model M --minutes 9.5 --only doctor publish"]
     python tests/benchmarks/gpu_check.py --device cpu             tiny sizes: does the check itself work?
 
-Each check runs in a process of its own, with a time limit out of what is left of --minutes. The first, a warm-up, has a
-limit of its own: a machine's first imports, kernels and compiled models take many minutes. One that fails or comes late
-is a row with its error; the others go on. Needs no network. Writes into --out: gpu_check.json, gpu_check.md (a section
-ready for docs/performance.md), and each check's output. Exit status 1 if a check failed or came late, 2 without such a
-device.
+Each check is a row, in a process of its own that may take LIMIT seconds. One that fails or comes late is a row with its
+error; the others go on. Each row is written when it is there. A call that is killed, or whose --minutes are over, loses
+the row that runs; the next call with the same --out goes on with the missing ones. Needs no network. Writes into --out:
+gpu_check.json, gpu_check.md (a section ready for docs/performance.md), and each check's output. Exit status 1 if a
+check failed or came late, 2 without such a device, 3 if rows are missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -28,12 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+RESULTS = "gpu_check.json"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-SLACK = 2.5  # times its share of what is left of the time is what a check may take
-WARM_UP = 20 * 60.0  # seconds for the first start of everything on a machine
-LEAST = 5.0  # seconds: with less a check isn't begun
+LIMIT = 420.0  # seconds of a check: a lent machine ends a call after 600
 # Lines that say why something failed: the project's own, then Python's.
 REASONS = (
     r"^(?:colograd: error|training_path): .+",
@@ -62,7 +64,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 NEEDS = {"LoRA": "peft", "use_liger_kernel": "liger_kernel"}
-WEIGHTS = {"torch_compile": 80.0}  # of an option that takes longer than the others: it compiles when it starts
+SECONDS = {"torch_compile": 80.0}  # of an option that takes longer than the others: it compiles when it starts
 ON_CPU = ("as it is", "gradient_checkpointing", "full_determinism")  # enough to see that they work
 
 
@@ -110,13 +112,12 @@ class Check:
 
     name: str
     command: tuple[str, ...]  # behind the interpreter
-    weight: float  # its share of the time: about the seconds that it should take on an H100
+    seconds: float  # that it should take on an H100, about: with less left of --minutes it isn't begun
     tell: Callable[[str, dict[str, Any]], str]  # (its stdout, its figures) -> what it found, in a line
     writes: bool = True  # takes --out F.json
     needs: str = ""  # a package without which it is skipped
     gpus: int = 0  # fewer of which it is skipped with
     lack: str = ""  # why it is skipped on this machine
-    apart_s: float = 0.0  # seconds that it may take beside all others' time; 0: it has a share of that
 
     @property
     def stem(self) -> str:
@@ -135,6 +136,7 @@ class Result:
     limit_s: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
     report: str = ""  # the Markdown that it printed
+    code: str = ""  # a digest of the project's code
 
     @property
     def is_bad(self) -> bool:
@@ -148,8 +150,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=tuple(SIZES), default="cuda", help="cpu: tiny sizes, some minutes")
     parser.add_argument("--model", help="a folder; default: the quickstart's, or random weights (on a CPU tiny)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it but the warm-up (10)")
+    parser.add_argument(
+        "--minutes", type=float, help="of this call; a later one goes on (default: until all rows are there)"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="the checks whose names begin so")
+    parser.add_argument("--again", action="store_true", help="run rows that --out has already, too")
     parser.add_argument("--out", type=Path, default=HERE / "out" / "gpu_check", help="folder for what is found")
     options = parser.parse_args(argv)
     names = [check.name for check in checks("M", "R", options.device)]
@@ -205,25 +210,26 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         str(sizes.prompts), "--temperatures", "1.0", "0.6", "--trials", str(sizes.trials),
     )  # fmt: skip
     sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
+    full = ("--prompt-tokens", str(sizes.long_prompt), "--full-length", "--steps", "2")
     options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
     return [
-        Check("warm-up", (*path, "--sampled", "--steps", "2"), 0, tell_warm_up, writes=False, apart_s=WARM_UP),
-        Check("gpu tests", gpu_tests(only_collect=on_cpu), 40, last_line, writes=False),
-        Check("doctor", doctor, 35, tell_doctor, writes=False),
-        Check("training", (*path, "--sampled"), 60, tell_training),
+        Check("doctor", doctor, 60, tell_doctor, writes=False),
+        Check("gpu tests", gpu_tests(only_collect=on_cpu), 60, last_line, writes=False),
+        Check("training", (*path, "--sampled"), 90, tell_training),
+        Check("memory", (*path, *full), 30, tell_memory),
         Check("sleep and wake", (*path, *sleep), 60, tell_sleep),
+        Check("publish", publish, 60, last_line),
         Check("attention", attention, 20, tell_attention),
         Check("keys in place", (*path, *in_place), 60, tell_in_place),
-        Check("publish", publish, 60, last_line),
+        *(
+            Check(f"path, {name}", (*path, *given), SECONDS.get(name, 25.0), tell_training, needs=NEEDS.get(name, ""))
+            for name, given in options.items()
+        ),
         Check("rollouts", rollouts, 60, tell_rollouts),
         Check("between steps", between, 60, tell_between),
         Check("overlap", overlap, 100, tell_overlap, gpus=0 if on_cpu else 2),
         Check("drafts", drafts, 100, tell_drafts),
         Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
-        *(
-            Check(f"path, {name}", (*path, *given), WEIGHTS.get(name, 22.0), tell_training, needs=NEEDS.get(name, ""))
-            for name, given in options.items()
-        ),
     ]
 
 
@@ -257,10 +263,6 @@ def last_line(said: str, figures: Mapping[str, Any]) -> str:
     return next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
 
 
-def tell_warm_up(said: str, figures: Mapping[str, Any]) -> str:
-    return "everything has started once; the other checks' time begins here"
-
-
 def tell_doctor(said: str, figures: Mapping[str, Any]) -> str:
     lines = [line.removesuffix(": ok") for line in said.splitlines() if line.startswith("sampler/trainer")]
     return "; ".join([last_line(said, figures), *lines])
@@ -272,6 +274,15 @@ def tell_training(said: str, figures: Mapping[str, Any]) -> str:
     differ = f", sampler/trainer {figures['difference']['mean']:.4f} nats" if "difference" in figures else ""
     peak, plan = figures["peak"]["training"] / 1e9, figures["planned"]["training"] / 1e9
     return f"{speed}{share}{differ}, {peak:.2f} GB at the peak, {plan:.2f} planned"
+
+
+def tell_memory(said: str, figures: Mapping[str, Any]) -> str:
+    """Long prompts and completions, which fill the micro-batches that the plan allows."""
+    parts = (
+        f"{figures['peak'][phase] / 1e9:.2f} GB at the peak of {phase}, {figures['planned'][phase] / 1e9:.2f} planned"
+        for phase in ("training", "sampling")
+    )
+    return f"{', '.join(parts)}; micro-batches of {figures['microbatch_tokens']:,} tokens"
 
 
 def tell_sleep(said: str, figures: Mapping[str, Any]) -> str:
@@ -342,29 +353,40 @@ def markdown(said: str) -> str:
 # -- running them
 
 
-def limit_of(left: float, weights: Sequence[float]) -> float:
-    """Seconds that the first of some checks may take.
+def run_all(
+    wanted: Sequence[Check],
+    earlier: Mapping[str, Result],
+    seconds: float,
+    folder: Path,
+    told: Callable[[list[Result], Result], None],
+) -> list[Result]:
+    """Run checks one after another.
 
     Args:
-        left: seconds for all of them.
-        weights: theirs, in order.
+        earlier: results by name; these checks aren't run.
+        seconds: of this call. A check that these cut off has no result.
+        told: called with all results so far and the new one, after each check.
+
+    Returns:
+        The results that there are, in the order of the checks.
     """
-    return min(left, SLACK * left * weights[0] / sum(weights))
+    end, results = time.monotonic() + seconds, dict(earlier)
 
+    def in_order() -> list[Result]:
+        return [results[check.name] for check in wanted if check.name in results]
 
-def run_all(
-    wanted: Sequence[Check], seconds: float, folder: Path, told: Callable[[list[Result]], None]
-) -> list[Result]:
-    """Run checks one after another within ``seconds``, but for those that have a time of their own; ``told`` hears all
-    results so far after each."""
-    end, results = time.monotonic() + seconds, []
-    weights = [0.0 if missing(check) else check.weight for check in wanted]
-    for place, check in enumerate(wanted):
-        limit = limit_of(max(end - time.monotonic(), 0.0), weights[place:]) if weights[place] else check.apart_s
-        results.append(run(check, limit, folder))
-        end += results[-1].seconds if check.apart_s else 0.0
-        told(results)
-    return results
+    for check in wanted:
+        left = end - time.monotonic()
+        if check.name in results:
+            continue
+        if left < check.seconds and not missing(check):
+            break
+        result = run(check, min(LIMIT, left), folder)
+        if result.status == "late" and left < LIMIT:
+            break
+        results[check.name] = result
+        told(in_order(), result)
+    return in_order()
 
 
 def missing(check: Check) -> str:
@@ -383,8 +405,6 @@ def run(check: Check, limit: float, folder: Path) -> Result:
     """One check, in a process of its own that is gone afterwards."""
     if why := missing(check):
         return Result(check.name, "skipped", why)
-    if limit < LEAST:
-        return Result(check.name, "late", "no time was left: give more --minutes", limit_s=limit)
     out, err, figures = (folder / f"{check.stem}.{kind}" for kind in ("out", "err", "json"))
     figures.unlink(missing_ok=True)
     command = [*check.command, *(["--out", str(figures)] if check.writes else [])]
@@ -398,6 +418,7 @@ def run(check: Check, limit: float, folder: Path) -> Result:
         limit_s=limit,
         figures=read(figures),
         report=markdown(out.read_text()) if check.writes else "",
+        code=digest(),
     )
     return dataclasses.replace(result, said=sentence(check, result, out.read_text(), err.read_text(), status))
 
@@ -438,6 +459,24 @@ def reason(complained: str) -> str:
     """The line that says why a check failed: the first error in what it wrote, as further ones follow from it."""
     found = (re.findall(pattern, complained, re.MULTILINE) for pattern in REASONS)
     return next((lines[0] for lines in found if lines), last_line(complained, {}))
+
+
+@functools.cache
+def digest() -> str:
+    """Of the project's code and of the benchmarks."""
+    found = hashlib.blake2b(digest_size=4)
+    for path in sorted([*(ROOT / "colograd").rglob("*.py"), *HERE.glob("*.py")]):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def recorded(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
+    """The results of earlier calls, by name; none of another machine, model, or other versions and sizes."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads(path.read_text())
+        if found["settings"] == json.loads(json.dumps(settings)):
+            return {entry["name"]: Result(**entry) for entry in found["checks"]}
+    return {}
 
 
 def read(figures: Path) -> dict[str, Any]:
@@ -525,24 +564,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, recipe = model_for(options), out / "doctor.yaml"
     write_recipe(recipe, model)
     begin = tuple(options.only or [""])
-    wanted = [
-        on_machine(check, machine["gpus"])
-        for check in checks(model, str(recipe), options.device)
-        if check.name.startswith(begin)
-    ]
-    settings = {"model": Path(model).name, **machine, "minutes": options.minutes, **vars(SIZES[options.device])}
+    known = [on_machine(check, machine["gpus"]) for check in checks(model, str(recipe), options.device)]
+    settings = {"model": Path(model).name, **machine, **vars(SIZES[options.device])}
+    earlier = recorded(out / RESULTS, settings)
+    if options.again:
+        earlier = {name: result for name, result in earlier.items() if not name.startswith(begin)}
+    others = [check for check in known if not check.name.startswith(begin) and check.name in earlier]
+    wanted = [check for check in known if check.name.startswith(begin) or check in others]
 
-    def told(results: list[Result]) -> None:
-        """What is found so far outlives whatever ends this process."""
-        print(results[-1].line(), flush=True)
+    def told(results: list[Result], new: Result) -> None:
+        """Write what is found so far: it outlives whatever ends this process."""
+        print(new.line(), flush=True)
         found = {"settings": settings, "seconds": time.monotonic() - started, "checks": [vars(r) for r in results]}
-        (out / "gpu_check.json").write_text(json.dumps(found, indent=2) + "\n")
+        aside = out / f"{RESULTS}.partial"
+        aside.write_text(json.dumps(found, indent=2) + "\n")
+        os.replace(aside, out / RESULTS)
         (out / "gpu_check.md").write_text(page(settings, results) + "\n")
 
-    results = run_all(wanted, 60 * options.minutes, out, told)
+    results = run_all(wanted, earlier, 60 * (options.minutes or math.inf), out, told)
     bad = [result.name for result in results if result.is_bad]
-    print(f"\n{page(settings, results)}\n\n{len(results) - len(bad)} of {len(results)} checks are well: {out}")
-    return 1 if bad else 0
+    print(f"\n{page(settings, results)}\n\n{len(results) - len(bad)} of {len(wanted)} checks are well: {out}")
+    there = {result.name for result in results}
+    if lacking := [check.name for check in wanted if check.name not in there]:
+        print(f"missing: {', '.join(lacking)}. The same command goes on with them.")
+    return 1 if bad else 3 if lacking else 0
 
 
 if __name__ == "__main__":

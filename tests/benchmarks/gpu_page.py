@@ -21,6 +21,8 @@ def page(settings: Mapping[str, Any], results: Sequence[Any]) -> str:
         f"{settings['model']}, {versions}. A step has {settings['prompts']} prompts of {settings['prompt']} tokens x "
         f"{settings['group']} completions of at most {settings['completion']}."
     )
+    if len({result.code for result in results if result.code}) > 1:
+        head += " The rows are of several versions of the code."
     parts = [f"## {settings['machine']}", head, _checks(results), *_training(results)]
     for result in results:
         if result.status == "ok" and result.report and "flops" not in result.figures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -175,3 +176,17 @@ def in_order(completions: list[Any], answer: list[str], log_extra: Any, **kwargs
     log_extra("answer", answer)
     log_extra("ended", [time.monotonic()] * len(completions))
     return variety(completions)
+
+
+def terminated() -> list[Any]:
+    """Get the signals of a job, and terminate a program and a forked child."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    program = subprocess.Popen(["sleep", "10000"])
+    program.terminate()
+    child = os.fork()
+    if not child:
+        time.sleep(10_000)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    return [program.wait(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]

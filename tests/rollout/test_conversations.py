@@ -323,7 +323,27 @@ def test_a_template_without_tools_is_refused() -> None:
 def test_a_turn_that_did_not_end_is_ended_before_the_answer(tokenizer: Any) -> None:
     form, answer = ToolFormat(tokenizer, {}), [{"role": "tool", "name": "f", "content": "3"}]
     assert tokenizer.decode(form.answer_ids(answer)) == "<tool>3<end><assistant>"
-    assert tokenizer.decode(form.answer_ids(answer, ended=False)) == "<end><tool>3<end><assistant>"
+    assert tokenizer.decode(form.answer_ids(answer, last=5)) == "<end><tool>3<end><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("end", "between", "turn_end", "expected"),
+    [
+        ("<|im_end|>", "\n", "<|im_end|>", "\n<tool>3<|im_end|>\n<assistant>"),
+        ("<|im_end|>", "\n", "<end>", "<|im_end|>\n<tool>3<|im_end|>\n<assistant>"),
+        ("<end>", "\n", "<end>", "\n<tool>3<end>\n<assistant>"),
+        ("", "", "<end>", "<tool>3<assistant>"),
+        ("", "", "<tool>", "3<assistant>"),  # GLM's: a turn ends with the token that begins the next one
+    ],
+)
+def test_what_follows_a_turn_is_the_templates(end: str, between: str, turn_end: str, expected: str) -> None:
+    """In ChatML of base models the end token isn't the one that ends turns, and the model may write either."""
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<tool>", "<assistant>"]})
+    tokenizer.chat_template = tiny.TOOL_TEMPLATE.replace("<end>", f"{end}{between}")
+    form, last = ToolFormat(tokenizer, {}), tokenizer.convert_tokens_to_ids(turn_end)
+    answer = [{"role": "tool", "name": "f", "content": "3"}]
+    assert tokenizer.decode(form.answer_ids(answer, last=last)) == expected
 
 
 def test_a_template_may_write_the_type_of_a_call() -> None:

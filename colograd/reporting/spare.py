@@ -1,0 +1,52 @@
+"""Diagnoses that end no run: the first error of a writer is one warning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# A tracker's methods that transformers calls during a run. Errors while a tracker starts are the user's to mend.
+EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
+
+
+class Spare:
+    """Context managers that turn an error into a warning, once.
+
+    Args:
+        warn: gets the line.
+    """
+
+    def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
+        self._warn, self._told = warn, False
+
+    @contextmanager
+    def __call__(self, problem: str) -> Iterator[None]:
+        """Warn of ``problem`` and the error in brackets."""
+        try:
+            yield
+        except Exception as error:  # a diagnosis isn't worth a run
+            if not self._told:
+                self._told = True
+                line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+                self._warn(f"{problem} ({line}); said once")
+
+
+def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
+    """Let no error of transformers' own trackers (a full disk, say) end the run once they have started."""
+    for callback in callbacks:
+        if not type(callback).__module__.startswith("transformers.integrations"):
+            continue
+        for name in EVENTS:
+            if name not in vars(callback):
+                setattr(callback, name, _spared(getattr(callback, name), spare))
+
+
+def _spared(method: Callable[..., Any], spare: Spare) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with spare(f"trackers: {type(method.__self__).__name__} doesn't take all that is sent"):  # type: ignore[attr-defined]
+            return method(*args, **kwargs)
+
+    return run

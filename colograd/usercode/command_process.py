@@ -1,0 +1,22 @@
+"""Becomes a command that dies with the trainer: ``python command_process.py COMMAND ...``.
+
+A process of its own sets this up, since code between fork and exec can deadlock in a trainer with threads. Imports
+nothing of Colograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
+    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and commands would inherit that
+    signal.signal(number, signal.SIG_DFL)
+try:
+    os.execvp(sys.argv[1], sys.argv[1:])
+except OSError as error:
+    sys.exit(f"{sys.argv[1]}: {error.strerror}")
