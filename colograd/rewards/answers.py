@@ -1,4 +1,4 @@
-"""Answers in completions: the text that the model wrote, numbers in it, and what follows a thought."""
+"""Answers in completions: the text that the model wrote, its numbers, and the text behind a thought."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # keys of a message under which parsers put the thought
 _OTHERS = ("tool", "user")  # roles of messages that tools and environments wrote
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
-_HASHES_WITHIN = 300  # characters at a completion's end in which verl looks for the answer
+_HASHES_WITHIN = 300  # characters; verl reads only a completion's end
 _FLOAT_TOLERANCE = Decimal("1e-12")  # relative; a float such as 0.1 + 0.2 isn't the decimal that it stands for
 
 

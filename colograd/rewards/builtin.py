@@ -15,8 +15,8 @@ _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MUL
 def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
     """1.0 where the completion starts with one ``<think>...</think>`` block, else 0.0 (TRL's rule).
 
-    The block may begin in the prompt, where the chat template writes ``<think>``. A message from which the tokenizer's
-    own parser took the thought has one.
+    The block may begin in the prompt, where the chat template writes ``<think>``. It may be a message's
+    own field, where the tokenizer's parser puts it.
     """
     begun = thought_begun(prompt_texts, len(completions))
     return [

@@ -1,6 +1,6 @@
 """Rewards for mathematical answers. math-verify compares them, in a process of its own that can be killed.
 
-What a model writes may take for ever to evaluate, and math-verify's own limits hold on a main thread only. So any
+A model's answer may take for ever to evaluate, and math-verify's own limits hold on a main thread only. So any
 thread of this process sends its answers to that process, and waits at most `LIMIT` seconds for each.
 """
 
