@@ -4,8 +4,8 @@
                                     [--median 1000] [--longest 8192] [--spread 0.8] [--within 0.4] [--run FOLDER]
                                     [--engine-step 0.02] [--sequence 0.0002] [--token 0.00005]
                                     [--share 0.8] [--drafts-below 8] [--drafted 2]
-    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 10] [--sharding optimizer] [--model M] [--device cuda]
-                                    [--out F.json]
+    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 10] [--sharding optimizer] [--model M]
+                                    [--device cuda] [--out F.json]
 
 The first form is a simulation of events (`tail_simulation.py`): a step as it is, with `overlap`, with
 `carry_over: SHARE`, and with drafts. Lengths are lognormal: a prompt's median varies by `--spread` (of the logarithm),
