@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
-from colograd.config.knob import INERT, REFUSED, RENAMED, UNUSED
+from colograd.config.knob import INERT, REFUSED, REMOVED, RENAMED, UNUSED
 from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
@@ -419,7 +419,7 @@ def test_every_field_of_trl_is_a_field_or_refused_with_a_reason(trl_defaults: di
     assert trl_defaults.keys() - ours.keys() - set().union(*others) == set()
     assert sum(map(len, others)) == len(set().union(*others)) and not ours.keys() & set().union(*others)
     assert all(reason and not reason.endswith(".") for reason in (REFUSED | UNUSED).values())
-    assert INERT.keys() <= REFUSED.keys() and set(RENAMED.values()) <= ours.keys()
+    assert INERT.keys() <= REFUSED.keys() | REMOVED.keys() and set(RENAMED.values()) <= ours.keys()
 
 
 def test_every_field_at_its_default_in_trl_is_taken(trl_defaults: dict[str, Any]) -> None:
