@@ -79,19 +79,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Recording(GRPOTrainer):
-    """Keeps each step's loss and each round's completions."""
+    """Keeps each step's loss."""
 
     def __init__(self, **given: Any) -> None:
         self.losses: list[str] = []
         self.completions: list[dict[int, list[list[int]]]] = []  # of each round, by the position of the prompt
         super().__init__(**given)
-
-    def generate(self, prompts: Any) -> Iterator[Any]:
-        round_: dict[int, list[list[int]]] = {}
-        self.completions.append(round_)
-        for group in super().generate(prompts):
-            round_[group.position] = [[int(token) for token in rollout.completion_ids] for rollout in group.rollouts]
-            yield group
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -111,6 +104,17 @@ class Recording(GRPOTrainer):
             "completions": [hashlib.sha256(round_).hexdigest() for round_ in rounds],
             "weights": weights.hexdigest(),
         }
+
+
+class RecordingRounds(Recording):
+    """Keeps each round's completions too. `carry_over` allows no `generate` of a subclass."""
+
+    def generate(self, prompts: Any) -> Iterator[Any]:
+        round_: dict[int, list[list[int]]] = {}
+        self.completions.append(round_)
+        for group in super().generate(prompts):
+            round_[group.position] = [[int(token) for token in rollout.completion_ids] for rollout in group.rollouts]
+            yield group
 
 
 class Clock(TrainerCallback):
@@ -200,7 +204,7 @@ def recorded(folder: Path) -> dict[str, Any]:
         adapter = changes.get("peft_config")
         given = TINY | {key: value for key, value in changes.items() if key != "peft_config"}
         found[name] = trained(
-            Recording(
+            RecordingRounds(
                 model=model,
                 reward_funcs=[bytes_reward],
                 args=settings(str(folder / "run"), **given),
@@ -235,7 +239,7 @@ def from_recipe(folder: Path) -> dict[str, Any]:
     if adapter := {ADAPTER[name]: value for name, value in recipe.items() if name in ADAPTER}:
         targets = adapter["target_modules"]
         adapter["target_modules"] = targets[0] if targets == ["all-linear"] else targets
-    trainer = Recording(
+    trainer = RecordingRounds(
         model=JOB["model"],
         reward_funcs=own["reward_funcs"],
         args=settings(str(folder / "run"), **(given | {"bf16": False})),
@@ -263,7 +267,8 @@ def of_case(case: dict[str, Any], run: Path, **changes: Any) -> Recording:
     evaluated = {"eval_dataset": data.select(range(4))} if case.get("data") == "evaluated" else {}
     adapter = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **case["peft"])} if "peft" in case else {}
     given = golden_cases.settings_of(case, models) | changes
-    return Recording(
+    kind = Recording if "carry_over" in case else RecordingRounds
+    return kind(
         model=models[case.get("model", "plain")],
         reward_funcs=None if "agent" in case else [golden_cases.reward],
         args=settings(str(run), **given),

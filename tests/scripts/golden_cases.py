@@ -164,7 +164,7 @@ def make_models(folder: Path) -> dict[str, str]:
         "hybrid": tiny.make_model(folder / "hybrid", "lfm2"),
         "two key heads": tiny.make_model(folder / "heads", heads=4, keys=2, width=128),
         "teacher": tiny.make_model(folder / "teacher", layers=4),
-        "images": tiny_images.make_model(folder / "images", "qwen2_5_vl"),
+        "images": tiny_images.make_model(folder / "images", "idefics3"),
         "talker": tiny.make_model(folder / "talker", context=1024),
     }
     return {name: str(path) for name, path in made.items()} | {"tool template": str(template)}
