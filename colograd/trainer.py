@@ -212,9 +212,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         args: GRPOConfig = self.args
         lines = [*built.describe(), *task.scorer.notes, *(task.toolbox.notes if task.toolbox else [])]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        lines += [
-            describe_overlap(args, self.why_no_overlap, self.sharding.meets_in_backward, self.sampler.submits_later)
-        ]
+        lines.append(describe_overlap(args, self.why_no_overlap, self.sampler.submits_later))
         for line in filter(None, lines):
             self.console.say(line)
         for line in built.warnings(args, task):

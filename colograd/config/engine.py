@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from ..parallel.layout import RankLayout
 from ..runtime import process
 from ..runtime.importing import is_import_path
-from .knob import at_least, knob, one_of
+from .knob import knob, one_of
 
 # Settings that a policy in the engine's layout can't have.
 NOT_IN_PARTS = (
@@ -71,19 +71,6 @@ class EngineKnobs(TrainingArguments):
         "evaluation, at most 1,024, and as many for its CUDA graphs), `enforce_eager`, `kv_cache_memory_bytes` or "
         "`dtype` (default: the policy's).",
     )
-    drafts: str = knob(
-        "none",
-        "Speculative decoding without a draft model. `siblings`: where few sequences run, as at the end of a round, "
-        "an engine's step checks what other completions of the same prompt (the group's, and those of earlier epochs "
-        "in this process) have behind the same words. Up to rounding no token depends on it; see docs/guide/drafts.md. "
-        "Methods of vLLM's own (EAGLE and MTP heads, n-grams) go into `vllm_engine_kwargs: {speculative_config: ...}`.",
-    )
-    draft_step_tokens: int | None = knob(
-        None,
-        "With `drafts: siblings`, drafts fill an engine's step up to so many tokens, one per running sequence among "
-        "them; steps of more than half as many sequences have none. Default: 32 on a CPU, 64 on a GPU (not measured "
-        "there).",
-    )
     weights: str = knob(
         "auto",
         "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied` (one "
@@ -120,7 +107,7 @@ class EngineKnobs(TrainingArguments):
     def checks_drafts(self) -> bool:
         """Whether the engine decodes speculatively."""
         kwargs: Any = self.vllm_engine_kwargs or {}
-        return self.drafts != "none" or "speculative_config" in dict(kwargs)
+        return "speculative_config" in dict(kwargs)
 
     @property
     def layout(self) -> RankLayout:
@@ -150,15 +137,10 @@ class EngineKnobs(TrainingArguments):
 
     def _check_drafts(self) -> None:
         """Check what speculative decoding can't be had with."""
-        one_of(self, "drafts", ("none", "siblings"), " (other methods are vLLM's own: speculative_config)")
-        at_least(self, 2, "draft_step_tokens")
         if not self.checks_drafts:
             return
         asked: Any = self  # fields of other groups
-        name = f"drafts: {self.drafts}" if self.drafts != "none" else "speculative_config in vllm_engine_kwargs"
         reasons = {
-            "speculative_config in vllm_engine_kwargs drafts, too": self.drafts != "none"
-            and "speculative_config" in dict(asked.vllm_engine_kwargs or {}),
             "router_replay is true, and experts of dropped drafts would be told": asked.router_replay,
             "min_p is set, which vLLM leaves out where it drafts": asked.min_p,
             "generation_kwargs has min_tokens, for which vLLM doesn't count the drafts before a place": "min_tokens"
@@ -166,7 +148,7 @@ class EngineKnobs(TrainingArguments):
             "vllm_tensor_parallel_size is above 1": self.vllm_tensor_parallel_size > 1,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
-            raise ValueError(f"{name} can't be had, as {reason}: remove one of them.")
+            raise ValueError(f"speculative_config in vllm_engine_kwargs can't be had, as {reason}: remove one of them.")
 
     def _check_ranks(self) -> None:
         """Check that the started ranks have found each other, and that engines divide them."""

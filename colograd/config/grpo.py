@@ -97,8 +97,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     optim: str = knob(
         "auto",
         "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on an exact "
-        "float32 master kept as the bfloat16 parameter and a 16-bit remainder; `optim_args: compiled=true` (or "
-        "`false`) makes it one compiled pass, the default on a GPU. `muon`: Muon for the matrices of the layers, on "
+        "float32 master kept as the bfloat16 parameter and a 16-bit remainder; on a GPU its step is "
+        "one compiled kernel, unless `optim_args: compiled=false`. `muon`: Muon for the matrices of the layers, on "
         "such a master too, and `adamw_split` for the rest. Or any optimizer name of transformers.",
     )
     torch_compile: bool = knob(

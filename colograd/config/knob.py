@@ -50,14 +50,21 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
+# Fields that Colograd has removed, with the remedy.
+REMOVED: dict[str, str] = {
+    "drafts": "use vLLM's own methods, vllm_engine_kwargs: {speculative_config: ...}",
+    "draft_step_tokens": "remove it",
+}
 
-# Values of refused fields that ask for nothing, so that a file may keep them.
+# Values of refused and removed fields that ask for nothing, so that a file may keep them.
 INERT: dict[str, tuple[Any, ...]] = {
     "cache_implementation": (None,),
     "use_transformers_continuous_batching": (False,),
     "transformers_continuous_batching_config": (None,),
     "use_transformers_paged": (False,),
     "max_prompt_length": (None,),
+    "drafts": ("none",),
+    "draft_step_tokens": (None,),
 }
 # TRL's fields that are accepted with any value and have no effect; a line at start says so.
 UNUSED: dict[str, str] = {
@@ -78,6 +85,8 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     """The error for a key that no group has."""
     if name in REFUSED:
         return f"`{name}` isn't supported: {REFUSED[name]}."
+    if name in REMOVED:
+        return f"`{name}` was removed: {REMOVED[name]}."
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     hint = f" Did you mean `{near[0]}`?" if near else " docs/configuration.md lists every key."
     return f"Unknown configuration key `{name}`.{hint}"

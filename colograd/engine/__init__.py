@@ -7,6 +7,6 @@ multiply with the policy's quantised weights, `bidirectional_images` is the atte
 other, which `whole_pictures` has read in one step); `closing` to what ends with it, and what doesn't. `queue_order`
 says which prompts start first, `load` what the engine has to do at each of its steps, `routed` which experts it chose
 for each token, `kept_tokens` what truncated sampling left for it, `images` hands pictures over. `speculation` compares
-vLLM's drafts with the tokens that are sampled; `draft_proposer` drafts what other completions of the prompt have, which
-`draft_index` looks up. `leading` keeps the ranks of one engine in step: the first one decides, the others follow.
+vLLM's drafts with the tokens that are sampled. `leading` keeps the ranks of one engine in step: the first one decides,
+the others follow.
 """

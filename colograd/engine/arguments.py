@@ -10,7 +10,6 @@ import torch
 
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
-from .draft_proposer import DRAFT_TOKENS, MOST_ON_GPU, sibling_drafts_config
 from .images import find_gemma3
 from .kept_tokens import TELLS_KEPT
 
@@ -84,8 +83,6 @@ def engine_kwargs(
             kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
         if sequences:
             kwargs |= _batch_kwargs(config, sequences)
-    if config.drafts == "siblings":
-        kwargs["speculative_config"] = sibling_drafts_config()
     if config.router_replay and _runs_v2(config):
         kwargs |= _experts_told(given)
     if config.replays_truncation and _runs_v2(config):
@@ -156,8 +153,6 @@ def graph_sizes(width: int, most: int = 0, multiple: int = 1) -> list[int]:
 def drafted_tokens(config: GRPOConfig, width: int) -> tuple[int, int]:
     """Most tokens of a step that checks drafts, and of one of its sequences; (0, 1): nothing is drafted."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
-    if config.drafts == "siblings":
-        return min(config.draft_step_tokens or MOST_ON_GPU, width * (DRAFT_TOKENS + 1)), DRAFT_TOKENS + 1
     drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
     return (min(width * (drafts + 1), MOST_SEQUENCES), drafts + 1) if drafts else (0, 1)
 

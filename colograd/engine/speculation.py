@@ -134,13 +134,13 @@ def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
         return None
     if not isinstance(theirs, RejectionSampler):
         raise ValueError(
-            "This vLLM checks drafts (drafts, or speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
+            "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
             "tokens depend on them: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove the drafts."
         )
     if runner.device.type == "cpu" and runner.model_config.is_hybrid:
         raise ValueError(
             "This model's layers have a state, which vLLM takes back behind a wrong draft by a kernel for GPUs alone: "
-            "on a CPU set drafts: none, and remove speculative_config from vllm_engine_kwargs."
+            "on a CPU remove speculative_config from vllm_engine_kwargs."
         )
     runner.rejection_sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
     return runner.rejection_sampler

@@ -25,7 +25,6 @@ from . import images
 from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
-from .draft_proposer import SPENT
 from .kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
 from .last_outputs import last_outputs
 from .leading import follow, leading
@@ -85,7 +84,6 @@ class VLLMEngine:
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         self._reads_images, self._on_cpu = needs.images > 0, config.on_cpu
-        self._drafts = config.drafts == "siblings"
         self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
         gives_way = config.overlap != "off" and not (config.on_cpu or config.why_not_between_steps)
         self._stream = StepStream() if gives_way else None  # None: as all else
@@ -129,8 +127,6 @@ class VLLMEngine:
             from .speculation import sample_as_without_drafts
 
             self._speculation = sample_as_without_drafts(self._runner)
-            if self._drafts:
-                self._runner.drafter.attach(self._runner, config.draft_step_tokens)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
@@ -384,7 +380,6 @@ class VLLMEngine:
             flat_logprobs=True,  # in one list per completion: an object per token would take most of the time
             detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **({"extra_args": {SPENT: spent}} if spent and self._drafts else {}),
             **(sampling.options | {"stop_token_ids": ends}),
         )
 

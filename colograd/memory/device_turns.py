@@ -63,15 +63,6 @@ DEVICE_ONLY = (
 )  # fmt: skip
 
 
-def device_turns_of(config: GRPOConfig) -> str:
-    """The setting by which a policy has no memory to train while its rank samples; empty: there is none."""
-    if config.on_cpu:
-        return ""
-    if config.offload_optimizer == "sampling":
-        return "offload_optimizer: sampling"
-    return "vllm_enable_sleep_mode" if config.vllm_enable_sleep_mode else ""
-
-
 class DeviceTurns:
     """The engine and the policy take turns in the device's memory."""
 

@@ -35,8 +35,6 @@ WAITING = (
 _limit: float | None = LIMIT
 _stage = ""
 _count = 0
-_aside: set[int] = set()  # threads whose progress isn't that of the thread that trains
-_joined: int | None = None  # the one of them for which that thread waits
 
 
 def set_limit(seconds: float | None) -> None:
@@ -57,8 +55,6 @@ def stage() -> str:
 def progress(stage: str = "") -> None:
     """Mark that the thread that trains gets on, and is now at ``stage``; empty: at the same. Costs next to nothing."""
     global _stage, _count
-    if _aside and (me := threading.get_ident()) in _aside and me != _joined:
-        return
     _stage = stage or _stage
     _count += 1
 
@@ -66,28 +62,6 @@ def progress(stage: str = "") -> None:
 def finish(work: dist.Work) -> None:
     work.wait()
     progress()
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """A body in a thread beside the one that trains, whose progress says nothing of that one, unless it waits for this
-    thread (`join`)."""
-    _aside.add(me := threading.get_ident())
-    try:
-        yield
-    finally:
-        _aside.discard(me)
-
-
-def join(thread: threading.Thread) -> None:
-    """Wait, in the thread that trains, for the end of one aside: whether it makes progress is seen there."""
-    global _joined
-    _joined = thread.ident
-    try:
-        thread.join()
-    finally:
-        _joined = None
-        progress()
 
 
 class Idle:
@@ -153,7 +127,7 @@ class Watchdog:
     def look(self, passed: float) -> None:
         """After ``passed`` seconds: end the process if there was no progress for too long."""
         self._each(passed)
-        frame = None if self._watched is None else sys._current_frames().get(_joined or self._watched)
+        frame = None if self._watched is None else sys._current_frames().get(self._watched)
         is_watched = _limit is not None and frame is not None and not waits(frame)
         self._arm(_limit if is_watched else None)
         idle = self._idle.look(_count if is_watched else None, passed)

@@ -355,15 +355,6 @@ def _waits(rollout: Mapping[str, Any]) -> bool:
     return bool(looks) and full >= len(looks) / 2
 
 
-@rule
-def wrong_drafts(history: History) -> Seen | None:
-    rates = history.last("drafts/acceptance")
-    rate = history.recently("drafts/acceptance")
-    if rate is None or len(rates) < LEAST or rate >= 0.1:
-        return None
-    return Seen(f"{rate:.0%} of the drafted tokens of the last steps were right", severe=rate < 0.02)
-
-
 # -- a run's alarms
 
 

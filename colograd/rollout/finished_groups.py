@@ -120,22 +120,15 @@ class FinishedGroups(OwnGroups):
         self._offered = 0  # the first so many of `_own` lie in the store
         self._sizes: list[int] = []  # of these, in tokens; 0: others can't take it
         self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
-        self._is_sampled = self._is_hungry = self._is_last = self._was_called = False
+        self._is_sampled = self._is_hungry = self._is_last = False
         self._looked = 0.0
-        self.problem: Exception | None = None  # of a thread that trains beside the engine: it ends the sampling
         for note in notes:
             self._store().delete_key(note)
 
     # -- a rank that samples
 
     def serve(self) -> None:
-        """Between two steps of the engine: offer what is finished, if a rank wants it. Mostly looks at a clock.
-
-        Raises:
-            Exception: `problem`.
-        """
-        if self.problem is not None:
-            raise self.problem
+        """Offer finished groups between two steps of the engine, if another rank wants them. Mostly reads a clock."""
         now = time.monotonic()
         if now - self._looked < EVERY or self._offered == len(self._own):
             return
@@ -184,15 +177,6 @@ class FinishedGroups(OwnGroups):
         """Whether no rank samples any more."""
         self._is_last = self._is_last or self._count("sampled", 0) >= self.layout.world_size
         return self._is_last
-
-    def call(self) -> None:
-        """Have all ranks take part in what this one is about to train, where they meet in it."""
-        self._count("called", 1)
-
-    def is_called(self) -> bool:
-        """Whether a rank called all in this round. From any thread."""
-        self._was_called = self._was_called or self._count("called", 0) > 0
-        return self._was_called
 
     def is_over(self) -> bool:
         """Whether no rank samples any more, and none trains what it has taken."""
@@ -274,7 +258,7 @@ class FinishedGroups(OwnGroups):
         names = [f"{kind}/{me}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
         names += [f"sizes/{me}"] if self._offered else []
         if me == 0:
-            names += ["sampled", "training", "called", "wanted/all"]
+            names += ["sampled", "training", "wanted/all"]
         if not self.layout.engine_place and not self.between_engines:
             names.append(f"wanted/{self.layout.data_rank}")
         return [*map(self._key, names)]

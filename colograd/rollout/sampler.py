@@ -7,7 +7,6 @@ import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,8 +62,8 @@ class EarlyTraining(Protocol):
     def trains_between_steps(self) -> bool:
         """Whether it trains between the steps of this rank's own engine."""
 
-    def beside_sampling(self, finished: OwnGroups) -> AbstractContextManager[None]:
-        """Around this rank's sampling."""
+    def begin_sampling(self) -> None:
+        """Prepare for a round of sampling."""
 
     def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
         """After a step of this rank's engine."""
@@ -236,8 +235,8 @@ class Sampler:
         try:
             shared.begin(prompt.position for prompt in prompts)
             self._shared, self._meanwhile = shared, meanwhile
-            with meanwhile.beside_sampling(shared):
-                yield
+            meanwhile.begin_sampling()
+            yield
         finally:
             shared.finish()
             self._shared = self._meanwhile = None

@@ -1,19 +1,13 @@
-"""AdamW on a split master as one pass over each tensor: torch.compile's kernel on a GPU, a loop in C on a CPU.
+"""AdamW on a split master as one kernel over each tensor, made by torch.compile.
 
-On a CPU torch.compile isn't used because it doesn't vectorise int16: its loop takes about five times as long as torch's
-fused AdamW. The one below takes no longer than that, and a C compiler needs a fraction of a second for it.
+A GPU uses it by default. A CPU doesn't, because torch.compile doesn't vectorise int16 there: its loop takes about five
+times as long as torch's fused AdamW.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -22,10 +16,6 @@ import torch
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 TRIAL = 4096  # elements that a new kernel is tried on
-
-# Contraction is off for the same rounding on every machine; signed overflow wraps as in torch.
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
-SOURCE = Path(__file__).with_name("adamw_split.c")
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +43,7 @@ def fused_step(
     remainder: torch.Tensor,
     constants: torch.Tensor,
 ) -> None:
-    """AdamW (arXiv 1711.05101) on contiguous 1-D tensors of one length, in place: for torch.compile, and what the C
-    loop does.
+    """AdamW (arXiv 1711.05101) on contiguous 1-D tensors of one length, in place.
 
     Args:
         high: int16, the bits of the bfloat16 parameter.
@@ -79,7 +68,7 @@ def fused_step(
 def make_kernel(device: torch.device) -> Kernel | None:
     """The compiled pass for a device, tried once on tensors of its own; None, and a line in the log, if that fails."""
     try:
-        kernel = c_loop() if device.type == "cpu" else compiled_step()
+        kernel = compiled_step()
         parameter = torch.zeros(TRIAL, dtype=torch.bfloat16, device=device)
         remainder = torch.zeros(TRIAL, dtype=torch.int16, device=device)
         grad, exp_avg, exp_avg_sq = (torch.zeros(TRIAL, device=device) for _ in range(3))
@@ -100,30 +89,5 @@ def compiled_step() -> Kernel:
         *state, constants = others
         # Through `.data` a view is a tensor without a base, by whose shape dynamo would compile again.
         compiled(parameter.view(-1).view(torch.int16).data, *(tensor.view(-1).data for tensor in state), constants)
-
-    return run
-
-
-def c_loop() -> Kernel:
-    """The loop in C, compiled for this machine by ``$CC`` or `cc`, on as many threads as torch has.
-
-    Raises:
-        OSError, RuntimeError: there is no compiler, or it failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "adamw_split.so"
-        command = [*shlex.split(os.environ.get("CC") or "cc"), *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(made)]
-        done = subprocess.run([*command, "-lm"], capture_output=True, text=True, timeout=120)
-        if done.returncode:
-            raise RuntimeError(f"{command[0]}: {done.stderr.strip() or 'no message'}")
-        library = ctypes.CDLL(str(made))  # stays loaded when the file is gone
-    functions = {torch.float32: library.step_float32, torch.bfloat16: library.step_bfloat16}
-    for function in functions.values():
-        function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int]
-        function.restype = None
-
-    def run(parameter: torch.Tensor, grad: torch.Tensor, *others: torch.Tensor) -> None:
-        pointers = (parameter.data_ptr(), grad.data_ptr(), *[tensor.data_ptr() for tensor in others])
-        functions[grad.dtype](parameter.numel(), *pointers, torch.get_num_threads())
 
     return run

@@ -8,6 +8,7 @@ bit: two extra bytes instead of four. (The idea is that of "parameter remainders
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +31,8 @@ GPU_PIECE = 2**24
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), "remainder": torch.int16}
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+logger = logging.getLogger(__name__)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,9 +123,8 @@ class AdamWSplit(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps, weight_decay likewise.
-        compiled: one fused pass (see `adamw_fused`). None: on a GPU with Triton; a CPU may have no compiler, and
-            there the uncompiled step is the reference. Where compiling fails, a line is logged and the steps are
-            torch's.
+        compiled: use one fused kernel per tensor (see `adamw_fused`). None: on a GPU with Triton. If compiling fails,
+            a line is logged and the steps are torch's.
         streamed: the state stays in host memory, and passes through the device piece by piece (see `HostStream`).
     """
 
@@ -362,12 +364,14 @@ def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
     if args.optim not in KEEPS_MASTER:
         return None
     compiled = _compiled_from(args.optim, args.optim_args)
-    on_host = args.fsdp_offload_params and not args.on_cpu  # where torch's own pieces take several times as long
+    if compiled and args.on_cpu:
+        logger.warning("optim_args: compiled=true has no effect on a CPU, where torch's own step is faster")
+        compiled = None
     return AdamWSplit, {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
-        "compiled": True if compiled is None and on_host else compiled,
+        "compiled": compiled,
         "streamed": args.streams_optimizer,
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -41,7 +40,6 @@ from ..sharding import ShardingStrategy
 from .beside_decoding import BesideDecoding
 from .evaluation import evaluation_step
 from .first_rows import EarlyRows, FirstRows, first_rows
-from .joint_overlap import JointTurns
 from .loss_pass import loss_pass
 from .overlap import train_while_others_sample
 from .step_batches import schedule, step_batch, trainable
@@ -95,32 +93,23 @@ class Learner:
             self._rows_of, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
             self.config.device,
         )  # fmt: skip
-        self._turns: JointTurns | None = None  # of the present round, if ranks meet in each backward
 
     # -- a round
 
     def forget_round(self) -> None:
         """A training begins: the last one may have failed amid a round, with gradients of some of its micro-batches."""
-        self.pending, self.early, self._turns = [], None, None
+        self.pending, self.early = [], None
         self.sharding.discard()
 
     @property
     def trains_between_steps(self) -> bool:
         """Whether finished groups are trained between the steps of this rank's engine."""
-        return not (self.config.why_not_between_steps or self.sharding.meets_in_backward)
+        return not self.config.why_not_between_steps
 
-    def beside_sampling(self, finished: OwnGroups) -> AbstractContextManager[None]:
-        """Around this rank's sampling, in a round of whose next step finished groups may be trained; where ranks meet
-        in each backward, it takes part in others'."""
+    def begin_sampling(self) -> None:
+        """Prepare to train finished groups of the next step while this rank samples."""
         self.model.train()
         self.beside_decoding.begin()
-        if not self.sharding.meets_in_backward:
-            return contextlib.nullcontext()
-        assert isinstance(finished, FinishedGroups)
-        self._turns = JointTurns(
-            finished, self._rows_of, self._train_rows, self._fill_up, self._free_gradients, self.rules.device
-        )
-        return self._turns.beside_sampling()
 
     def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
         """After a step of this rank's engine: train a micro-batch of its finished groups, in the tail of its sampling.
@@ -132,12 +121,7 @@ class Learner:
         self.beside_decoding.wait()
 
     def train_early(self, finished: OwnGroups) -> None:
-        """Train finished groups of the next step until all ranks have sampled and none trains. No collective, unless
-        ranks meet in each backward."""
-        if self._turns is not None:
-            turns, self._turns = self._turns, None
-            self.early = turns.train(self.rules.max_tokens, self.times)
-            return
+        """Train finished groups of the next step until all ranks have sampled and none trains. No collective."""
         self.model.train()
         self.early = self.beside_decoding.end(self.hooks.state.global_step)
         if self.early.out_of_memory or not isinstance(finished, FinishedGroups):
@@ -168,13 +152,6 @@ class Learner:
             step = self._early_step(rows)
         with self.recorder.trains_early(step.rows), self.times.phase("train"):
             self._loss_pass(step, self.sharding, metrics, unread)
-        return step.rows
-
-    def _fill_up(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """`_train_rows` of fillers, beside what this rank's own thread does: its times and its record are of that."""
-        step = self._early_step(rows)
-        loss = functools.partial(self.hooks.compute_loss, self.model)
-        loss_pass(step, loss, self.hooks.compute_loss_context_manager, self.sharding, metrics=metrics)
         return step.rows
 
     def _early_step(self, rows: Sequence[PackedRow]) -> StepBatch:

@@ -2,9 +2,8 @@
 takes finished groups from these. Between the steps of its own engine: `beside_decoding`.
 
 No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
-unnormalised; ranks exchange nothing meanwhile (where they meet in each backward: `joint_overlap`). When all have
-sampled, ranks go on, in ever smaller micro-batches, until none of them trains. What is left then is balanced, packed
-and trained as ever.
+unnormalised; ranks exchange nothing meanwhile. When all have sampled, ranks go on, in ever smaller micro-batches, until
+none of them trains. What is left then is balanced, packed and trained as ever.
 """
 
 from __future__ import annotations

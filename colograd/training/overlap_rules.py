@@ -10,7 +10,6 @@ from ..config import GRPOConfig
 from ..losses.advantages import AdvantageEstimator
 from ..losses.objective import Objective
 from ..losses.token_losses import LOSSES
-from ..memory.device_turns import device_turns_of
 from ..rollout.finished_groups import FinishedGroups, OwnGroups
 from ..sharding import ShardingStrategy
 from .beside_decoding import TAIL
@@ -28,12 +27,9 @@ def why_not(
     Args:
         replaced: whether a subclass of the trainer overrides a stage.
     """
-    meets, takes_turns = sharding.meets_in_backward, device_turns_of(config)
-    exchange_too = f"with sharding: {config.sharding} ranks exchange in each backward"
     reasons: list[tuple[Any, str]] = [
         (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
-        (meets and config.layout.ranks_per_engine > 1, f"{exchange_too}, and those of an engine in each of its steps"),
-        (meets and takes_turns, f"{exchange_too}, for which one that samples has no memory with {takes_turns}"),
+        (sharding.meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),
         (config.dynamic_sampling, "dynamic_sampling chooses the step's groups among all that were sampled"),
         (estimator.step_scores is not None, "advantages are divided by a deviation over the step"),
         (objective.top_entropy_quantile < 1, "top_entropy_quantile is of all the step's tokens"),
@@ -58,16 +54,13 @@ def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup
     return FinishedGroups(config.layout, config.balance_ranks and config.layout.data_size > 1, accepts)
 
 
-def describe(config: GRPOConfig, why: str, meets: bool = False, submits_later: bool = False) -> str:
+def describe(config: GRPOConfig, why: str, submits_later: bool = False) -> str:
     """A line for the start of a run: what is trained before all is sampled, and why not; empty: nothing was asked for.
 
     Args:
-        meets: whether ranks exchange in each backward.
         submits_later: see `Sampler.submits_later`.
     """
     alone, not_between = config.world_size == 1, config.why_not_between_steps
-    if meets:
-        not_between = not_between or f"with sharding: {config.sharding} ranks exchange in each backward"
     if submits_later:
         not_between = not_between or "with tools, an agent or a rollout_func more sequences may come at any time"
     if config.overlap == "off":

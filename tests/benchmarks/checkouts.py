@@ -7,7 +7,10 @@ Each run is a process of its own (`ranks`: two), with PYTHONPATH set to the chec
 - `recorded`: a tiny random model is trained in float32 on made-up rollouts, with several settings of the loss;
 - `quickstart`, `calculator` (a tool and several turns), `lora`: the first steps of that recipe, with the real engine,
   in float32;
-- `ranks`: the quickstart on two ranks, in two processes of torchrun.
+- `ranks`: the quickstart on two ranks, in two processes of torchrun;
+- `engine`: a tiny run with the real engine for each optional feature (tests/scripts/golden_cases.py), `engine, ranks`
+  those on two ranks; `--case` picks some;
+- `history`: BEFORE records a run with its checkpoints and rollout log, and both checkouts resume it.
 
 Prints Markdown tables. Exit status 1 if a loss (bit for bit), a sampled completion or a trained weight differs between
 the checkouts, or between repeats of one. Seconds fail nothing. The start-up lasts from the process's start until the
@@ -32,6 +35,10 @@ from typing import Any
 from figures import machine, table, write
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "scripts"))
+
+import golden_cases  # noqa: E402
+
 CHILD = ROOT / "tests" / "scripts" / "checkout_run.py"
 MODEL = Path("models") / "SmolLM2-135M-Instruct"
 RECIPES = {
@@ -40,7 +47,8 @@ RECIPES = {
     "lora": "grpo_smollm2_lora_cpu.yaml",
     "ranks": "grpo_smollm2_cpu.yaml",
 }
-PARTS = ("recorded", *RECIPES)
+CASES = {"engine": golden_cases.ONE_RANK, "engine, ranks": golden_cases.TWO_RANKS}
+PARTS = ("recorded", *RECIPES, *CASES, "history")
 # Not `colograd.process`'s: nothing of the package is imported here, so that its state can't decide who is compared.
 INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 Answer = dict[str, Any]
@@ -54,6 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps of each recipe with the warm-up (3)")
     parser.add_argument("--model", type=Path, help=f"the recipes' model; default: this checkout's {MODEL}")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts; default: all")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="of `engine` and `engine, ranks`; default: all")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write all answers as JSON")
     options = parser.parse_args(argv)
     options.model = (options.model or ROOT / MODEL).resolve()
@@ -65,7 +74,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--repeats is {options.repeats}, but must be at least 1")
     if options.steps < 2:
         parser.error(f"--steps is {options.steps}, but the first only warms up: at least 2")
-    if {*options.only} - {"recorded"} and not options.model.is_dir():
+    if {*options.only} & {*RECIPES} and not options.model.is_dir():
         parser.error(f"there is no model folder {options.model}: make model")
     return options
 
@@ -76,7 +85,11 @@ def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
     job = {"part": part, "checkout": checkout, "model": options.model, "steps": options.steps}
     if part in RECIPES:
         job["recipe"] = ROOT / "recipes" / RECIPES[part]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") if part == "ranks" else ()
+    if part in (*CASES, "history"):
+        job |= {"models": options.models, "history": options.history}
+        job["cases"] = [name for name in CASES.get(part, ()) if not options.case or name in options.case]
+    ranks = part in ("ranks", "engine, ranks")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") if ranks else ()
     with tempfile.TemporaryDirectory(prefix="colograd-checkouts-") as folder:
         given, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
         given.write_text(json.dumps(job | {"started": time.time()}, default=str))
@@ -98,8 +111,11 @@ def joined(answers: Sequence[Answer]) -> Answer:
     def total(spans: Sequence[dict[str, float]]) -> dict[str, float]:
         return {"processor": sum(span["processor"] for span in spans), "wall": max(span["wall"] for span in spans)}
 
+    runs = {name: run for answer in answers for name, run in answer["runs"].items()}
+    if "start" not in answers[0]:
+        return {"runs": runs}
     return {
-        "runs": {name: run for answer in answers for name, run in answer["runs"].items()},
+        "runs": runs,
         "start": total([answer["start"] for answer in answers]),
         "steps": [total(spans) for spans in zip(*(answer["steps"] for answer in answers), strict=True)],
     }
@@ -156,6 +172,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.repeats} process(es) of each checkout and part, on {machine()}")
     everything: dict[str, Any] = {}
     failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="colograd-goldens-") as folder:
+        options.history = Path(folder) / "history"
+        options.models = {}
+        if {*options.only} & {*CASES, "history"}:
+            sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+            options.models = golden_cases.make_models(Path(folder))
+        if "history" in options.only:
+            run("history", options.before, options)
+        compare(options, sides, everything, failures)
+    print("", *(f"- {failure}" for failure in failures), sep="\n")
+    print(f"checkouts: {'not the same: ' + str(len(failures)) + ' differences' if failures else 'the same numbers'}")
+    given = {"repeats": options.repeats, "steps": options.steps, "model": options.model.name, "machine": machine()}
+    write(options.out, {"settings": given, "differences": failures, **everything})
+    return 1 if failures else 0
+
+
+def compare(
+    options: argparse.Namespace, sides: Mapping[str, Path], everything: dict[str, Any], failures: list[str]
+) -> None:
+    """Run all parts with both checkouts, print their tables, and add to ``everything`` and ``failures``."""
     for part in options.only:
         answers: dict[str, list[Answer]] = {side: [] for side in sides}
         for _ in range(options.repeats):
@@ -171,11 +207,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = [[name, f"{before[name]:.2f}", f"{after[name]:.2f}", f"{ratio[name]:.3f}"] for name in before]
             print("", table(["Median", "before", "after", "after / before"], rows), sep="\n")
             everything[part] |= {"before": before, "after": after, "ratio": ratio}
-    print("", *(f"- {failure}" for failure in failures), sep="\n")
-    print(f"checkouts: {'not the same: ' + str(len(failures)) + ' differences' if failures else 'the same numbers'}")
-    given = {"repeats": options.repeats, "steps": options.steps, "model": options.model.name, "machine": machine()}
-    write(options.out, {"settings": given, "differences": failures, **everything})
-    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -83,7 +83,6 @@ class Sizes:
     path: tuple[str, ...] = ()  # more arguments of training_path.py
     tail: tuple[int, ...] = (16, 8, 64, 128, 512, 16384)  # of each of two ranks in tail.py
     own_tail: tuple[str, ...] = ()  # more arguments of own_tail.py
-    few: tuple[int, ...] = (1, 4, 16, 64)  # sequences at once in drafts.py
 
 
 SIZES = {
@@ -101,7 +100,6 @@ SIZES = {
         dtype="float32",
         tail=(4, 2, 2, 4, 16, 256),
         own_tail=("--completions", "4", "--short", "4", "--long", "16", "--budget", "256"),
-        few=(1, 2),
     ),
 }
 
@@ -204,11 +202,6 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
     between = (
         str(HERE / "own_tail.py"), "--model", model, "--device", device, "--pairs", str(sizes.trials), *sizes.own_tail,
     )  # fmt: skip
-    drafts = (
-        str(HERE / "drafts.py"), "--model", model, "--completion-tokens", str(sizes.completion // 4), "--group",
-        str(sizes.group), "--sequences", *map(str, sizes.few), "--prompts", str(sizes.prompts), "--round",
-        str(sizes.prompts), "--temperatures", "1.0", "0.6", "--trials", str(sizes.trials),
-    )  # fmt: skip
     sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
     full = ("--prompt-tokens", str(sizes.long_prompt), "--full-length", "--steps", "2")
     options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
@@ -228,7 +221,6 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         Check("rollouts", rollouts, 60, tell_rollouts),
         Check("between steps", between, 60, tell_between),
         Check("overlap", overlap, 100, tell_overlap, gpus=0 if on_cpu else 2),
-        Check("drafts", drafts, 100, tell_drafts),
         Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
     ]
 
@@ -328,14 +320,6 @@ def tell_between(said: str, figures: Mapping[str, Any]) -> str:
         f"one rank: a step {figures['ratio']:.2f} x faster, {on['early']:.0%} trained between the engine's steps; "
         f"generate {off['generate']:.2f} s without and {on['generate']:.2f} s with"
     )
-
-
-def tell_drafts(said: str, figures: Mapping[str, Any]) -> str:
-    rows = (
-        f"{row['sequences']} at {row['temperature']:g}: {row['ratio']:.2f} ({row['acceptance'] or 0:.0%} right)"
-        for row in figures["rows"]
-    )
-    return "tokens/s with drafts / without, by sequences and temperature: " + ", ".join(rows)
 
 
 def tell_side_by_side(said: str, figures: Mapping[str, Any]) -> str:

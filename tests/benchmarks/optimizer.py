@@ -1,4 +1,4 @@
-"""What a step of the optimizer takes: adamw_split, as it is and compiled, beside torch's AdamW on float32 parameters.
+"""Time a step of adamw_split, on a GPU also compiled, next to torch's AdamW on float32 parameters.
 
     python tests/benchmarks/optimizer.py [--model FOLDER | --shapes 49152x576 576x1536x30 ...] [--out F.json]
 
@@ -68,7 +68,8 @@ def contestants(shapes: Sequence[Shape]) -> dict[str, torch.optim.Optimizer]:
     torch.manual_seed(0)
     gradients = [torch.randn(shape, device=device) for shape in shapes]
     found: dict[str, torch.optim.Optimizer] = {}
-    for dtype, kinds in ((torch.bfloat16, ("split", "compiled")), (torch.float32, ("foreach", "fused"))):
+    ours = ("split", "compiled") if device == "cuda" else ("split",)
+    for dtype, kinds in ((torch.bfloat16, ours), (torch.float32, ("foreach", "fused"))):
         parameters = [torch.nn.Parameter(0.02 * torch.randn(s, device=device, dtype=dtype)) for s in shapes]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if dtype == torch.bfloat16:
@@ -78,7 +79,7 @@ def contestants(shapes: Sequence[Shape]) -> dict[str, torch.optim.Optimizer]:
             found |= {kind: AdamWSplit(parameters, **SETTINGS, compiled=kind == "compiled") for kind in kinds}
         else:
             found |= {kind: torch.optim.AdamW(parameters, **SETTINGS, **{kind: True}) for kind in kinds}
-        found[kinds[1]].state = found[kinds[0]].state
+        found[kinds[-1]].state = found[kinds[0]].state
     return found
 
 
@@ -120,7 +121,7 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], steps: int) -> dict[st
 def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Seconds of each adamw_split over the faster of torch's."""
     fastest = min(found[name]["step_s"] for name in ("foreach", "fused"))
-    return {name: found[name]["step_s"] / fastest for name in ("split", "compiled")}
+    return {name: found[name]["step_s"] / fastest for name in ("split", "compiled") if name in found}
 
 
 def report(found: dict[str, dict[str, Any]], shapes: Sequence[Shape]) -> str:
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {k: v for k, v in vars(options).items() if k != "out"}
     settings |= {"machine": machine(), "threads": torch.get_num_threads(), "versions": versions()}
     write(options.out, {"settings": settings, "variants": found, "ratio": ratio})
-    if ratio["compiled"] > options.limit:
+    if ratio.get("compiled", 0.0) > options.limit:
         print(f"\noptimizer: a compiled step takes {ratio['compiled']:.2f} times torch's: over {options.limit}")
         return 1
     return 0

@@ -3,16 +3,15 @@
     python tests/benchmarks/tail.py [--ranks 1 2 8 64] [--groups 16] [--completions 8] [--sequences 64]
                                     [--median 1000] [--longest 8192] [--spread 0.8] [--within 0.4] [--run FOLDER]
                                     [--engine-step 0.02] [--sequence 0.0002] [--token 0.00005]
-                                    [--share 0.8] [--drafts-below 8] [--drafted 2]
-    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 10] [--sharding fsdp] [--model M] [--device cuda]
-                                    [--out F.json]
+                                    [--share 0.8]
+    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 10] [--sharding optimizer] [--model M]
+                                    [--device cuda] [--out F.json]
 
-The first form is a simulation of events (`tail_simulation.py`): a step as it is, with `overlap`, with
-`carry_over: SHARE`, and with drafts. Lengths are lognormal: a prompt's median varies by `--spread` (of the logarithm),
+The first form is a simulation of events (`tail_simulation.py`): a step as it is, with `overlap` and with
+`carry_over: SHARE`. Lengths are lognormal: a prompt's median varies by `--spread` (of the logarithm),
 its completions around it by `--within`; or those of a run that kept its rollout log (`--run`). An engine's step takes
-`--engine-step` seconds and `--sequence` more for each sequence that runs; while it decodes at most `--drafts-below` of
-them, a step's time makes `--drafted` tokens of each. A token is trained in `--token` seconds. The rates are given, not
-measured.
+`--engine-step` seconds and `--sequence` more for each sequence that runs. A token is trained in `--token` seconds. The
+rates are given, not measured.
 
 The second form trains two ranks of one thread each, a step with overlap and a step without in turns; the second rank's
 completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor
@@ -283,7 +282,7 @@ def make_model(folder: Path) -> str:
 
 
 def print_simulation(options: argparse.Namespace) -> None:
-    rates = Rates(options.engine_step, options.sequence, options.token, options.drafts_below, options.drafted)
+    rates = Rates(options.engine_step, options.sequence, options.token)
     lengths = LogNormal(options.median, options.spread, options.within, options.longest, options.completions)
     source = Recorded.of(options.run) if options.run else lengths
     sizes = options.ranks, options.groups, options.sequences, options.budget
@@ -306,8 +305,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token", type=float, default=0.00005, help="seconds of training")
     parser.add_argument("--run", type=Path, help="whose recorded lengths are simulated")
     parser.add_argument("--share", type=float, default=0.8, help="carry_over")
-    parser.add_argument("--drafts-below", type=int, default=8, help="sequences")
-    parser.add_argument("--drafted", type=float, default=2.0, help="tokens of each in a plain step's time")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--steps", type=int, default=5, help="simulated steps")
     parser.add_argument("--pairs", type=int, default=0, help="measure two ranks so often")

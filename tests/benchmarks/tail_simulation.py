@@ -2,7 +2,6 @@
 
 `overlap`: groups are trained as the trainer does, own ones, finished ones of others, and what is left is balanced.
 `carry_over`: each rank ends its round with the groups that are done first, and goes on with the others in the next one.
-Drafts: an engine that decodes few sequences makes more than one token of each in a step.
 """
 
 from __future__ import annotations
@@ -30,18 +29,15 @@ Lengths = Sequence[Sequence[int]]  # of each group's completions, on one rank
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds; and what drafts do."""
+    """Seconds."""
 
     engine_step: float
     sequence: float  # more for each sequence that an engine's step decodes
     token: float  # of training
-    drafts_below: int = 0  # an engine drafts while it decodes at most so many sequences
-    drafted: float = 1.0  # tokens of each sequence that a plain step's time then makes
 
     def tokens(self, number: int, running: int) -> float:
         """Seconds in which each of the ``running`` sequences gets so many tokens more."""
-        speed = self.drafted if running <= self.drafts_below else 1.0
-        return number * (self.engine_step + self.sequence * running) / speed
+        return number * (self.engine_step + self.sequence * running)
 
 
 @dataclass(frozen=True)
@@ -260,19 +256,17 @@ def table(
     source: LogNormal | Recorded, many: Sequence[int], groups: int, sequences: int, budget: int, rates: Rates,
     share: float, steps: int,
 ) -> Iterator[str]:  # fmt: skip
-    """Lines: the mean step of so many ranks, without anything, with `overlap`, with `carry_over`, and with drafts."""
-    kinds = ("overlap", "carry_over", "drafts")
+    """Lines: the mean step of so many ranks, without anything, with `overlap` and with `carry_over`."""
+    kinds = ("overlap", "carry_over")
     yield "| ranks | step, s | idle | " + " | ".join(f"{kind}, s | faster | idle" for kind in kinds) + " |"
     yield "|" + " ---: |" * (3 + 3 * len(kinds))
-    plain = replace(rates, drafts_below=0)
     for ranks in many:
         seeds = [random.Random(seed) for seed in range(steps)]
         drawn = [[[source.group(seed) for _ in range(groups)] for _ in range(ranks)] for seed in seeds]
         without, *others = [
-            [simulate(of_step, sequences, budget, plain, overlap=False) for of_step in drawn],
-            [simulate(of_step, sequences, budget, plain, overlap=True) for of_step in drawn],
-            simulate_carried(drawn * 4, sequences, plain, share),
             [simulate(of_step, sequences, budget, rates, overlap=False) for of_step in drawn],
+            [simulate(of_step, sequences, budget, rates, overlap=True) for of_step in drawn],
+            simulate_carried(drawn * 4, sequences, rates, share),
         ]
         usual, idle = _means(without)
         cells = [f"{usual:.1f} | {idle:.0%}"]

@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
-from colograd.config.knob import INERT, REFUSED, RENAMED, UNUSED
+from colograd.config.knob import INERT, REFUSED, REMOVED, RENAMED, UNUSED
 from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
@@ -296,6 +296,7 @@ def test_a_command_line_that_says_nothing_clear_is_refused(argv: list[str], mess
         ("a: [1\n", "isn't valid YAML"),
         ("epsilon_hi: 0.3\n", "Unknown configuration key `epsilon_hi`. Did you mean `epsilon_high`"),
         ("cache_implementation: static\n", "`cache_implementation` isn't supported: generation always runs in vLLM"),
+        ("drafts: siblings\n", "`drafts` was removed: use vLLM's own methods"),
         ("accelerate_config: fsdp2\n", "start with `accelerate launch"),
         ("env: 3\n", "env is 3, but must be a mapping"),
         ("vllm_importance_sampling_cap: 2\nvllm_importance_sampling_clip_max: 2\n", "the old name of"),
@@ -363,8 +364,6 @@ NEW = {
     "pass_threshold_eval",
     "loss_eval",
     "vllm_engine_kwargs",
-    "drafts",
-    "draft_step_tokens",
     "max_tokens_per_microbatch",
     "balance_ranks",
     "rank_timeout",
@@ -420,7 +419,7 @@ def test_every_field_of_trl_is_a_field_or_refused_with_a_reason(trl_defaults: di
     assert trl_defaults.keys() - ours.keys() - set().union(*others) == set()
     assert sum(map(len, others)) == len(set().union(*others)) and not ours.keys() & set().union(*others)
     assert all(reason and not reason.endswith(".") for reason in (REFUSED | UNUSED).values())
-    assert INERT.keys() <= REFUSED.keys() and set(RENAMED.values()) <= ours.keys()
+    assert INERT.keys() <= REFUSED.keys() | REMOVED.keys() and set(RENAMED.values()) <= ours.keys()
 
 
 def test_every_field_at_its_default_in_trl_is_taken(trl_defaults: dict[str, Any]) -> None:

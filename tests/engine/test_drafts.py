@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -15,9 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from colograd import GRPOTrainer
 from colograd.batch import Prompt
-from colograd.engine import draft_proposer
 from colograd.engine.arguments import graph_sizes
-from colograd.engine.draft_index import END, START, key_of
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import Needs, VLLMEngine
 
@@ -69,61 +65,6 @@ def test_drafts_change_no_token_and_save_steps(tiny_model: Path, tmp_path: Path)
         torch.testing.assert_close(logprobs, own_logprobs, atol=1e-5, rtol=0)
     assert found[1][2] < expected[1][2]
     assert 0 < counts["drafts/accepted"] <= counts["drafts/tokens"]
-
-
-@pytest.mark.engine
-def test_siblings_and_earlier_completions_are_drafts(tiny_model: Path, tmp_path: Path) -> None:
-    """They change no token. The same seeds once more, as if an epoch later: what was sampled then is drafted now."""
-    plain = build(tiny_model, tmp_path)
-    expected, logprobs, steps = generation(plain)
-    plain.close()
-    engine = build(tiny_model, tmp_path, drafts="siblings", draft_step_tokens=100)
-    first = generation(engine)
-    engine.take_counts()
-    engine.stamp(0)
-    again = generation(engine)
-    counts = engine.take_counts()
-    engine._runner.drafter.step_tokens = 12  # of more than six of the twelve sequences nothing is drafted
-    third, few = generation(engine), engine.take_counts()
-    engine.close()
-    for tokens, own_logprobs, _ in (first, again, third):
-        assert tokens == expected
-        torch.testing.assert_close(own_logprobs, logprobs, atol=1e-5, rtol=0)
-    assert again[2] < 0.7 * steps
-    assert counts["drafts/accepted"] > 0.7 * counts["drafts/tokens"] > 0
-    assert few["drafts/tokens"] < counts["drafts/tokens"] / 2
-
-
-@pytest.mark.engine
-def test_drafts_end_where_completions_do(tiny_model: Path, tmp_path: Path) -> None:
-    """At a stop token, at the context's end, and in a completion that goes on as another request."""
-    plain = build(tiny_model, tmp_path)
-    cold = Sampling(n=3, max_tokens=60, temperature=0.3, options={})
-    tokens = [token for ids, _ in generation(plain, cold)[0] for token in ids]
-    stop = max({*tokens}, key=tokens.count)
-    some = dataclasses.replace(cold, options={"stop_token_ids": [stop]})
-    expected = {sampling.temperature: generation(plain, sampling)[0] for sampling in (some, SAMPLING_FAR)}
-    plain.close()
-    engine = build(tiny_model, tmp_path, drafts="siblings", draft_step_tokens=100)
-    memory = engine._runner.drafter.memory
-    for sampling in (some, some, some, SAMPLING_FAR, SAMPLING_FAR):
-        assert generation(engine, sampling)[0] == expected[sampling.temperature]
-        engine.stamp(0)
-        engine._runner.drafter.follow_requests()
-        if sampling is some:
-            known = np.concatenate([memory.of(key_of(prompt.prompt_ids)) for prompt in PROMPTS])
-            assert set(known[np.flatnonzero(known == stop) + 1]) == {END}
-    assert any(len(prompt.prompt_ids) + len(ids) == 64 for prompt in PROMPTS for ids, _ in expected[1.0])
-
-    prompt, begun = (40, 41, 42), (7, 8, 9)
-    memory.add(key_of(prompt), begun)
-    engine.submit((*prompt, *begun), SAMPLING, 5, n=1, spent=len(begun))
-    while not (finished := engine.advance()):
-        pass
-    engine.stamp(0)
-    engine._runner.drafter.follow_requests()
-    assert memory.of(key_of(prompt)).tolist() == [START, *begun, *finished[0][1][0].ids, END]
-    engine.close()
 
 
 def eagle_head(folder: Path, model: Path) -> Path:
@@ -185,8 +126,7 @@ def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path
 
     prompts = [Prompt({}, PROMPTS[position % 2].prompt_ids, position) for position in range(50)]
     sampling = Sampling(n=500, max_tokens=4, temperature=0.1, options={"ignore_eos": True})
-    engine = build(tiny_model, tmp_path, drafts="siblings", draft_step_tokens=10**6)
-    engine._runner.drafter.fixed = 10**5  # though hundreds of sequences run, also drafts that are seldom right
+    engine = build(tiny_model, tmp_path, vllm_engine_kwargs={"speculative_config": NGRAM})
     groups = list(engine.generate(prompts, sampling, version=0, seed=11))
     counts = engine.take_counts()
     engine.close()
@@ -227,15 +167,13 @@ def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path
 def test_what_drafts_cannot_be_had_with(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"speculative_config in vllm_engine_kwargs can't be had, {said}"):
         tiny.config(tmp_path, vllm_engine_kwargs={"speculative_config": NGRAM}, **settings)
-    with pytest.raises(ValueError, match=f"drafts: siblings can't be had, {said}"):
-        tiny.config(tmp_path, drafts="siblings", **settings)
 
 
 @pytest.mark.engine
 def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "model", family="lfm2")
     with pytest.raises(ValueError, match="This model's layers have a state"):
-        build(model, tmp_path, drafts="siblings")
+        build(model, tmp_path, vllm_engine_kwargs={"speculative_config": NGRAM})
 
 
 def test_cuda_graphs_are_captured_for_steps_with_drafts() -> None:
@@ -244,9 +182,3 @@ def test_cuda_graphs_are_captured_for_steps_with_drafts() -> None:
     assert graph_sizes(4, 32, 8) == [8, 16, 24, 32]
     assert graph_sizes(20, 64, 8) == [8, 16, 24, 32, 40, 48, 56, 64]
     assert graph_sizes(100, 64, 8)[-1] == 104
-
-
-def test_an_older_vllm_takes_no_drafts_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_proposer, "HOOK", "vllm.v1.spec_decode.not_there")
-    with pytest.raises(RuntimeError, match=r"takes no drafts from outside: install 0\.31"):
-        draft_proposer.sibling_drafts_config()

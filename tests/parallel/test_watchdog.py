@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,34 +50,6 @@ def test_who_makes_no_progress_in_a_body_is_ended_with_its_stage_and_its_stack(c
         ends.dog.look(1.0)
     assert "made no progress for 11 s (rank_timeout) in reward function 'judge'" in ends[0]
     assert "test_who_makes_no_progress" in ends[0] and "test_who_makes_no_progress" in capfd.readouterr().err
-
-
-def test_a_thread_aside_makes_no_progress_for_the_one_that_trains_unless_that_waits_for_it() -> None:
-    watchdog.set_limit(10)
-    ends = Ends()
-
-    def look_beside(work: Callable[[], None], is_joined: bool) -> None:
-        def run() -> None:
-            while is_joined and watchdog._joined is None:
-                time.sleep(0.001)
-            with watchdog.aside():
-                for _ in range(12):
-                    work()
-                    ends.dog.look(1.0)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        watchdog.join(thread) if is_joined else thread.join()
-
-    with ends.dog.inside("training"):
-        look_beside(lambda: watchdog.progress(JUDGE), is_joined=False)
-        assert ends and JUDGE not in ends[0]
-        ends.clear()
-        watchdog.progress()
-        look_beside(lambda: watchdog.progress(JUDGE), is_joined=True)
-        assert not ends
-        look_beside(lambda: None, is_joined=True)
-        assert "run (test_watchdog.py" in ends[0]
 
 
 def test_progress_waiting_and_rest_are_no_hanging() -> None:

@@ -91,7 +91,6 @@ def test_where_it_can_t_be_recorded_the_correction_is_off_or_refused(tmp_path: P
         ({"top_p": 0.9}, "with a top_k, of 1024 say"),
         (TRUNCATED | {"repetition_penalty": 1.1}, "correction is off"),
         ({"top_k": 8, "vllm_engine_kwargs": {"speculative_config": {}}}, "as drafts don't tell"),
-        ({"top_k": 8, "drafts": "siblings"}, "as drafts don't tell"),
     ):
         config = made(**settings)
         assert not config.replays_truncation and any(said in note for note in config.notes), config.notes

@@ -146,7 +146,6 @@ RAISED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no-effect": ("warning", {"steps": [{}] * 60}, r"after 50 steps reward \(0.5\), .* at a learning rate of 1e-06"),
     "engine-waits": ("warning", {"steps": [{}], "rollouts": rollouts(preemptions=4)}, "preempted 12 sequences"),
-    "wrong-drafts": ("warning", {"steps": [{"drafts/acceptance": 0.05}] * 3}, "5% of the drafted tokens of the last"),
 }  # fmt: skip
 ALSO = {
     "failing-reward": {"steps": [{"rewards/right/errors": 2.0}] * 3},
@@ -219,7 +218,6 @@ NOT_RAISED: dict[str, list[dict[str, Any]]] = {
         {"steps": [{}], "rollouts": [*rollouts(2, preemptions=4), *rollouts(3)[2:]]},
         {"steps": [{}], "rollouts": rollouts(**(FULL | {"kv": [[0, 0.2], [1, 0.3]]}))},
     ],
-    "wrong-drafts": [{"steps": [{"drafts/acceptance": 0.2}] * 5}, {"steps": [{"drafts/acceptance": 0.0}] * 2}],
 }  # fmt: skip
 
 

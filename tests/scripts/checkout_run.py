@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ JOB = json.loads(Path(sys.argv[1]).read_text())
 if not Path(colograd.__file__).is_relative_to(JOB["checkout"]):
     sys.exit(f"colograd was imported from {colograd.__file__}, but must come from {JOB['checkout']}.")
 
+import golden_cases  # noqa: E402
 import peft  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
@@ -77,19 +79,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Recording(GRPOTrainer):
-    """Keeps each step's loss and each round's completions."""
+    """Keeps each step's loss."""
 
     def __init__(self, **given: Any) -> None:
         self.losses: list[str] = []
         self.completions: list[dict[int, list[list[int]]]] = []  # of each round, by the position of the prompt
         super().__init__(**given)
-
-    def generate(self, prompts: Any) -> Iterator[Any]:
-        round_: dict[int, list[list[int]]] = {}
-        self.completions.append(round_)
-        for group in super().generate(prompts):
-            round_[group.position] = [[int(token) for token in rollout.completion_ids] for rollout in group.rollouts]
-            yield group
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -109,6 +104,17 @@ class Recording(GRPOTrainer):
             "completions": [hashlib.sha256(round_).hexdigest() for round_ in rounds],
             "weights": weights.hexdigest(),
         }
+
+
+class RecordingRounds(Recording):
+    """Keeps each round's completions too. `carry_over` allows no `generate` of a subclass."""
+
+    def generate(self, prompts: Any) -> Iterator[Any]:
+        round_: dict[int, list[list[int]]] = {}
+        self.completions.append(round_)
+        for group in super().generate(prompts):
+            round_[group.position] = [[int(token) for token in rollout.completion_ids] for rollout in group.rollouts]
+            yield group
 
 
 class Clock(TrainerCallback):
@@ -138,8 +144,8 @@ def trained(trainer: Recording) -> dict[str, Any]:
 
 def settings(folder: str, **changes: Any) -> GRPOConfig:
     """Of a run that writes nothing but into ``folder``, if there."""
-    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    return GRPOConfig(**({"output_dir": folder, "log_completions": False} | changes | quiet))
+    quiet = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+    return GRPOConfig(**({"output_dir": folder, "log_completions": False, "save_strategy": "no"} | changes | quiet))
 
 
 def make_model(folder: Path) -> str:
@@ -198,7 +204,7 @@ def recorded(folder: Path) -> dict[str, Any]:
         adapter = changes.get("peft_config")
         given = TINY | {key: value for key, value in changes.items() if key != "peft_config"}
         found[name] = trained(
-            Recording(
+            RecordingRounds(
                 model=model,
                 reward_funcs=[bytes_reward],
                 args=settings(str(folder / "run"), **given),
@@ -219,7 +225,12 @@ def from_recipe(folder: Path) -> dict[str, Any]:
     module, _, function = own["dataset_name"].partition(":")
     elsewhere = ("model_name_or_path", "dataset_name", "reward_funcs", "tools", "output_dir", "resume_from_checkpoint")
     given = {name: value for name, value in recipe.items() if name not in (*elsewhere, "use_peft", *ADAPTER)}
-    given |= {"max_steps": JOB["steps"], "log_completions": False, "model_init_kwargs": {"dtype": "float32"}}
+    given |= {
+        "max_steps": JOB["steps"],
+        "log_completions": False,
+        "save_strategy": "no",
+        "model_init_kwargs": {"dtype": "float32"},
+    }
     if "chat_template_path" in own:
         given["chat_template_path"] = str(checkout / own["chat_template_path"])
     if tools := own.get("tools"):
@@ -228,7 +239,7 @@ def from_recipe(folder: Path) -> dict[str, Any]:
     if adapter := {ADAPTER[name]: value for name, value in recipe.items() if name in ADAPTER}:
         targets = adapter["target_modules"]
         adapter["target_modules"] = targets[0] if targets == ["all-linear"] else targets
-    trainer = Recording(
+    trainer = RecordingRounds(
         model=JOB["model"],
         reward_funcs=own["reward_funcs"],
         args=settings(str(folder / "run"), **(given | {"bf16": False})),
@@ -243,6 +254,51 @@ def from_recipe(folder: Path) -> dict[str, Any]:
     return {"runs": {name: trained(trainer)}, "start": start, "steps": clock.steps()}
 
 
+def with_engine(folder: Path) -> dict[str, Any]:
+    """Each of the job's cases of `golden_cases`, sampled by the real engine."""
+    cases = golden_cases.ONE_RANK | golden_cases.TWO_RANKS
+    suffix = "" if RANK is None else f", rank {RANK}"
+    return {"runs": {name + suffix: trained(of_case(cases[name], folder / f"run-{name}")) for name in JOB["cases"]}}
+
+
+def of_case(case: dict[str, Any], run: Path, **changes: Any) -> Recording:
+    """The trainer of a case of `golden_cases`."""
+    models, data = JOB["models"], golden_cases.data_of(case.get("data", "plain"))
+    evaluated = {"eval_dataset": data.select(range(4))} if case.get("data") == "evaluated" else {}
+    adapter = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **case["peft"])} if "peft" in case else {}
+    given = golden_cases.settings_of(case, models) | changes
+    kind = Recording if "carry_over" in case else RecordingRounds
+    return kind(
+        model=models[case.get("model", "plain")],
+        reward_funcs=None if "agent" in case else [golden_cases.reward],
+        args=settings(str(run), **given),
+        train_dataset=data,
+        **({"tools": [golden_cases.add]} if "tools" in case else {}),
+        **({"agent": golden_cases.agent} if "agent" in case else {}),
+        **adapter,
+        **evaluated,
+    )
+
+
+def history(folder: Path) -> dict[str, Any]:
+    """Record a run of four steps into the job's folder; if it is there, resume its copy at the second step, where the
+    last two steps are trained from its rollout log."""
+    past = Path(JOB["history"])
+    resumes = past.exists()
+    run = folder / "run" if resumes else past
+    if resumes:
+        shutil.copytree(past, run)
+        shutil.rmtree(run / "checkpoint-4")
+    keeping = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "journal": "keep"}
+    trainer = of_case(golden_cases.ONE_RANK["plain"], run, **keeping)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2") if resumes else None)
+    found = trainer.numbers()
+    trainer.close()
+    return {"runs": {"history": found if resumes else {}}}
+
+
+PARTS = {"recorded": recorded, "engine": with_engine, "engine, ranks": with_engine, "history": history}
+
 if __name__ == "__main__":
-    answer = (recorded if JOB["part"] == "recorded" else from_recipe)(Path(sys.argv[1]).parent)
+    answer = PARTS.get(JOB["part"], from_recipe)(Path(sys.argv[1]).parent)
     Path(sys.argv[2] + ("" if RANK is None else f".{RANK}")).write_text(json.dumps(answer))

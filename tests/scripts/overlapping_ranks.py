@@ -6,10 +6,10 @@ Started by tests/training/test_overlap.py and, on one rank, test_beside_decoding
 
 MODE: `compare` trains overlapped, not overlapped, and replays the first run; so do `optimizer`, with the optimizer's
 state shared out, `host`, with sums of gradients in host memory too, `lora`, `experts`; `engines`, on four ranks with
-engines of two; `gradients` and `fsdp`, where ranks meet in each backward; `dynamic`, where nothing is trained early.
+engines of two; `dynamic`, `gradients` and `fsdp`, where nothing is trained early.
 `kill`: a rank is killed while it trains one of the second engine's groups in the third step; `resume` goes on after it,
 and replays what came of it. `memory`: it runs out of memory there in the second step, and all is replayed. `reward`:
-the second engine's reward raises after it. `kill:fsdp` and its like: the same with the first kind's settings.
+the second engine's reward raises after it.
 
 On one rank its last prompt is the long one, and groups are trained between the steps of its engine, as on a GPU: these
 are then the groups of `kill` and `memory`. `both`: two ranks, and the second trains some of its own in the same way.
@@ -39,14 +39,13 @@ from colograd import GRPOTrainer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
 from colograd.engine.sampling import request_seed
-from colograd.policy.packing import is_dummy
 from colograd.replayer import Replayer
 from colograd.rollout.partition import read_partition
 from colograd.training.replaying import Replay
 
 RANK = int(os.environ.get("RANK", "0"))
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
-MODE, _, KIND = sys.argv[3].partition(":")
+MODE = sys.argv[3]
 STEPS = 3
 VARIANTS: dict[str, dict[str, Any]] = {
     "compare": {},
@@ -156,7 +155,7 @@ SETTINGS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     # So that the last prompt is the longest; and Adam's division magnifies the rounding of gradients near 0 less.
     **({"generation_kwargs": {"ignore_eos": True}, "adam_epsilon": 1e-6} if BETWEEN else {}),
-    **VARIANTS.get(KIND or MODE, {}),
+    **VARIANTS.get(MODE, {}),
 }
 
 
@@ -173,7 +172,7 @@ def watch(trainer: Any) -> None:
     train_rows = beside.train
 
     def noting(rows: Any, metrics: Any) -> Any:
-        positions = {identity.position for row in rows for identity in row.rollouts if not is_dummy(row)}
+        positions = {identity.position for row in rows for identity in row.rollouts}
         foreign = not IS_LONG and any(position % PROMPTS >= PROMPTS // 2 for position in positions)
         note = events.trained_elsewhere(trainer.state.global_step) if foreign else None
         return noted("trained", note, positions, lambda: train(rows, metrics))

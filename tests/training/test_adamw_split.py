@@ -295,7 +295,7 @@ def test_compiled_steps_equal_torch_s_but_for_rounding(caplog: pytest.LogCapture
         for optimizer, parameters in ((split, ours), (plain, theirs)):
             optimizer.param_groups[0]["lr"] = 1e-6 * (1 + step % 3)
             take_steps(parameters, optimizer, range(step, step + 1))
-    assert not caplog.records, "it was compiled"
+    assert "can't be compiled" not in caplog.text
     assert_equal_but_for_rounding(ours, split, theirs, plain)
     state = [value for p in ours for name, value in split.state[p].items() if name != "step"]
     assert sum(value.nbytes for value in state) == 10 * sum(p.numel() for p in ours)
@@ -318,13 +318,12 @@ def test_compiled_steps_write_slices_of_larger_tensors_and_take_bfloat16_gradien
         assert (outer[:rows] == 7).all() and (outer[2 * rows :] == 7).all()
 
 
-def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates() -> None:
     """What torch.compile makes for a GPU it can make for a CPU too: the same function, counted and compared here."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(fused, "c_loop", fused.compiled_step)
     ours, theirs = make_parameters(shapes=LARGE), make_parameters(torch.float32, LARGE)
     split, plain = AdamWSplit(ours, **SETTINGS, compiled=True), torch.optim.AdamW(theirs, **SETTINGS)
     for step, rate in enumerate((1e-6, 3e-6, 1e-5)):
@@ -340,32 +339,41 @@ def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates(monkeypatch: pyt
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("compiler", "reason"),
-    [("no-such-compiler", "No such file or directory: 'no-such-compiler'"), ("false", "false: no message")],
-)
 def test_a_step_that_cannot_be_compiled_is_torch_s_and_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("CC", compiler)
+    def fails() -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(fused, "compiled_step", fails)
     ours, theirs = make_parameters(), make_parameters()
     first, second = AdamWSplit(ours, **SETTINGS, compiled=True), AdamWSplit(theirs, **SETTINGS, compiled=False)
     with caplog.at_level(logging.WARNING):
         take_steps(ours, first, range(3))
         take_steps(theirs, second, range(3))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("adamw_split: its step can't be compiled for cpu (") and reason in line
-    assert line.endswith("); it runs uncompiled")
+    assert line.startswith("adamw_split: its step can't be compiled for cpu (no compiler)")
     assert all(torch.equal(a, b) for a, b in zip(masters_of(ours, first), masters_of(theirs, second), strict=True))
 
 
 @pytest.mark.parametrize(
     ("given", "compiled"), [(None, None), ("", None), ("compiled=true", True), ("compiled = False", False)]
 )
-def test_optim_args_say_whether_steps_are_compiled(tmp_path: Path, given: str | None, compiled: bool | None) -> None:
-    made = optimizer_class(tiny.config(tmp_path, optim="adamw_split", optim_args=given))
-    assert made is not None and made[0] is AdamWSplit and made[1]["compiled"] is compiled
-    assert AdamWSplit(make_parameters(), **made[1]).compiled is compiled
+def test_optim_args_say_whether_steps_are_compiled(
+    tmp_path: Path, given: str | None, compiled: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path, optim="adamw_split", optim_args=given)
+    made = optimizer_class(config)
+    assert made is not None and made[0] is AdamWSplit
+    assert made[1]["compiled"] is (None if compiled else compiled), "a CPU's steps are torch's"
+    monkeypatch.setattr(type(config), "on_cpu", property(lambda self: False))
+    assert optimizer_class(config)[1]["compiled"] is compiled
+
+
+def test_compiled_has_no_effect_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = optimizer_class(tiny.config(tmp_path, optim="adamw_split", optim_args="compiled=true"))
+    assert made is not None and made[1]["compiled"] is None
+    assert "compiled=true has no effect on a CPU" in caplog.text
 
 
 @pytest.mark.parametrize("given", ["compiled", "compiled=maybe", "fused=true", "compiled=true,lr=1"])
@@ -373,16 +381,6 @@ def test_other_optim_args_are_refused(tmp_path: Path, given: str) -> None:
     with pytest.raises(ValueError, match=f"optim_args is '{given}', but adamw_split takes `compiled=true` or"):
         optimizer_class(tiny.config(tmp_path, optim="adamw_split", optim_args=given))
     assert optimizer_class(tiny.config(tmp_path, optim="adamw_torch", optim_args=given)) is None, "transformers' own"
-
-
-@pytest.mark.parametrize(("given", "compiled"), [("", True), ("compiled=false", False)])
-def test_rows_that_are_offloaded_are_updated_on_the_host_by_the_compiled_loop(
-    given: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny.config(tmp_path, optim="adamw_split", optim_args=given, fsdp_offload_params=True)
-    assert optimizer_class(config)[1]["compiled"] is (False if given else None), "a CPU's own rows aren't offloaded"
-    monkeypatch.setattr(type(config), "on_cpu", property(lambda self: False))
-    assert optimizer_class(config)[1]["compiled"] is compiled
 
 
 # -- float32 checkpoints, and to float32

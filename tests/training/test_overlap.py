@@ -22,7 +22,6 @@ from colograd.report.reading import RecordedRun
 from colograd.reporting.event_log import events_of
 from colograd.rollout.partition import fits, has_equal_counts
 from colograd.sharding import strategy_of
-from colograd.sharding.zero import SharedGradients
 from colograd.training.first_rows import first_rows
 from colograd.training.overlap_rules import describe, finished_groups, why_not
 
@@ -85,52 +84,19 @@ def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("kind", "ranks"),
-    [
-        ("fsdp", 2),
-        *(pytest.param(kind, ranks, marks=pytest.mark.slow) for kind, ranks in (("gradients", 2), ("fsdp", 4))),
-    ],
-)
-def test_where_ranks_meet_in_each_backward_one_that_samples_fills_up(
-    kind: str, ranks: int, tiny_model: Path, tmp_path: Path
-) -> None:
-    done = start(tiny_model, tmp_path, kind, ranks)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [rank["overlapped"] for rank in results(tmp_path, kind)]
-    for step in range(STEPS):
-        events = [event for of_rank in found for event in of_rank["events"] if event[2] == step]
-        sampled = max(event[0] for event in events if event[3] == "sampled")
-        early = [e for e in events if e[3] == "trained" and e[0] < sampled and e[1] < ranks // 2]
-        assert any(position % 8 >= 4 for event in early for position in event[4]), "one that another half sampled"
-        *_, last = partition = found[0]["partition"][step]
-        assert len({len(rows) for rows in partition}) == 1 and any(row[0][0] == NOBODY for row in last)
-        assert found[0]["steps"][step]["train/early_tokens"] > 0
-    assert apart(weights(tmp_path, "overlapped"), weights(tmp_path, "apart")) < 1e-6
-    assert is_replayed(results(tmp_path, kind)[0])
-
-
-KINDS = ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (":fsdp", ":gradients"))]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_amid_an_overlapped_step_nothing_is_lost(
-    kind: str, compared: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    done = start(tiny_model, tmp_path, f"kill{kind}")
+def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_model: Path, tmp_path: Path) -> None:
+    done = start(tiny_model, tmp_path, "kill")
     assert done.returncode and "Rank 0 ended without a word" in done.stderr, done.stderr[-3000:]
-    check_resumed(tiny_model, tmp_path, f"resume{kind}")
+    check_resumed(tiny_model, tmp_path, "resume")
     assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_others(
-    kind: str, compared: Path, tiny_model: Path, tmp_path: Path
+    compared: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    done = start(tiny_model, tmp_path, f"memory{kind}")
+    done = start(tiny_model, tmp_path, "memory")
     assert done.returncode == 0, done.stderr[-3000:]
     early = [step["train/early_tokens"] for step in results(tmp_path, "memory")[0]["overlapped"]["steps"]]
     assert early[0] > 0 and early[1] == 0 and early[2] > 0
@@ -140,9 +106,8 @@ def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_other
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reward_that_fails_while_another_rank_trains_ends_both(kind: str, tiny_model: Path, tmp_path: Path) -> None:
-    done = start(tiny_model, tmp_path, f"reward{kind}")
+def test_a_reward_that_fails_while_another_rank_trains_ends_both(tiny_model: Path, tmp_path: Path) -> None:
+    done = start(tiny_model, tmp_path, "reward")
     assert done.returncode and "the judge of rank 1 is out" in done.stderr
     assert "Rank 1 failed in the rollout" in done.stderr
 
@@ -168,6 +133,8 @@ def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -
     ("mode", "reason"),
     [
         ("dynamic", "dynamic_sampling"),
+        ("gradients", "sharding: gradients ranks exchange in each backward"),
+        ("fsdp", "sharding: fsdp ranks exchange in each backward"),
     ],
 )
 def test_where_nothing_may_be_trained_early_every_bit_is_as_without(
@@ -212,26 +179,6 @@ def test_what_needs_the_whole_step_waits_and_says_so(changes: dict[str, Any], re
     )
     assert describe(ranks, found).startswith("overlap: nothing is trained" if reason else "overlap: a rank that has")
     assert not reason or finished_groups(ranks, found, bool) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "properties", "reason"),
-    [
-        ({}, {}, ""),
-        ({}, {"layout": SimpleNamespace(ranks_per_engine=2)}, "and those of an engine in each of its steps"),
-        ({"vllm_enable_sleep_mode": True}, {}, ""),
-        ({"vllm_enable_sleep_mode": True}, {"on_cpu": False}, "has no memory with vllm_enable_sleep_mode"),
-    ],
-)
-def test_ranks_that_meet_in_each_backward_do_so_where_engines_leave_them_free(
-    changes: dict[str, Any], properties: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny.config("nowhere", **changes)
-    objective, estimator = Objective.from_config(config), AdvantageEstimator.of(config, [1.0])
-    for name, value in properties.items():
-        monkeypatch.setattr(GRPOConfig, name, property(lambda self, value=value: value))
-    found = why_not(config, objective, estimator, SharedGradients, lambda stage: False)
-    assert reason in found and bool(found) == bool(reason)
 
 
 @pytest.mark.parametrize("stage", ["compute_loss", "compute_advantages"])
