@@ -172,6 +172,8 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
 - **Prompts that leave no room** for `max_completion_length` tokens in the context are dropped, and a line at start
   counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.
+- **`resume_from_checkpoint`** of `GRPOConfig` holds for `trainer.train()`; TRL's trainer reads the argument of `train`
+  alone. `train(resume_from_checkpoint=False)` trains anew.
 - **The best model** (`load_best_model_at_end`) is that of the highest reward, where no metric is said. Checkpoints fall
   on the ends of generations, and there `eval_steps` must too, for it and for `save_strategy: best`. So does the end of
   a fractional epoch.

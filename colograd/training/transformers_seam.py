@@ -79,7 +79,12 @@ class SeamTrainer(Trainer):
         """As in transformers; ``"auto"`` resumes if there is a complete checkpoint, and SIGTERM writes one and ends.
 
         A run at its last step is loaded and not trained further.
+
+        Args:
+            resume_from_checkpoint: default: the configuration's, as on the command line; False trains anew.
         """
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         checkpoint = self.checkpointer.find(resume_from_checkpoint)
         if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
             return finished
