@@ -57,11 +57,10 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         kind: makes the trainer in `GRPOTrainer`'s place.
     """
     try:
-        process.prepare_ranks()
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
-        with process.collector_at_rest(), Waiting(first, _stage, shown):  # from the imports on
+        with process.rank_variables(), process.collector_at_rest(), Waiting(first, _stage, shown):  # with the imports
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if "--verbose" in argv:
@@ -169,7 +168,7 @@ def run(trainer: GRPOTrainer) -> None:
     from colograd.reporting.console import reward_ends
 
     config = trainer.args
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.train()
     state = trainer.state
     if stopped := trainer.checkpointer.stop_signal.received:
         trainer.console.say(

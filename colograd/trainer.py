@@ -90,6 +90,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     @closes_if_it_fails
     @ends_together("the start")
+    @process.rank_variables()
     @process.collector_at_rest()
     def __init__(
         self,

@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="colograd-replay-") as scratch:
         try:
             options, flags = parse(argv)
-            process.prepare_ranks()  # before torch is imported
             recipe = write_recipe(options, flags, Path(scratch))
         except (ValueError, RuntimeError) as error:
             return _refused(error)

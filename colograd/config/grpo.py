@@ -127,6 +127,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
             self.use_cpu: bool = True  # ranks on a CPU wouldn't find each other
+        process.drop_inherited_ranks()
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
             join(timedelta(seconds=self.ddp_timeout))  # transformers drops the limit on a CPU
