@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt
+from ..batch import Group, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
@@ -33,7 +33,7 @@ from .per_layer_inputs import computed_per_layer_inputs
 from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
 from .routed import RouterLog, expect_no_experts, one_prompt
-from .sampling import Sampling, request_seed
+from .sampling import Sampling, finish_reason_of, request_seed
 from .step_stream import StepStream
 from .tensors import VLLMTensors
 from .transformers_classes import classes_apart
@@ -372,9 +372,12 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ends = [*(sampling.options.get("stop_token_ids") or ())]
-        if not sampling.options.get("ignore_eos"):
+        options = dict(sampling.options)
+        ends = [*(options.get("stop_token_ids") or ())]
+        if not options.get("ignore_eos"):
             ends += self.end_tokens
+        if spent and self._drafts:
+            options["extra_args"] = {**(options.get("extra_args") or {}), SPENT: spent}
         return SamplingParams(
             n=n,
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
@@ -382,10 +385,9 @@ class VLLMEngine:
             seed=seed,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,  # in one list per completion: an object per token would take most of the time
-            detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
+            detokenize=bool(options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **({"extra_args": {SPENT: spent}} if spent and self._drafts else {}),
-            **(sampling.options | {"stop_token_ids": ends}),
+            **(options | {"stop_token_ids": ends}),
         )
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
@@ -417,7 +419,7 @@ class VLLMEngine:
 
     def _completion(self, output: Any) -> Sampled:
         """vLLM's completion, without experts."""
-        kept, reason = kept_of(output, self.vocab_size), FinishReason(output.finish_reason)
+        kept, reason = kept_of(output, self.vocab_size), finish_reason_of(output.finish_reason)
         return Sampled(array("i", output.token_ids), _logprobs(output), reason, kept=kept)
 
     def abort(self, requests: Iterable[str]) -> None:
