@@ -245,7 +245,7 @@ def test_repetition_detection_truncates_a_completion(engine, prompts, tmp_path) 
 
 def test_a_thinking_budget_without_reasoning_config_is_refused(engine, tmp_path) -> None:
     config = tiny.config(tmp_path, generation_kwargs={"thinking_token_budget": 4})
-    with pytest.raises(ValueError, match="aren't valid for vLLM: .*reasoning"):
+    with pytest.raises(ValueError, match=r"aren't valid for vLLM: .*reasoning"):
         engine.check(Sampling.for_training(config))
 
 
