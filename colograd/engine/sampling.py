@@ -39,6 +39,8 @@ REFUSED = {
     "output_text_buffer_length": _INTERNAL,
 }
 
+UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: sampled ids for which the tokenizer has no token
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -33,7 +33,7 @@ from .per_layer_inputs import computed_per_layer_inputs
 from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
 from .routed import RouterLog, expect_no_experts, one_prompt
-from .sampling import Sampling, finish_reason_of, request_seed
+from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
 from .step_stream import StepStream
 from .tensors import VLLMTensors
 from .transformers_classes import classes_apart
@@ -50,6 +50,7 @@ class Needs:
     # The model's names -> its layers that multiply with the policy's packed weights. Such an engine is blank.
     parts_of: Callable[[EngineTensors], Parts] | None = None
     images: int = 0  # the most of one prompt; 0: it reads none
+    tokens: int = 0  # the tokenizer's, of which a model may have more rows; 0: unknown
     text_alone: bool = False  # of a model that could read more: the engine leaves out what it would read that with
 
 
@@ -136,6 +137,8 @@ class VLLMEngine:
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
         self.head_dtype = asked if computes_float32_heads() else self.dtype
         self.vocab_size = int(found.hf_text_config.vocab_size)  # tokens that the loaded checkpoint knows
+        self.tokens = min(needs.tokens or self.vocab_size, self.vocab_size)
+        self._unknown_tokens = 0  # sampled since `take_counts`
         self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
@@ -334,7 +337,10 @@ class VLLMEngine:
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def take_counts(self) -> dict[str, float]:
-        return self._speculation.take_counts() if self._speculation else {}
+        counts = self._speculation.take_counts() if self._speculation else {}
+        if self._unknown_tokens:
+            counts[UNKNOWN_TOKENS], self._unknown_tokens = float(self._unknown_tokens), 0
+        return counts
 
     def require(self, version: int) -> None:
         assert not self.asleep, "the engine has no KV cache: wake it first"
@@ -358,6 +364,11 @@ class VLLMEngine:
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
         """Give vLLM a request. Returns its name."""
+        if prompt.images is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows that fill up
+            raise ValueError(
+                f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
+                "of which 0 is the first: use the tokenizer of the model."
+            )
         self._requests += 1
         request = f"request-{self._requests}"
         given: Any = {"prompt_token_ids": list(prompt.ids)}
@@ -419,6 +430,8 @@ class VLLMEngine:
 
     def _completion(self, output: Any) -> Sampled:
         """vLLM's completion, without experts."""
+        if self.tokens < self.vocab_size:
+            self._unknown_tokens += sum(token >= self.tokens for token in output.token_ids)
         kept, reason = kept_of(output, self.vocab_size), finish_reason_of(output.finish_reason)
         return Sampled(array("i", output.token_ids), _logprobs(output), reason, kept=kept)
 

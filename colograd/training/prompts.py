@@ -136,6 +136,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         tools=tools.schemas if tools else None,
         images=image_reader_of(policy),
         tell=Console(args.layout.is_main, bars=False).say,
+        rows=policy.rows,
     )
 
 

@@ -20,6 +20,7 @@ from colograd.engine.sampling import (
     REFUSED,
     RESERVED,
     SUPPORTED,
+    UNKNOWN_TOKENS,
     Sampling,
     check_sampling,
     finish_reason_of,
@@ -256,6 +257,21 @@ def test_every_finish_reason_of_vllm_is_known() -> None:
         assert finish_reason_of(name) == name
     with pytest.raises(RuntimeError, match="vLLM ended a completion with the reason 'error'"):
         finish_reason_of("error")
+
+
+def test_a_prompt_beyond_the_embedding_is_refused(engine) -> None:
+    """vLLM would read one of the rows that fill its embedding up to a multiple of 64."""
+    with pytest.raises(ValueError, match="the token id 258, but the model's embedding has 258 rows"):
+        engine.submit((1, 258), Sampling(1, 4, 1.0, {}), seed=1)
+    assert not engine.core.has_unfinished_requests()
+
+
+def test_sampled_tokens_without_text_are_counted(engine, prompts, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "tokens", 128)
+    groups = sample(engine, None, prompts)
+    ids = [token for group in groups.values() for rollout in group.rollouts for token in rollout.completion_ids]
+    assert engine.take_counts()[UNKNOWN_TOKENS] == sum(token >= 128 for token in ids) > 0
+    assert UNKNOWN_TOKENS not in engine.take_counts()
 
 
 def test_neighbouring_positions_share_no_seed_of_a_child() -> None:
