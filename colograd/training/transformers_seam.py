@@ -33,6 +33,7 @@ from ..rollout.in_flight import InFlight
 from ..rollout.store import RolloutStore, digest_of
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
+from .checkpoint_config import CheckpointConfig
 from .checkpointer import Checkpointer
 from .learner import Learner
 from .recording import Recorder
@@ -49,7 +50,9 @@ class SeamTrainer(Trainer):
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
+        self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
+        self.checkpoint_config.restore()
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied in it, not by transformers
         # No DDP around the model: ranks hold full copies whose gradients are summed once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
