@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sitting.take(options)
             leave_ranks()
         except (ValueError, RuntimeError, OSError) as error:
-            if "--verbose" in argv:
+            if process.is_verbose(argv):
                 raise
             print(f"colograd eval: error: {error}", file=sys.stderr)
             return 2

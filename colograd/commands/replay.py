@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    process.quiet_logs("--verbose" in argv)
+    process.quiet_logs(process.is_verbose(argv))
     with tempfile.TemporaryDirectory(prefix="colograd-replay-") as scratch:
         try:
             options, flags = parse(argv)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             trainer.train()
         except ValueError as error:
-            if "--verbose" in argv:
+            if process.is_verbose(argv):
                 raise
             return _refused(error)
         finally:

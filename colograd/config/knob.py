@@ -40,8 +40,8 @@ def at_least(group: object, least: float, *names: str) -> None:
             raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
 
 
-# What this version refuses, with reason and remedy: TRL's fields with another value than TRL's default, and names from
-# TRL's command line or its older versions.
+# Reason and remedy of each refused name: TRL's fields with another value than TRL's default, and names from TRL's
+# command line or its older versions.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
@@ -51,7 +51,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# TRL's fields that are accepted with any value and have no effect; a line at start says so.
+# TRL's fields that are accepted with any value and have no effect; a start prints a line for each.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",

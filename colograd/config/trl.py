@@ -56,6 +56,6 @@ class TRLKnobs(TrainingArguments):
         return lines
 
     def _check_trl(self) -> None:
-        """Check what may be set after construction too, so that a trainer checks it again."""
+        """Check fields that may change after construction: a trainer checks them again."""
         check_refused(self)
         one_of(self, "vllm_mode", ("colocate",), " (there is no server: each rank has its own engine)")

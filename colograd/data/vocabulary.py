@@ -25,7 +25,7 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
     if (highest := max(ids, default=0)) >= rows:
         raise ValueError(
             f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "
-            f"embedding has {rows:,} rows, of which 0 is the first. {remedy(tokenizer)}"
+            f"embedding has {rows:,} rows, numbered from 0. {remedy(tokenizer)}"
         )
 
 

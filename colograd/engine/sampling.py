@@ -12,18 +12,20 @@ from ..batch import FinishReason
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
-# Every field of vllm.SamplingParams is in one of the three: an unknown one may bring back what nothing here reads.
+# Every field of vllm.SamplingParams is in one of the next three. A field outside them may return results that no code
+# here reads.
 # Sampling parameters that the trainer sets for each request.
 RESERVED = (
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# Those that `generation_kwargs` may set. Of text options only stop strings depend on them: rewards decode token ids.
+# Sampling parameters that `generation_kwargs` may set. The text options only change where stop strings match, since
+# reward functions get texts that are decoded from token ids.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-# Those that it may not set, with the reason.
+# Sampling parameters that `generation_kwargs` may not set, with the reason.
 _NOT_READ = "nothing reads what vLLM would return for it: remove it"
 _INTERNAL = "vLLM sets it itself: remove it"
 REFUSED = {
@@ -39,7 +41,7 @@ REFUSED = {
     "output_text_buffer_length": _INTERNAL,
 }
 
-UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: sampled ids for which the tokenizer has no token
+UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: number of sampled ids without a token in the tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,6 @@ def finish_reason_of(name: str) -> FinishReason:
     if name not in [*FinishReason]:
         raise RuntimeError(
             f"vLLM ended a completion with the reason {name!r}, so that its tokens can't be trained on: set "
-            "verbose: true to read what vLLM logs about it."
+            "verbose: true, and look for the cause in vLLM's log."
         )
     return FinishReason(name)

@@ -367,7 +367,7 @@ class VLLMEngine:
         if prompt.images is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows that fill up
             raise ValueError(
                 f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
-                "of which 0 is the first: use the tokenizer of the model."
+                "numbered from 0: use the tokenizer of the model."
             )
         self._requests += 1
         request = f"request-{self._requests}"

@@ -90,7 +90,7 @@ class CustomRollouts:
             if (highest := max(map(int, (*prompt, *ids)))) >= self.engine.vocab_size:
                 raise ValueError(
                     f"rollout_func, completion {index}: the token id {highest} is too high, as the model's embedding "
-                    f"has {self.engine.vocab_size:,} rows, of which 0 is the first: use the tokenizer of the model."
+                    f"has {self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
                 )
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
             flat = [math.nan if value is None else float(value) for value in first]

@@ -11,6 +11,7 @@ import fcntl
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from . import gpus
@@ -37,11 +39,23 @@ def begin_command() -> None:
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
-    """Begin the command, quietly unless it is `--verbose`; its arguments, the process's own if none are given."""
+    """Begin the command, quietly unless it is verbose; its arguments, the process's own if none are given."""
     begin_command()
     found = list(sys.argv[1:] if argv is None else argv)
-    quiet_logs("--verbose" in found)
+    quiet_logs(is_verbose(found))
     return found
+
+
+def is_verbose(argv: Sequence[str]) -> bool:
+    """Whether a command's flags or its recipe set ``verbose``.
+
+    Reads the recipe as text: a parser needs packages that read the log levels when they are imported.
+    """
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    recipe = ""
+    with contextlib.suppress(ValueError, IndexError, OSError):  # the parser refuses such a command or file later
+        recipe = Path(words[words.index("--config") + 1]).read_text(encoding="utf-8")
+    return "--verbose" in words or bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
 
 
 def command_began() -> float | None:

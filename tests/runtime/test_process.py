@@ -253,6 +253,18 @@ def test_logs_are_quiet_unless_asked(environment: dict[str, str]) -> None:
     assert environment["VLLM_LOGGING_LEVEL"] == "INFO" and environment["TOKENIZERS_PARALLELISM"] == "false"
 
 
+def test_a_recipe_may_be_verbose(tmp_path) -> None:
+    """As the flag, and as `GRPOConfig(verbose=True)` in Python."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("seed: 1\nverbose: true  # all of it\n")
+    assert process.is_verbose(["--config", str(recipe)]) and process.is_verbose([f"--config={recipe}"])
+    recipe.write_text("verbose: false\nmodel: {verbose: true}\n")
+    assert not process.is_verbose(["--config", str(recipe)]) and process.is_verbose(
+        ["--config", str(recipe), "--verbose"]
+    )
+    assert not process.is_verbose(["--config", str(tmp_path / "none.yaml")]) and not process.is_verbose(["--config"])
+
+
 def test_a_script_that_has_imported_torch_and_transformers_is_quiet_too() -> None:
     script = """
 import torch, transformers
