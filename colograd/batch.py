@@ -31,8 +31,14 @@ class FinishReason(enum.StrEnum):
     """The model ended it: an end-of-sequence token or a stop string."""
     LENGTH = "length"
     """It reached the token limit: it is truncated."""
+    REPETITION = "repetition"
+    """vLLM's `repetition_detection` ended it: it is truncated."""
     ABORT = "abort"
     """The trainer no longer needed it."""
+
+    @property
+    def is_truncated(self) -> bool:
+        return self in (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 STAND_IN = 0  # a token that is no placeholder, of any model

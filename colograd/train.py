@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(__doc__, "Flags, which docs/configuration.md has in sections:", flags_help(), sep="\n")
         return 0
-    if "--verbose" not in argv:
+    if not process.is_verbose(argv):
         process.tell_briefly()
     trainer = start(argv)
     if trainer is None:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(trainer)
     except KeyboardInterrupt:  # the second one
-        if "--verbose" in argv:
+        if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
         return 130
@@ -57,14 +57,13 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         kind: makes the trainer in `GRPOTrainer`'s place.
     """
     try:
-        process.prepare_ranks()
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
-        with process.collector_at_rest(), Waiting(first, _stage, shown):  # from the imports on
+        with process.rank_variables(), process.collector_at_rest(), Waiting(first, _stage, shown):  # with the imports
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
-        if "--verbose" in argv:
+        if process.is_verbose(argv):
             raise
         print(f"colograd: error: {error}", file=sys.stderr)
         return None
@@ -169,7 +168,7 @@ def run(trainer: GRPOTrainer) -> None:
     from colograd.reporting.console import reward_ends
 
     config = trainer.args
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.train()
     state = trainer.state
     if stopped := trainer.checkpointer.stop_signal.received:
         trainer.console.say(

@@ -91,6 +91,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     @closes_if_it_fails
     @ends_together("the start")
+    @process.rank_variables()
     @process.collector_at_rest()
     def __init__(
         self,
@@ -290,6 +291,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         trial: Any = None, ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:  # fmt: skip
         """`loop.py` in the place of transformers' loop."""
+        self.checkpoint_config.restore()
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
-from colograd.config.knob import INERT, REFUSED, RENAMED, UNUSED
+from colograd.config.knob import REFUSED, RENAMED, UNUSED
 from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
-from colograd.training.trl_names import ABSENT, DIFFERENT
+from colograd.training.trl_names import ABSENT, DIFFERENT, HOOKS
 
 DOCS = Path(__file__).resolve().parent
 TRL = "1.16"  # whose fields the page accounts for
@@ -32,7 +32,6 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's, and what their help doesn't say of it.
 LIMITED = {
-    "use_vllm": "",
     "vllm_mode": "",
     "vllm_tensor_parallel_size": "",
     "model_init_kwargs": "Beside a model that is given as an object it is an error; TRL ignores it with a warning.",
@@ -180,13 +179,16 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
 - **Prompts that leave no room** for `max_completion_length` tokens in the context are dropped, and a line at start
   counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.
+- **`resume_from_checkpoint`** of `GRPOConfig` holds for `trainer.train()`; TRL's trainer reads the argument of `train`
+  alone. `train(resume_from_checkpoint=False)` trains anew.
 - **The best model** (`load_best_model_at_end`) is that of the highest reward, where no metric is said. Checkpoints fall
   on the ends of generations, and there `eval_steps` must too, for it and for `save_strategy: best`. So does the end of
   a fractional epoch.
 - **The completions log** has a file for each step, and one for each evaluation under a name of its own (TRL writes as
   often as it logs, an evaluation over the step's file). The table is printed and sent at the first step, and then as
   often as TRL's; tables of evaluations are `eval_completions` there.
-- **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
+- **Generation is vLLM in this process**, always. `use_vllm: false` has no effect, and a line at start says so;
+  `vllm_mode: server` is an error.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
 - **`evaluate` computes a loss**, as TRL's does, unless `loss_eval: false` saves its forward, or `temperature_eval`
@@ -265,27 +267,26 @@ def moving() -> str:
     """
     theirs = trl_fields()
     ours = own_names(GRPOConfig)
-    known = {*ours, *REFUSED, *UNUSED, *RENAMED}
-    if unaccounted := [name for name in theirs if name not in known]:
+    if unaccounted := [name for name in theirs if name not in ours]:
         raise SystemExit(
-            f"docs/generate.py: TRL has fields that are neither taken nor refused: {', '.join(unaccounted)}. Add "
-            "them to GRPOConfig, or to REFUSED or UNUSED in colograd/config/knob.py with the reason."
+            f"docs/generate.py: TRL has fields that GRPOConfig doesn't: {', '.join(unaccounted)}. Add them, and the "
+            "reason to REFUSED or UNUSED in colograd/config/knob.py where they have no effect."
         )
     rows = []
     for name, their_default in theirs.items():
-        if name in ours:
-            our_default = default(GRPOConfig, name)
-            differs = their_default is not None and their_default != our_default
-            shown = code(our_default) + (f" (TRL: {code(their_default)})" if differs else "")
-            meaning = f"{help_of(GRPOConfig, name)} {LIMITED.get(name, '')}".rstrip()
-            rows.append((f"`{name}`", "limited" if name in LIMITED else "supported", shown, meaning))
-        elif name in RENAMED:
-            rows.append((f"`{name}`", "renamed", "", f"The old name of `{RENAMED[name]}`, and read as that."))
+        our_default = default(GRPOConfig, name)
+        differs = their_default is not None and their_default != our_default
+        shown = code(our_default) + (f" (TRL: {code(their_default)})" if differs else "")
+        if name in RENAMED:
+            status, meaning = "renamed", f"The old name of `{RENAMED[name]}`, and read as that."
         elif name in UNUSED:
-            rows.append((f"`{name}`", "no effect", "", sentence(UNUSED[name])))
+            status, meaning = "no effect", sentence(UNUSED[name])
+        elif name in REFUSED:
+            status, meaning = "refused", f"{sentence(REFUSED[name])} (The default may stay.)"
         else:
-            kept = f" (`{name}: {yaml_value(INERT[name][0])}` may stay.)" if name in INERT else ""
-            rows.append((f"`{name}`", "refused", "", sentence(REFUSED[name]) + kept))
+            status = "limited" if name in LIMITED else "supported"
+            meaning = f"{help_of(GRPOConfig, name)} {LIMITED.get(name, '')}".rstrip()
+        rows.append((f"`{name}`", status, shown, meaning))
     others = [(f"`{name}`", "refused", sentence(why)) for name, why in REFUSED.items() if name not in theirs]
     others += [(f"`{name}`", "no effect", sentence(why)) for name, why in UNUSED.items() if name not in theirs]
     parts = [
@@ -303,6 +304,10 @@ def moving() -> str:
         "into them changes nothing. Another dataset may be put in the place of `train_dataset` or `eval_dataset`, and "
         "is taken at the next `train` or `evaluate`.",
         table(("Attribute", "", "Instead"), attributes()),
+        "## Methods of the trainer",
+        "Nothing here calls these methods of TRL's and transformers' trainers. A subclass that defines one is an error "
+        "that names the stage to override ([Replacing a stage](architecture.md#replacing-a-stage)).",
+        table(("Method", "Instead"), [(f"`{name}`", in_code(stage)) for name, stage in HOOKS.items()]),
         "## Names from elsewhere in TRL",
         "Of its script's arguments, its command line, or older versions. All other arguments of its `grpo` script are "
         "taken: [Configuration](configuration.md).",
@@ -458,8 +463,9 @@ def code(text: str) -> str:
     return f"`{text}`"
 
 
-def yaml_value(value: object) -> str:
-    return {None: "null", False: "false"}.get(value, repr(value))  # type: ignore[call-overload]
+def in_code(names: str) -> str:
+    """Mark each name of "a, b and c" as code."""
+    return re.sub(r"\b(?!and\b)\w+", r"`\g<0>`", names)
 
 
 def sentence(text: str | None) -> str:

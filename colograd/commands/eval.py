@@ -51,15 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as closing:
         try:
             options, flags = parse(argv)
-            process.prepare_ranks()
             process.follow_launcher()
-            shown = os.environ.get("RANK", "0") == "0"
-            with process.collector_at_rest(), Waiting("colograd eval: loading the libraries", lambda: "", shown):
+            waiting = Waiting(
+                "colograd eval: loading the libraries", lambda: "", shown=os.environ.get("RANK", "0") == "0"
+            )
+            with process.rank_variables(), process.collector_at_rest(), waiting:
                 sitting = prepare(options, flags, closing)
             sitting.take(options)
             leave_ranks()
         except (ValueError, RuntimeError, OSError) as error:
-            if "--verbose" in argv:
+            if process.is_verbose(argv):
                 raise
             print(f"colograd eval: error: {error}", file=sys.stderr)
             return 2

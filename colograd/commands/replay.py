@@ -42,11 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    process.quiet_logs("--verbose" in argv)
+    process.quiet_logs(process.is_verbose(argv))
     with tempfile.TemporaryDirectory(prefix="colograd-replay-") as scratch:
         try:
             options, flags = parse(argv)
-            process.prepare_ranks()  # before torch is imported
             recipe = write_recipe(options, flags, Path(scratch))
         except (ValueError, RuntimeError) as error:
             return _refused(error)
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             trainer.train()
         except ValueError as error:
-            if "--verbose" in argv:
+            if process.is_verbose(argv):
                 raise
             return _refused(error)
         finally:

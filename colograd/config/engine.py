@@ -30,8 +30,6 @@ def offload_way(given: str | bool) -> str:
 class EngineKnobs(TrainingArguments):
     """The engine."""
 
-    use_vllm: bool = knob(True, "Kept for TRL's files: generation always runs in vLLM.")
-    vllm_mode: str = knob("colocate", "Kept for TRL's files: always `colocate`.")
     vllm_model_impl: str = knob(
         "auto",
         "`vllm`: its own implementation of the model; `transformers`: that of transformers, in vLLM; `auto`: its own "
@@ -118,9 +116,6 @@ class EngineKnobs(TrainingArguments):
         )  # fmt: skip
 
     def _check_engine(self) -> None:
-        if not self.use_vllm:
-            raise ValueError("use_vllm is false, but generation always runs in vLLM in this process: remove the key.")
-        one_of(self, "vllm_mode", ("colocate",), " (there is no server: each rank has its own engine)")
         one_of(self, "vllm_model_impl", ("auto", "vllm", "transformers"))
         if not is_import_path(str(self.weights)):
             one_of(self, "weights", ("auto", "shared", "copied", "adapter", "gathered"), " in this version")

@@ -18,18 +18,20 @@ from .carry_over import CarryOverKnobs
 from .curriculum import CurriculumKnobs
 from .distillation import DistillationKnobs
 from .engine import EngineKnobs
-from .knob import BARE_FLAG, knob, names_checked
+from .knob import BARE_FLAG, knob, names_checked, unused_lines
 from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
 from .outputs import JournalKnobs, LogKnobs, SavingKnobs
 from .policy import PolicyKnobs
 from .rewards import RewardKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
+from .trl import TRLKnobs
 
 
 @names_checked
 @dataclass
 class GRPOConfig(  # a dataclass has the fields of its last base first: output_dir
+    TRLKnobs,
     LogKnobs,
     JournalKnobs,
     SavingKnobs,
@@ -64,6 +66,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "teacher_model_name_or_path",
         "teacher_model_init_kwargs",
         "generation_kwargs",
+        "transformers_continuous_batching_config",
         "chat_template_kwargs",
         "vllm_engine_kwargs",
         "liger_kernel_config",
@@ -118,6 +121,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     )
 
     def __post_init__(self) -> None:
+        self._check_trl()
+        self.notes.extend(self._take_old_names())
         self._take_checkpointing()
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
@@ -127,6 +132,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
             self.use_cpu: bool = True  # ranks on a CPU wouldn't find each other
+        process.drop_inherited_ranks()
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
             join(timedelta(seconds=self.ddp_timeout))  # transformers drops the limit on a CPU
@@ -210,6 +216,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         Raises:
             ValueError: the first broken rule.
         """
+        self._check_trl()
         self._check_trackers()
         if self.n_gpu > 1:
             raise ValueError(
@@ -242,6 +249,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     def advice(self) -> Iterator[str]:
         """A line for each setting that is valid, but has no effect here or rarely the one that was meant."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
+        yield from unused_lines(self)
         if self.sharding_note:
             yield self.sharding_note
         if self.torch_empty_cache_steps is not None:

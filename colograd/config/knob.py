@@ -40,7 +40,8 @@ def at_least(group: object, least: float, *names: str) -> None:
             raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
 
 
-# TRL 1.16 fields that this version refuses, with reason and remedy.
+# Reason and remedy of each refused name: TRL's fields with another value than TRL's default, and names from TRL's
+# command line or its older versions.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
@@ -55,19 +56,9 @@ REMOVED: dict[str, str] = {
     "drafts": "use vLLM's own methods, vllm_engine_kwargs: {speculative_config: ...}",
     "draft_step_tokens": "remove it",
 }
-
-# Values of refused and removed fields that ask for nothing, so that a file may keep them.
-INERT: dict[str, tuple[Any, ...]] = {
-    "cache_implementation": (None,),
-    "use_transformers_continuous_batching": (False,),
-    "transformers_continuous_batching_config": (None,),
-    "use_transformers_paged": (False,),
-    "max_prompt_length": (None,),
-    "drafts": ("none",),
-    "draft_step_tokens": (None,),
-}
-# TRL's fields that are accepted with any value and have no effect; a line at start says so.
+# TRL's fields that are accepted with any value and have no effect; a start prints a line for each.
 UNUSED: dict[str, str] = {
+    "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
     "pad_to_multiple_of": "rows are packed and never padded",
     "vllm_server_base_url": "there is no server (TRL's colocated mode doesn't read it either)",
@@ -77,6 +68,8 @@ UNUSED: dict[str, str] = {
     "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
 }
+# Former fields with a value that asks for nothing.
+INERT = (("max_prompt_length", None), ("drafts", "none"), ("draft_step_tokens", None))
 # TRL's old names.
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
@@ -92,35 +85,32 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     return f"Unknown configuration key `{name}`.{hint}"
 
 
-def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop TRL's fields that have no effect here, and rename its old ones.
+def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop former fields whose value asks for nothing: older files of TRL and of Colograd may still have them."""
+    return {name: value for name, value in settings.items() if (name, value) not in INERT}
 
-    Returns:
-        The other settings, and a line for each dropped or renamed field that a reader might think has an effect.
 
-    Raises:
-        ValueError: an old name beside the new one.
-    """
-    left, lines = {}, []
-    for name, value in given.items():
-        if name in RENAMED:
-            if RENAMED[name] in given:
-                raise ValueError(f"`{name}` is the old name of `{RENAMED[name]}`, and both are given: remove it.")
-            if value is not None:
-                left[RENAMED[name]] = value
-                lines.append(f"config: `{name}` is the old name of `{RENAMED[name]}`")
-        elif name in UNUSED:
-            lines.append(f"config: `{name}` has no effect: {UNUSED[name]}")
-        elif not (name in INERT and value in INERT[name]):
-            left[name] = value
-    return left, lines
+def check_refused(group: Any) -> None:
+    """Raise a ValueError for a field in `REFUSED` that hasn't its default."""
+    for field_ in dataclasses.fields(group):
+        if field_.name in REFUSED and getattr(group, field_.name) != field_.default:
+            raise ValueError(unknown_name(field_.name, ()))
+
+
+def unused_lines(group: Any) -> list[str]:
+    """A line for each field in `UNUSED` that hasn't its default."""
+    return [
+        f"config: `{field_.name}` has no effect: {UNUSED[field_.name]}"
+        for field_ in dataclasses.fields(group)
+        if field_.name in UNUSED and getattr(group, field_.name) != field_.default
+    ]
 
 
 T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Class decorator for a dataclass: keywords pass `without_effect`, whose lines are the instance's ``notes``.
+    """Class decorator for a dataclass: unknown keywords are explained. The instance's ``notes`` begin empty.
 
     Raises:
         ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.
@@ -130,7 +120,7 @@ def names_checked(cls: type[T]) -> type[T]:
     @functools.wraps(plain_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-        kwargs, self.notes = without_effect(kwargs)
+        kwargs, self.notes = without_removed(kwargs), []
         for name in kwargs:
             if name not in known:
                 raise ValueError(unknown_name(name, known))

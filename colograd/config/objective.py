@@ -42,7 +42,9 @@ class AdvantageKnobs:
         "mean",
         "What a completion is compared with: the `mean` of its group, or of the others in it (`leave_one_out`, RLOO).",
     )
-    mask_truncated_completions: bool = knob(False, "Leave completions that hit the token limit out of the loss.")
+    mask_truncated_completions: bool = knob(
+        False, "Leave completions that hit the token limit, or that `repetition_detection` ended, out of the loss."
+    )
 
     def _resolve_advantages(self) -> None:
         truth = str(self.scale_rewards).lower()  # a text on the command line

@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from .grpo import GRPOConfig
-from .knob import INERT, RENAMED, UNUSED, unknown_name, without_effect
+from .knob import unknown_name, unused_lines, without_removed
 from .model import ModelConfig
 from .script import ScriptArguments
 
@@ -33,7 +33,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     Raises:
         ValueError: an unknown key, a value of the wrong type, an unreadable file.
     """
-    settings, notes, argv, recipe = _settings(argv)
+    settings, argv, recipe = _settings(argv)
     parser = _parser()
     parser.set_defaults(**settings)  # texts among them get their field's type (YAML 1.1 reads ``1e-5`` as one)
     with _type_errors():
@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
         )
     _check_known(rest)
     script, config, model = groups
-    config.notes = [*notes, *config.notes]
+    config.notes = [*unused_lines(script), *config.notes]
     return script, config, model, recipe
 
 
@@ -52,7 +52,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: as `parse_arguments`.
     """
-    settings, _, rest, recipe = _settings(argv)
+    settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -71,7 +71,7 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: as `given_settings`.
     """
-    settings, _, rest, _ = _settings(argv)
+    settings, rest, _ = _settings(argv)
     parser = _parser()
     parser.set_defaults(**settings)
     with _type_errors():
@@ -107,13 +107,12 @@ def _type_errors() -> Iterator[None]:
         raise ValueError(f"{error}. docs/configuration.md lists every key with its type.") from None
 
 
-def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str], Path | None]:
-    """The recipe's keys with the flags that argparse can't read; the lines of `without_effect`; the rest of the command
-    line; the recipe's path."""
+def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
+    """The recipe's keys with the flags that argparse can't read; the rest of the command line; the recipe's path."""
     argv, nested = _take_dotted(argv)
-    recipe, flags, argv = _take_config(argv)
+    recipe, argv = _take_config(argv)
     known = _known()
-    settings, notes = without_effect((_read_recipe(recipe) if recipe else {}) | flags)
+    settings = without_removed(_read_recipe(recipe) if recipe else {})
     for name in [*nested, *settings]:
         if name not in known:
             raise ValueError(unknown_name(name, known))
@@ -123,23 +122,18 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]
         if any(word.partition("=")[0] == f"--{name}" for word in argv):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
         settings[name] = _as_mapping(name, settings.get(name)) | entries
-    return settings, notes, list(argv), recipe
+    return settings, list(argv), recipe
 
 
-def _take_config(argv: Sequence[str]) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Split ``--config FILE``, and TRL's flags that have no effect or an old name, from the rest."""
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-    )
+def _take_config(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Split ``--config FILE`` from the rest."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
-    for name in (*UNUSED, *INERT, *RENAMED):
-        parser.add_argument(f"--{name}", type=yaml.safe_load, nargs="?", const=True)
     try:
         found, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         raise ValueError("--config needs the path of a YAML file.") from None
-    flags = vars(found)
-    return flags.pop("config", None), flags, rest
+    return found.config, rest
 
 
 def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from .steps import StepKnobs
 # they don't; the others' are None, 0 and empty ones.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
+    "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
 TRUNCATING = ("top_p", "top_k", "min_p")  # of which vLLM can tell, for each token, what they had left
 # Parameters of transformers' generation, and the values that ask for what is done anyway. (`n` is 1 in TRL's requests,
@@ -32,7 +32,7 @@ ANYWAY: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "cache_implementation": (None,),
 }
-NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
+NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,), "thinking_token_budget": (-1,)}
 
 
 @dataclass
@@ -47,10 +47,11 @@ class SamplingKnobs:
     repetition_penalty: float = knob(1.0, "Penalty on tokens already present; 1.0 is off.")
     generation_kwargs: dict[str, Any] | str | None = knob(
         None,
-        "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words` or `structured_outputs` (a mapping: "
-        "`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: false` leaves tags that are "
-        "special tokens in the texts that rewards and logs get. Names of transformers (`do_sample: true`, say) may "
-        "stay where they ask for what is done anyway.",
+        "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or "
+        "`structured_outputs` (a mapping: `{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). "
+        "`skip_special_tokens: false` leaves tags that are special tokens in the texts that rewards and logs get. A "
+        "parameter whose results the trainer doesn't read is an error at start. Names of transformers (`do_sample: "
+        "true`, say) may stay where they ask for what is done anyway.",
     )
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 

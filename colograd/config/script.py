@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import knob, names_checked
+from .knob import UNUSED, knob, names_checked
 
 
 @names_checked
@@ -63,6 +63,7 @@ class ScriptArguments:
         "A program that calls the model over HTTP while it is trained, once per completion: a function's import path, "
         "or a command line.",
     )
+    ignore_bias_buffers: bool = knob(False, f"No effect: {UNUSED['ignore_bias_buffers']}.")
 
     def all_rewards(self) -> list[str]:
         """The reward functions with the reward model before them, as in TRL's script."""

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from ..batch import PER_TOKEN, Images, ModelInput
+from .vocabulary import check_rows
 
 COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # of what a processor returns
@@ -28,10 +29,11 @@ class ImageReader:
     Args:
         processor: of transformers, with an image processor, a tokenizer and a chat template.
         image_token: the id of the tokens whose embeddings are replaced by an image's features.
+        rows: number of rows of the model's embedding; 0: unknown.
     """
 
-    def __init__(self, processor: Any, image_token: int) -> None:
-        self.processor, self.image_token = processor, image_token
+    def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
+        self.processor, self.image_token, self.rows = processor, image_token, rows
         self.most = 0  # images of a prompt, so far
 
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
@@ -134,10 +136,12 @@ class ImageReader:
         """The text's tokens, with one placeholder for each picture.
 
         Raises:
-            ValueError: an image token in the text that is no picture's place.
+            ValueError: an image token in the text that is no picture's place, or a token without a row.
         """
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
+        if self.rows:
+            check_rows((token for token in ids if token not in own), self.rows, self.processor.tokenizer, "the text")
         written = sum(token in own for token in ids)
         if written != pictures:
             raise ValueError(

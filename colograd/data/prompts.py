@@ -18,6 +18,7 @@ from .columns import check_columns, check_dataset, check_prompt_column
 from .image_lengths import image_lengths
 from .images import COLUMNS as IMAGES
 from .images import ImageReader, loaded
+from .vocabulary import check_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,6 +138,7 @@ class PromptRules:
     tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's, which the template shows
     images: ImageReader | None = None  # of a model that takes them; all its conversations go through it
     tell: Callable[[str], None] = lambda line: None  # is told of what takes long
+    rows: int = 0  # of the model's embedding; 0: unknown
 
     def read(self, example: dict[str, Any], row: int) -> ModelInput:
         """A row's prompt with its images."""
@@ -180,6 +182,8 @@ class PromptRules:
         """
         found = [tuple(ids) for ids in _encode(columns, self, first)]
         for row, ids in enumerate(found, start=first):
+            if self.rows:
+                check_rows(ids, self.rows, self.tokenizer, f"{self._where(row)}: the prompt")
             self.fits(len(ids), columns["prompt"][row - first], row)
         return found
 

@@ -8,13 +8,40 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from ..batch import FinishReason
 from ..config import GRPOConfig
+from ..config.sampling import SHAPING
 
+# Every field of vllm.SamplingParams is in one of the next three. A field outside them may return results that no code
+# here reads.
 # Sampling parameters that the trainer sets for each request.
 RESERVED = (
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
+# Sampling parameters that `generation_kwargs` may set. The text options only change where stop strings match, since
+# reward functions get texts that are decoded from token ids.
+SUPPORTED = (
+    *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
+    "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+# Sampling parameters that `generation_kwargs` may not set, with the reason.
+_NOT_READ = "nothing reads what vLLM would return for it: remove it"
+_INTERNAL = "vLLM sets it itself: remove it"
+REFUSED = {
+    "logprob_token_ids": _NOT_READ,
+    "prompt_logprob_token_ids": _NOT_READ,
+    "prompt_logprob_start": _NOT_READ,
+    "routed_experts_prompt_start": "router_replay needs the experts of the whole prompt: remove it",
+    "skip_reading_prefix_cache": "set vllm_engine_kwargs: {enable_prefix_caching: false} instead",
+    "stream_interval": "the trainer decides when it reads tokens: remove it",
+    "trace_decode_token_ids": "it replaces sampling: a rollout_func may return completions of your own",
+    "watermarking": "a watermark changes which tokens are sampled, and no log-probability shows it: remove it",
+    "skip_clone": _INTERNAL,
+    "output_text_buffer_length": _INTERNAL,
+}
+
+UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: number of sampled ids without a token in the tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +72,12 @@ class Sampling:
         options |= config.generation_kwargs or {}  # type: ignore[arg-type]
         if (structured := _structured_outputs(config)) is not None:
             options["structured_outputs"] = structured
+        if isinstance(repetition := options.get("repetition_detection"), dict):
+            from vllm.sampling_params import RepetitionDetectionParams
+
+            options["repetition_detection"] = _of_vllm(RepetitionDetectionParams, "repetition_detection", repetition)
+        if isinstance(bias := options.get("logit_bias"), dict):  # JSON's keys are texts
+            options["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(n, int(max_tokens or 512), temperature, options)
 
 
@@ -65,12 +98,19 @@ def _structured_outputs(config: GRPOConfig) -> Any:
         )
     if regex is not None:
         return StructuredOutputsParams(regex=regex)
-    if not isinstance(given, dict):
-        return given
-    forms = [name for name in inspect.signature(StructuredOutputsParams).parameters if not name.startswith("_")]
-    if unknown := [name for name in given if name not in forms]:  # vLLM would ignore them
-        raise ValueError(f"structured_outputs has {unknown[0]!r}, but knows {', '.join(forms)}.")
-    return StructuredOutputsParams(**given)
+    return _of_vllm(StructuredOutputsParams, "structured_outputs", given) if isinstance(given, dict) else given
+
+
+def _of_vllm(kind: Any, name: str, given: dict[str, Any]) -> Any:
+    """Make vLLM's object of a mapping.
+
+    Raises:
+        ValueError: a key that vLLM would ignore.
+    """
+    known = [key for key in inspect.signature(kind).parameters if not key.startswith("_")]
+    if unknown := [key for key in given if key not in known]:
+        raise ValueError(f"{name} has {unknown[0]!r}, but knows {', '.join(known)}.")
+    return kind(**given)
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
@@ -81,7 +121,7 @@ def request_seed(seed: int, position: int, purpose: str = "train") -> int:
 
 
 def check_sampling(config: GRPOConfig) -> None:
-    """Raise a ValueError if ``generation_kwargs`` has names that vLLM doesn't know, or that the trainer sets itself."""
+    """Raise a ValueError if ``generation_kwargs`` has a name that vLLM doesn't know, or that isn't supported."""
     from vllm import SamplingParams
 
     known = inspect.signature(SamplingParams).parameters
@@ -92,11 +132,28 @@ def check_sampling(config: GRPOConfig) -> None:
                 "max_completion_length or temperature."
             )
         if name not in known:
-            near = difflib.get_close_matches(name, list(known), n=1)
+            near = difflib.get_close_matches(name, SUPPORTED, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else " Remove it."
             raise ValueError(f"generation_kwargs sets {name!r}, which vLLM's SamplingParams doesn't have.{hint}")
+        if name not in SUPPORTED:
+            reason = _INTERNAL if name.startswith("_") else REFUSED.get(name, "this version doesn't know it: remove it")
+            raise ValueError(f"generation_kwargs sets {name!r}, which isn't supported: {reason}.")
     try:
         for drawn in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             SamplingParams(n=drawn.n, max_tokens=drawn.max_tokens, temperature=drawn.temperature, **drawn.options)
     except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
         raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
+
+
+def finish_reason_of(name: str) -> FinishReason:
+    """Read vLLM's reason why a completion ended.
+
+    Raises:
+        RuntimeError: an error of vLLM's, or a reason that this version doesn't know.
+    """
+    if name not in [*FinishReason]:
+        raise RuntimeError(
+            f"vLLM ended a completion with the reason {name!r}, so that its tokens can't be trained on: set "
+            "verbose: true, and look for the cause in vLLM's log."
+        )
+    return FinishReason(name)

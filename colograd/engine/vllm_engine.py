@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt
+from ..batch import Group, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
@@ -32,7 +32,7 @@ from .per_layer_inputs import computed_per_layer_inputs
 from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
 from .routed import RouterLog, expect_no_experts, one_prompt
-from .sampling import Sampling, request_seed
+from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
 from .step_stream import StepStream
 from .tensors import VLLMTensors
 from .transformers_classes import classes_apart
@@ -49,6 +49,7 @@ class Needs:
     # The model's names -> its layers that multiply with the policy's packed weights. Such an engine is blank.
     parts_of: Callable[[EngineTensors], Parts] | None = None
     images: int = 0  # the most of one prompt; 0: it reads none
+    tokens: int = 0  # the tokenizer's, of which a model may have more rows; 0: unknown
     text_alone: bool = False  # of a model that could read more: the engine leaves out what it would read that with
 
 
@@ -132,6 +133,8 @@ class VLLMEngine:
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
         self.head_dtype = asked if computes_float32_heads() else self.dtype
         self.vocab_size = int(found.hf_text_config.vocab_size)  # tokens that the loaded checkpoint knows
+        self.tokens = min(needs.tokens or self.vocab_size, self.vocab_size)
+        self._unknown_tokens = 0  # sampled since `take_counts`
         self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
@@ -330,7 +333,10 @@ class VLLMEngine:
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def take_counts(self) -> dict[str, float]:
-        return self._speculation.take_counts() if self._speculation else {}
+        counts = self._speculation.take_counts() if self._speculation else {}
+        if self._unknown_tokens:
+            counts[UNKNOWN_TOKENS], self._unknown_tokens = float(self._unknown_tokens), 0
+        return counts
 
     def require(self, version: int) -> None:
         assert not self.asleep, "the engine has no KV cache: wake it first"
@@ -354,6 +360,11 @@ class VLLMEngine:
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
         """Give vLLM a request. Returns its name."""
+        if prompt.images is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows that fill up
+            raise ValueError(
+                f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
+                "numbered from 0: use the tokenizer of the model."
+            )
         self._requests += 1
         request = f"request-{self._requests}"
         given: Any = {"prompt_token_ids": list(prompt.ids)}
@@ -368,8 +379,9 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ends = [*(sampling.options.get("stop_token_ids") or ())]
-        if not sampling.options.get("ignore_eos"):
+        options = sampling.options
+        ends = [*(options.get("stop_token_ids") or ())]
+        if not options.get("ignore_eos"):
             ends += self.end_tokens
         return SamplingParams(
             n=n,
@@ -378,9 +390,9 @@ class VLLMEngine:
             seed=seed,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,  # in one list per completion: an object per token would take most of the time
-            detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
+            detokenize=bool(options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **(sampling.options | {"stop_token_ids": ends}),
+            **(options | {"stop_token_ids": ends}),
         )
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
@@ -412,7 +424,9 @@ class VLLMEngine:
 
     def _completion(self, output: Any) -> Sampled:
         """vLLM's completion, without experts."""
-        kept, reason = kept_of(output, self.vocab_size), FinishReason(output.finish_reason)
+        if self.tokens < self.vocab_size:
+            self._unknown_tokens += sum(token >= self.tokens for token in output.token_ids)
+        kept, reason = kept_of(output, self.vocab_size), finish_reason_of(output.finish_reason)
         return Sampled(array("i", output.token_ids), _logprobs(output), reason, kept=kept)
 
     def abort(self, requests: Iterable[str]) -> None:

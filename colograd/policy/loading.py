@@ -24,6 +24,7 @@ from transformers.utils import logging as hf_logging
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
+from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
 from ..parallel.ranks import world_size
 from ..runtime import cpu_products
 from . import quantized
@@ -46,7 +47,7 @@ from .quantized_layers import packed_weights, settle
 from .router_replay import make_replaying
 from .routing import num_experts, tells_routing
 from .row_proof import choose_rows
-from .tensor_parallel import check_split, parts_of, trained_elements
+from .tensor_parallel import check_split, parts_of, trained_elements, vocabulary_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ class Policy:
         """Longest sequence the model takes, in tokens."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the input embedding."""
+        return vocabulary_size(unwrap(self.model))
 
     @property
     def tells_routing(self) -> bool:
@@ -131,6 +137,7 @@ class Policy:
             packed = packed_weights(self.model).values()
             size = sum(weight.nbytes for weight in packed) / 2**20
             lines.append(f"base: {len(packed)} matrices quantised to {self.quantization.name}, {size:,.1f} MiB")
+        lines += surplus_rows(self.tokenizer, self.rows)
         if coefficient := self.router_coef(config):
             lines.append(
                 f"experts: {coefficient:g} of the routers' load-balancing loss is added (router_aux_loss_coef), for "
@@ -151,6 +158,7 @@ class Policy:
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
         """What TRL does and isn't done here, or rarely does what was meant, in lines."""
+        yield from surplus_tokens(self.tokenizer, self.rows)
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim not in KEEPS_MASTER:
             yield f"optimizer: {config.optim} rounds updates to bfloat16 and loses small ones; `adamw_split` doesn't"
@@ -221,6 +229,9 @@ def load_policy(
             processor.chat_template = tokenizer.chat_template
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.eos_token_id is not None:
+        rows = vocabulary_size(unwrap(loaded))
+        check_rows([tokenizer.eos_token_id], rows, tokenizer, "processing_class, as its end of a text,")
     if config.disable_dropout:
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:

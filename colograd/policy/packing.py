@@ -59,7 +59,7 @@ def has_signal(group: ScoredGroup) -> bool:
 
 def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
     """[C] bool: the tokens of a completion that count in the loss."""
-    if mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
+    if mask_truncated and rollout.finish_reason.is_truncated:
         return torch.zeros_like(rollout.sampled)
     return rollout.sampled
 

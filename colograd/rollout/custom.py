@@ -87,6 +87,11 @@ class CustomRollouts:
                     f"rollout_func, completion {index}: {len(ids)} completion_ids, {len(logprobs)} logprobs and a mask "
                     f"of {len(masks[index])}: give as many of each, and at least one."
                 )
+            if (highest := max(map(int, (*prompt, *ids)))) >= self.engine.vocab_size:
+                raise ValueError(
+                    f"rollout_func, completion {index}: the token id {highest} is too high, as the model's embedding "
+                    f"has {self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
+                )
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
             flat = [math.nan if value is None else float(value) for value in first]
             found.append(

@@ -18,7 +18,7 @@ from ..data import PromptDataset, extra_prompts
 from ..engine.load import Load, after_each_step, load_after_each_step, stepping
 from ..engine.protocol import Engine
 from ..engine.queue_order import LengthHistory
-from ..engine.sampling import Sampling
+from ..engine.sampling import UNKNOWN_TOKENS, Sampling
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
 from ..parallel.ranks import gather, on_all_ranks, world_size
@@ -126,7 +126,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.purpose = Purpose.TRAINING
-        self._warned_unscored = False
+        self._warned_unscored = self._warned_unknown = False
         self._seconds: dict[str, float] = {}  # of the round's sampling on all ranks, and of it idle on this one
         self._shared: OwnGroups | None = None  # of the present round, which may be trained before the last is there
         self._meanwhile: EarlyTraining | None = None
@@ -153,6 +153,7 @@ class Sampler:
         steps = scale_over_steps(steps, self.estimator)
         self._log_completions(steps)
         counts, config = self.take_counts() | self._record_passes(steps) | self._seconds, self.config
+        self._warn_of_unknown(counts.get(UNKNOWN_TOKENS, 0))
         if self.carried_rounds is not None:
             counts |= self.carried_rounds.counts()
         with on_all_ranks("the statistics"):
@@ -351,6 +352,14 @@ class Sampler:
         if self.purpose is Purpose.EVALUATION:  # its loss, if one is wanted, asks for advantages later
             return _without_advantages(group, rewards)
         return self.add_advantages(group, rewards)
+
+    def _warn_of_unknown(self, tokens: float) -> None:
+        if tokens and not self._warned_unknown:
+            self._warned_unknown = True
+            self.console.warn(
+                f"rollout: {tokens:.0f} sampled token(s) of this round have no text, since the tokenizer has no token "
+                f"for these rows of the model (said once; `{UNKNOWN_TOKENS}` counts on)"
+            )
 
     def _log_completions(self, steps: Sequence[SampledStep]) -> None:
         if not self._warned_unscored and (line := unscored(steps)):

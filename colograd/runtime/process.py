@@ -11,6 +11,7 @@ import fcntl
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from . import gpus
@@ -37,11 +39,23 @@ def begin_command() -> None:
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
-    """Begin the command, quietly unless it is `--verbose`; its arguments, the process's own if none are given."""
+    """Begin the command, quietly unless it is verbose; its arguments, the process's own if none are given."""
     begin_command()
     found = list(sys.argv[1:] if argv is None else argv)
-    quiet_logs("--verbose" in found)
+    quiet_logs(is_verbose(found))
     return found
+
+
+def is_verbose(argv: Sequence[str]) -> bool:
+    """Whether a command's flags or its recipe set ``verbose``.
+
+    Reads the recipe as text: a parser needs packages that read the log levels when they are imported.
+    """
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    recipe = ""
+    with contextlib.suppress(ValueError, IndexError, OSError):  # the parser refuses such a command or file later
+        recipe = Path(words[words.index("--config") + 1]).read_text(encoding="utf-8")
+    return "--verbose" in words or bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
 
 
 def command_began() -> float | None:
@@ -185,21 +199,43 @@ def follow_launcher() -> None:
         _call_glibc("prctl", set_parent_death_signal, signal.SIGTERM)
 
 
+@contextlib.contextmanager
+def rank_variables() -> Iterator[None]:
+    """Complete the rank variables within the block (see `prepare_ranks`), and remove the added ones afterwards.
+
+    accelerate and vLLM read them while a trainer is built. Left in the environment, they would reach every program
+    that the script, a tool or an agent starts later, and its torch.distributed would bind this process's port again.
+    """
+    drop_inherited_ranks()
+    before = {*os.environ}
+    try:
+        prepare_ranks()
+        yield
+    finally:
+        for name in (*RANK_VARIABLES, RANK_OF_ONE):
+            if name not in before:
+                os.environ.pop(name, None)
+
+
+def drop_inherited_ranks() -> None:
+    """Remove the rank variables that a parent process gave itself: its port is taken."""
+    process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
+    if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
+        for name in (*RANK_VARIABLES, RANK_OF_ONE):
+            os.environ.pop(name, None)
+
+
 def prepare_ranks() -> None:
     """Complete the rank variables that vLLM's external launcher needs.
 
     torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
-    jobs on one machine don't meet. A parent process, such as a notebook, that gave itself such variables is not one:
-    they are replaced, as its port is taken.
+    jobs on one machine don't meet. Variables that a parent process, such as a notebook, gave itself are replaced.
 
     Raises:
         RuntimeError: the launcher started fewer ranks than it was to start (``accelerate launch --cpu
             --num_processes 2`` does so without a word).
     """
-    process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
-    if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
-        for name in (*RANK_VARIABLES, RANK_OF_ONE):
-            os.environ.pop(name, None)
+    drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         # accelerate's CPU launcher sets an address only where several ranks were asked for, and then starts one.
         raise RuntimeError(

@@ -18,6 +18,7 @@ from ..agents.session import Limits
 from ..agents.sessions import Agent, AgentSessions, AgentSettings
 from ..config import GRPOConfig
 from ..data import PromptDataset
+from ..data.vocabulary import size_of
 from ..engine.building import check_experts
 from ..engine.chat_api import ChatAPI
 from ..engine.protocol import Engine
@@ -159,6 +160,7 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
         images=most_images(task.prompts, policy, task.toolbox, context),
+        tokens=size_of(policy.tokenizer),
         text_alone=reads_text_alone(unwrap(policy.model)),
     )
     engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, needs)

@@ -136,6 +136,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         tools=tools.schemas if tools else None,
         images=image_reader_of(policy),
         tell=Console(args.layout.is_main, bars=False).say,
+        rows=policy.rows,
     )
 
 
@@ -189,7 +190,7 @@ def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) 
 
 def image_reader_of(policy: Policy) -> ImageReader | None:
     """Reads images for a policy that takes some; None for others."""
-    return None if policy.processor is None else ImageReader(policy.processor, policy.image_token)
+    return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
 def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:

@@ -203,7 +203,6 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
             f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own, which has "
             "further fields: from colograd import GRPOConfig."
         )
-    process.prepare_ranks()
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
         name = str(model) if isinstance(model, str | os.PathLike) else loaded_from

@@ -34,6 +34,7 @@ from ..rollout.in_flight import InFlight
 from ..rollout.store import RolloutStore, digest_of
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
+from .checkpoint_config import CheckpointConfig
 from .checkpointer import Checkpointer
 from .learner import Learner
 from .recording import Recorder
@@ -50,7 +51,9 @@ class SeamTrainer(Trainer):
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
+        self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
+        self.checkpoint_config.restore()
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied in it, not by transformers
         # No DDP around the model: ranks hold full copies whose gradients are summed once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
@@ -80,7 +83,12 @@ class SeamTrainer(Trainer):
         """As in transformers; ``"auto"`` resumes if there is a complete checkpoint, and SIGTERM writes one and ends.
 
         A run at its last step is loaded and not trained further.
+
+        Args:
+            resume_from_checkpoint: default: the configuration's, as on the command line; False trains anew.
         """
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         checkpoint = self.checkpointer.find(resume_from_checkpoint)
         if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
             return finished

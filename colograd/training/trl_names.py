@@ -119,6 +119,8 @@ class TRLNames:
             if name in _FOUND:
                 return _FOUND[name](self)
             hint = f": {ABSENT[name]}" if name in ABSENT else ""
+            if name in HOOKS:
+                hint = f": nothing calls it here; override {HOOKS[name]} (docs/architecture.md, Replacing a stage)"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
         def __setattr__(self, name: str, value: Any) -> None:

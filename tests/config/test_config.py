@@ -299,7 +299,7 @@ def test_a_command_line_that_says_nothing_clear_is_refused(argv: list[str], mess
         ("drafts: siblings\n", "`drafts` was removed: use vLLM's own methods"),
         ("accelerate_config: fsdp2\n", "start with `accelerate launch"),
         ("env: 3\n", "env is 3, but must be a mapping"),
-        ("vllm_importance_sampling_cap: 2\nvllm_importance_sampling_clip_max: 2\n", "the old name of"),
+        ("vllm_importance_sampling_cap: 2\nvllm_importance_sampling_clip_max: 4\n", "the old name of"),
     ],
 )
 def test_a_recipe_that_says_nothing_clear_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -413,13 +413,17 @@ def test_defaults_are_trl_s(trl_defaults: dict[str, Any]) -> None:
     assert len(shared) > 100 and different == set(DIFFERENT_DEFAULTS)
 
 
-def test_every_field_of_trl_is_a_field_or_refused_with_a_reason(trl_defaults: dict[str, Any]) -> None:
+def test_every_field_of_trl_is_a_field(trl_defaults: dict[str, Any]) -> None:
+    """Scripts and callbacks read them, also those without an effect."""
     ours = defaults(GRPOConfig)
     others = [REFUSED.keys(), UNUSED.keys(), RENAMED.keys()]
-    assert trl_defaults.keys() - ours.keys() - set().union(*others) == set()
-    assert sum(map(len, others)) == len(set().union(*others)) and not ours.keys() & set().union(*others)
+    assert trl_defaults.keys() <= ours.keys()
+    assert sum(map(len, others)) == len(set().union(*others))
     assert all(reason and not reason.endswith(".") for reason in (REFUSED | UNUSED).values())
-    assert INERT.keys() <= REFUSED.keys() | REMOVED.keys() and set(RENAMED.values()) <= ours.keys()
+    assert {name for name, _ in INERT} <= REFUSED.keys() | REMOVED.keys()
+    assert (UNUSED.keys() - defaults(ScriptArguments).keys()) | RENAMED.keys() | set(RENAMED.values()) <= ours.keys()
+    made = config(vllm_server_host="there", pad_to_multiple_of=8)
+    assert (made.vllm_server_host, made.pad_to_multiple_of, made.vllm_group_port) == ("there", 8, 51216)
 
 
 def test_every_field_at_its_default_in_trl_is_taken(trl_defaults: dict[str, Any]) -> None:
@@ -434,20 +438,32 @@ def test_every_field_at_its_default_in_trl_is_taken(trl_defaults: dict[str, Any]
             config(**{name: trl_defaults[name]})
         except ValueError:
             refused.add(name)
-    assert refused == {"use_vllm"} | ({*REFUSED} & declared - INERT.keys())
+    assert refused == set()
 
 
 def test_what_has_no_effect_is_taken_and_said(tmp_path: Path) -> None:
-    made = config(vllm_server_host="there", pad_to_multiple_of=8, cast_lm_head_to_fp32=False)
-    assert [line.split(":")[1] for line in made.notes] == [f" `{n}` has no effect" for n in UNUSED if n in (
-        "vllm_server_host", "pad_to_multiple_of")][::-1]  # fmt: skip
+    made = config(vllm_server_host="there", pad_to_multiple_of=8, use_vllm=False, cast_lm_head_to_fp32=False)
+    lines = [line.split("`")[1] for line in (*made.notes, *made.advice()) if "has no effect" in line]
+    assert lines == ["use_vllm", "pad_to_multiple_of", "vllm_server_host"]
     recipe = write(tmp_path, "vllm_server_port: 1\nuse_transformers_paged: false\nvllm_importance_sampling_cap: 2.5\n")
-    _, parsed, _, _ = parse_arguments(["--config", recipe, "--ignore_bias_buffers", "--vllm_group_port=4"])
-    assert parsed.vllm_importance_sampling_clip_max == 2.5 and len(parsed.notes) == 4
+    script, parsed, _, _ = parse_arguments(["--config", recipe, "--ignore_bias_buffers", "--vllm_group_port=4"])
+    assert parsed.vllm_importance_sampling_clip_max == 2.5 and script.ignore_bias_buffers
+    assert (parsed.vllm_server_port, parsed.vllm_group_port) == (1, 4)
+    lines = [line.split("`")[1] for line in (*parsed.notes, *parsed.advice())]
+    assert lines == ["ignore_bias_buffers", "vllm_importance_sampling_cap", "vllm_server_port", "vllm_group_port"]
     assert config(vllm_importance_sampling_cap=1.5).vllm_importance_sampling_clip_max == 1.5
     assert config(vllm_importance_sampling_cap=None) == config()
+    assert parse_arguments(["--config", write(tmp_path, "max_prompt_length: null\n")])
     with pytest.raises(ValueError, match="`use_transformers_paged` isn't supported"):
         parse_arguments(["--use_transformers_paged", "true"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("use_transformers_paged", True), ("vllm_mode", "server")])
+def test_a_refused_value_set_later_is_refused(name: str, value: Any) -> None:
+    made = config()
+    setattr(made, name, value)
+    with pytest.raises(ValueError, match=f"{name}.* isn't supported"):
+        made.check_for_trainer()
 
 
 def test_a_recipe_sets_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -655,8 +671,9 @@ def test_the_coefficient_of_the_routers_is_the_configurations_or_else_the_models
         "num_key_value_heads": 1, "vocab_size": 8,
     }  # fmt: skip
     routed = MixtralConfig(**shape, num_local_experts=2, num_experts_per_tok=1, router_aux_loss_coef=0.1)
-    experts = Policy(MixtralForCausalLM(routed), None, "", False, "")
-    plain = Policy(LlamaForCausalLM(LlamaConfig(**shape)), None, "", False, "")
+    tokenizer = tiny.make_tokenizer()
+    experts = Policy(MixtralForCausalLM(routed), tokenizer, "", False, "")
+    plain = Policy(LlamaForCausalLM(LlamaConfig(**shape)), tokenizer, "", False, "")
     for asked, found in ((None, 0.1), (0.0, 0.0), (0.3, 0.3)):
         settings = config(router_aux_loss_coef=asked)
         assert experts.router_coef(settings) == found

@@ -143,12 +143,23 @@ def test_an_image_token_in_a_text_is_found_at_start_with_its_row(family: str, wr
         rules.images.count(row, {}, "train, row 7")
 
 
+def test_a_rowless_token_beside_an_image_is_refused() -> None:
+    rules = rules_of(tiny_images.gemma3_processor, GEMMA)
+    assert rules.images is not None
+    rules.images.rows = 40
+    row = {"prompt": [{"role": "user", "content": "see"}], "images": [tiny_images.picture(1)]}
+    with pytest.raises(
+        ValueError, match=r"^train, row 7: .*the text has the token '.*but the model's embedding has 40 "
+    ):
+        rules.images.count(row, {}, "train, row 7")
+
+
 def test_rows_are_proved_with_an_image_though_only_a_late_one_has_any() -> None:
     rules = rules_of(tiny_images.gemma3_processor, GEMMA)
     assert rules.images is not None
     prompt = [{"role": "user", "content": "u"}]
     given = [{"prompt": prompt, "images": [tiny_images.picture(1)] if row == 70 else []} for row in range(71)]
     prompts = tokenize_prompts(Dataset.from_list(given, features=rows().features), rules)
-    policy: Any = SimpleNamespace(processor=rules.images.processor, image_token=rules.images.image_token)
+    policy: Any = SimpleNamespace(processor=rules.images.processor, image_token=rules.images.image_token, rows=0)
     (found,) = prompts_with_images([prompts], policy, None)
     assert found.images is not None and prompts.most_images == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -15,8 +16,18 @@ from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
 from colograd.engine.arguments import engine_kwargs
 from colograd.engine.load import watched
 from colograd.engine.queue_order import LengthHistory
-from colograd.engine.sampling import Sampling, check_sampling, request_seed
+from colograd.engine.sampling import (
+    REFUSED,
+    RESERVED,
+    SUPPORTED,
+    UNKNOWN_TOKENS,
+    Sampling,
+    check_sampling,
+    finish_reason_of,
+    request_seed,
+)
 from colograd.engine.vllm_engine import StaleWeights, VLLMEngine
+from colograd.policy.packing import loss_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -186,6 +197,81 @@ def test_what_vllm_would_refuse_of_a_request_is_known_before_any(engine, tmp_pat
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
         engine.check(Sampling.for_training(config))
     assert not engine.core.has_unfinished_requests()
+
+
+def test_every_sampling_field_is_supported_reserved_or_refused(tmp_path) -> None:
+    """A field that a new vLLM brings fails here: add it where it belongs, with what it brings back."""
+    from vllm import SamplingParams
+
+    fields = {name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")}
+    known = [*SUPPORTED, *RESERVED, *REFUSED]
+    assert fields <= {*known} and len({*known}) == len(known)
+    assert VALUES.keys() == {*SUPPORTED}
+    for name in fields & REFUSED.keys():
+        with pytest.raises(ValueError, match=f"generation_kwargs sets '{name}', which isn't supported: .*"):
+            check_sampling(tiny.config(tmp_path, generation_kwargs={name: 1}))
+    with pytest.raises(ValueError, match="sets '_eos_token_id', which isn't supported: vLLM sets it itself"):
+        check_sampling(tiny.config(tmp_path, generation_kwargs={"_eos_token_id": 1}))
+
+
+VALUES = {
+    "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "logit_bias": {"65": 1.0}, "min_tokens": 2, "bad_words": ["a"],
+    "allowed_token_ids": [*range(60, 80), 256], "structured_outputs": {"regex": "[ab]{2,4}"}, "extra_args": {"own": 1},
+    "thinking_token_budget": 4, "stop": ["e"], "stop_token_ids": [*range(0, 256, 8)], "ignore_eos": True,
+    "repetition_detection": {"max_pattern_size": 1, "min_count": 2}, "include_stop_str_in_output": True,
+    "skip_special_tokens": False, "spaces_between_special_tokens": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "thinking_token_budget"])
+def test_every_supported_sampling_field_gives_completions(engine, prompts, tmp_path, name) -> None:
+    config = tiny.config(tmp_path, generation_kwargs={name: VALUES[name]})
+    check_sampling(config)
+    groups = sample(engine, config, prompts, sampling=Sampling.for_training(config))
+    for rollout in (rollout for group in groups.values() for rollout in group.rollouts):
+        assert 0 < len(rollout.completion_ids) <= 12 and rollout.sampler_logprobs.isfinite().all()
+
+
+def test_repetition_detection_truncates_a_completion(engine, prompts, tmp_path) -> None:
+    repetition = {"max_pattern_size": 1, "min_count": 3}
+    allowed = {"allowed_token_ids": [65, 66], "repetition_detection": repetition}
+    sampling = Sampling.for_training(tiny.config(tmp_path, generation_kwargs=allowed))
+    rollouts = [r for group in sample(engine, None, prompts, sampling=sampling).values() for r in group.rollouts]
+    repeated = [r for r in rollouts if r.finish_reason is FinishReason.REPETITION]
+    assert repeated and all(len({*r.completion_ids[-3:]}) == 1 for r in repeated)
+    for rollout in rollouts:
+        assert not loss_tokens(rollout, mask_truncated=True).any() and loss_tokens(rollout, mask_truncated=False).all()
+
+
+def test_a_thinking_budget_without_reasoning_config_is_refused(engine, tmp_path) -> None:
+    config = tiny.config(tmp_path, generation_kwargs={"thinking_token_budget": 4})
+    with pytest.raises(ValueError, match=r"aren't valid for vLLM: .*reasoning"):
+        engine.check(Sampling.for_training(config))
+
+
+def test_every_finish_reason_of_vllm_is_known() -> None:
+    from vllm.v1.engine import FINISH_REASON_STRINGS
+
+    for name in {*FINISH_REASON_STRINGS} - {"error"}:
+        assert finish_reason_of(name) == name
+    with pytest.raises(RuntimeError, match="vLLM ended a completion with the reason 'error'"):
+        finish_reason_of("error")
+
+
+def test_a_prompt_beyond_the_embedding_is_refused(engine) -> None:
+    """vLLM would read one of the rows that fill its embedding up to a multiple of 64."""
+    with pytest.raises(ValueError, match="the token id 258, but the model's embedding has 258 rows"):
+        engine.submit((1, 258), Sampling(1, 4, 1.0, {}), seed=1)
+    assert not engine.core.has_unfinished_requests()
+
+
+def test_sampled_tokens_without_text_are_counted(engine, prompts, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "tokens", 128)
+    groups = sample(engine, None, prompts)
+    ids = [token for group in groups.values() for rollout in group.rollouts for token in rollout.completion_ids]
+    assert engine.take_counts()[UNKNOWN_TOKENS] == sum(token >= 128 for token in ids) > 0
+    assert UNKNOWN_TOKENS not in engine.take_counts()
 
 
 def test_neighbouring_positions_share_no_seed_of_a_child() -> None:

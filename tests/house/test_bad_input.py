@@ -128,7 +128,7 @@ def without_dataset(factory: Any, **changes: Any) -> object:
     """The prompts of a run whose environments make them all."""
     tools = None if factory is None else Toolbox(None, factory)
     return train_prompts_of(
-        None, SimpleNamespace(context=600, tokenizer=Words(), processor=None), config(**changes), tools
+        None, SimpleNamespace(context=600, tokenizer=Words(), processor=None, rows=0), config(**changes), tools
     )  # type: ignore[arg-type]
 
 

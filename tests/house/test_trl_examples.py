@@ -324,7 +324,7 @@ vllm_mode: colocate
 vllm_model_impl: vllm
 vllm_gpu_memory_utilization: 0.3
 vllm_tensor_parallel_size: 1
-vllm_server_port: 8000
+vllm_server_port: 8001
 vllm_importance_sampling_correction: true
 vllm_importance_sampling_mode: token_truncate
 vllm_importance_sampling_cap: 2.0

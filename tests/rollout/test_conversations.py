@@ -265,6 +265,7 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
         ({"prompt_ids": [[1]] * 4, "completion_ids": [[1]] * 4, "logprobs": [[]] * 4}, "as many of each"),
         ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]], "completions": ["a"]}, "rename it"),
         ({"prompt_ids": 3, "completion_ids": [[1]], "logprobs": [[0.0]]}, "a single prompt_ids for 4 prompts"),
+        ({"prompt_ids": [[1]] * 4, "completion_ids": [[999]] * 4, "logprobs": [[0.0]] * 4}, "token id 999 is too high"),
     ):
         writer = CustomRollouts(trainer.engine, lambda prompts, broken=broken: broken, {end})
         with pytest.raises(ValueError, match=said):

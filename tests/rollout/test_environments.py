@@ -510,7 +510,7 @@ def test_an_environment_of_a_dataset_without_prompts_gets_none() -> None:
 
 
 def test_without_a_dataset_there_are_empty_prompts_for_one_generation(tmp_path: Path) -> None:
-    policy: Any = types.SimpleNamespace(context=200, tokenizer=tiny.make_tokenizer(), processor=None)
+    policy: Any = types.SimpleNamespace(context=200, tokenizer=tiny.make_tokenizer(), processor=None, rows=0)
     args = tiny.config(tmp_path, prompts_per_step=3, steps_per_generation=2)
     prompts = train_prompts_of(None, policy, args, Toolbox(None, Counter))
     assert [prompts[row] for row in range(len(prompts))] == [{"prompt": EMPTY}] * 6

@@ -88,6 +88,36 @@ def test_a_child_of_a_notebook_has_a_port_of_its_own(
     assert TORCHRUN.items() <= environment.items()
 
 
+def test_rank_variables_are_removed_after_the_block(environment: dict[str, str]) -> None:
+    environment.update(RANK="0", WORLD_SIZE="1")
+    with process.rank_variables():
+        assert {*RANK_VARIABLES} <= environment.keys()
+        with process.rank_variables():  # of the trainer, within the command's
+            pass
+        assert {*RANK_VARIABLES} <= environment.keys()
+    assert environment == {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def test_a_child_configuration_drops_inherited_ranks() -> None:
+    """The parent listens on MASTER_PORT: torch.distributed could not bind it again."""
+    script = """
+import os
+from colograd import GRPOConfig
+GRPOConfig(output_dir="unused", report_to="none", use_cpu=True)
+print([name for name in os.environ if name in {names}])
+"""
+    with socket.socket() as parent:
+        parent.bind(("127.0.0.1", 0))
+        parent.listen()
+        port = str(parent.getsockname()[1])
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, process.RANK_OF_ONE: f"{os.getpid()}:{port}"}
+        script = script.format(names=[*ranks])
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ranks})
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_torchrun_s_variables_are_left_alone(environment: dict[str, str]) -> None:
     environment.update(TORCHRUN)
     prepare_ranks()
@@ -221,6 +251,18 @@ def test_logs_are_quiet_unless_asked(environment: dict[str, str]) -> None:
     environment["VLLM_LOGGING_LEVEL"] = "INFO"
     process.quiet_logs(verbose=False)
     assert environment["VLLM_LOGGING_LEVEL"] == "INFO" and environment["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_a_recipe_may_be_verbose(tmp_path) -> None:
+    """As the flag, and as `GRPOConfig(verbose=True)` in Python."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("seed: 1\nverbose: true  # all of it\n")
+    assert process.is_verbose(["--config", str(recipe)]) and process.is_verbose([f"--config={recipe}"])
+    recipe.write_text("verbose: false\nmodel: {verbose: true}\n")
+    assert not process.is_verbose(["--config", str(recipe)]) and process.is_verbose(
+        ["--config", str(recipe), "--verbose"]
+    )
+    assert not process.is_verbose(["--config", str(tmp_path / "none.yaml")]) and not process.is_verbose(["--config"])
 
 
 def test_a_script_that_has_imported_torch_and_transformers_is_quiet_too() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 from datasets import Dataset, IterableDataset
@@ -12,6 +14,7 @@ from colograd.policy.loading import load_policy
 from colograd.rollout.toolbox import EMPTY, Toolbox
 from colograd.training.prompts import train_prompts_of
 from colograd.training.task import prepared_config
+from colograd.training.transformers_seam import SeamTrainer
 
 
 def test_without_a_configuration_the_output_folder_has_the_model_s_name(tiny_model, tmp_path, monkeypatch) -> None:
@@ -46,3 +49,22 @@ def test_rows_of_environments_need_no_prompt(tiny_model, tmp_path, streamed) -> 
     policy = load_policy(tiny_model, None, config)
     prompts = train_prompts_of(dataset, policy, config, Toolbox(None, {"counter": Counter})).first(2)
     assert [prompt.example for prompt in prompts] == [{**row, "prompt": EMPTY} for row in rows[:2]]
+
+
+@pytest.mark.parametrize(
+    ("argument", "setting", "expected"),
+    [(None, "auto", "auto"), (None, True, True), (None, None, None), (False, "auto", False), ("run/x", True, "run/x")],
+)
+def test_train_resumes_as_the_configuration_says(argument, setting, expected) -> None:
+    class Searched(Exception):
+        pass
+
+    def find(wanted) -> None:
+        raise Searched(wanted)
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(resume_from_checkpoint=setting), checkpointer=SimpleNamespace(find=find)
+    )
+    with pytest.raises(Searched) as search:
+        SeamTrainer.train(trainer, argument)
+    assert search.value.args == (expected,)

@@ -18,6 +18,7 @@ from colograd import GRPOTrainer
 from colograd.checkpoint.search import finished_checkpoint
 from colograd.parallel import watchdog
 from colograd.rewards import RewardError
+from colograd.runtime import process
 
 pytestmark = pytest.mark.engine
 
@@ -250,11 +251,15 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
     assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]
 
 
-def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path) -> None:
+def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path, monkeypatch) -> None:
+    """Neither leaves rank variables, which programs that the script starts would inherit."""
     rewards = []
+    for name in (*process.RANK_VARIABLES, process.RANK_OF_ONE):
+        monkeypatch.delenv(name, raising=False)
     for name in ("first", "second"):
         python, torch_state = random.getstate(), torch.get_rng_state()
         trainer = make_trainer(tiny_model, tmp_path / name, max_steps=2)
+        assert not {*process.RANK_VARIABLES, process.RANK_OF_ONE} & os.environ.keys()
         trainer.train()
         rewards.append([entry["reward"] for entry in trainer.state.log_history if "reward" in entry])
         trainer.close()
@@ -395,11 +400,11 @@ def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, cl
 
 
 def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_path, closing, capfd) -> None:
-    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": "auto"}
     first = closing(make_trainer(tiny_model, tmp_path, **changes))
     first.train()
     again = closing(make_trainer(tiny_model, tmp_path, **changes))
-    again.train(resume_from_checkpoint="auto")
+    again.train()
     assert again.state.global_step == 2 and "nothing is left to train" in capfd.readouterr().out
     for ours, theirs in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -411,7 +416,7 @@ def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_pa
 
     changes |= {"max_steps": 3, "learning_rate": 0.5, "adam_beta1": 0.5, "lr_scheduler_type": "constant"}
     on = closing(make_trainer(tiny_model, tmp_path, **changes))
-    on.train(resume_from_checkpoint="auto")
+    on.train()
     assert on.state.log_history[-2]["learning_rate"] == 0.5, "a resumed run follows its recipe"
     assert on.optimizer.param_groups[0]["betas"][0] == 0.5
     assert "hold from here on: adam_beta1 0.9, now 0.5, learning_rate 0.001, now 0.5, lr" in capfd.readouterr().out

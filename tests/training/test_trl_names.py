@@ -183,6 +183,8 @@ def test_what_is_not_there_is_an_attribute_error_that_may_help(tmp_path) -> None
     assert not hasattr(bare, "nothing") and not hasattr(bare, "llm")
     with pytest.raises(AttributeError, match=r"'Bare' object has no attribute 'vllm_generation': .*trainer\.engine"):
         _ = bare.vllm_generation
+    with pytest.raises(AttributeError, match=r"'get_gamma_weights': nothing calls it here; override compute_loss"):
+        _ = bare.get_gamma_weights
 
 
 @pytest.mark.parametrize("name", ["temperature", "log_multimodal", "reward_weights"])

@@ -49,7 +49,7 @@ const completionsView = {
       search,
       el("span", {}, (this.purposeBox = el("span"))),
       this.groupBox,
-      select("How it ended", [["", "any end"], ["stop", "ended by itself"], ["length", "truncated"], ["abort", "aborted"]], filters.finish, again("finish")),
+      select("How it ended", [["", "any end"], ["stop", "ended by itself"], ["length", "truncated"], ["repetition", "repeated itself"], ["abort", "aborted"]], filters.finish, again("finish")),
       select("Order", Object.entries(ORDERS).map(([key, [label]]) => [key, label]), filters.order, again("order")),
       bound("low", "reward ≥"),
       bound("high", "reward ≤"),

@@ -1,0 +1,58 @@
+"""The tokens of a tokenizer and the rows of a model's embedding: there may be more of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+NAMED = 5  # tokens in a message
+
+
+def size_of(tokenizer: Any) -> int:
+    """Number of rows that a tokenizer's tokens need: its highest token id plus 1."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> None:
+    """Check that each token of a text has a row in the embedding.
+
+    Args:
+        where: the text's name in the error.
+
+    Raises:
+        ValueError: the highest token id has none.
+    """
+    if (highest := max(ids, default=0)) >= rows:
+        raise ValueError(
+            f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "
+            f"embedding has {rows:,} rows, numbered from 0. {remedy(tokenizer)}"
+        )
+
+
+def remedy(tokenizer: Any) -> str:
+    return (
+        "Use the tokenizer of the model, or a model with more rows: call "
+        f"model.resize_token_embeddings({size_of(tokenizer)}) and save_pretrained, and train from that folder."
+    )
+
+
+def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
+    """A warning where a tokenizer has tokens without a row."""
+    surplus = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
+    if surplus:
+        which = ", ".join(
+            [f"{token!r} ({index})" for index, token in surplus[:NAMED]] + ["..."] * (len(surplus) > NAMED)
+        )
+        yield (
+            f"tokenizer: the model's embedding has {rows:,} rows, so that {len(surplus):,} token(s) have none, and a "
+            f"text with one is an error: {which}. {remedy(tokenizer)}"
+        )
+
+
+def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
+    """A line where a model has rows without a token, which the engine may sample."""
+    if (tokens := size_of(tokenizer)) < rows:
+        yield (
+            f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "
+            f"({tokens} and above) have no text, and `sampling/unknown_tokens` counts them"
+        )

@@ -1,0 +1,44 @@
+"""The policy's configuration as its checkpoint has it. `transformers.Trainer` changes it, and so what is saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
+MISSING = object()
+
+
+class CheckpointConfig:
+    """Values of a model's configuration and generation configuration before a trainer is made.
+
+    `transformers.Trainer` sets ``use_cache`` when it is made, and the special tokens to the tokenizer's when it trains.
+    A token stays as it is where the tokenizer names none, where the checkpoint names the tokenizer's among others, and
+    where padding stands in as the end token. Other tokens of the tokenizer are new ones, which the saved model needs.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        configs = [model.config, getattr(model, "generation_config", None)]
+        self._values = [
+            (config, {name: vars(config).get(name, MISSING) for name in NAMES})
+            for config in configs
+            if config is not None
+        ]
+
+    def restore(self) -> None:
+        """Set the values that a saved model keeps."""
+        for config, values in self._values:
+            for name, value in values.items():
+                if not self._stays(name, value):
+                    continue
+                if value is MISSING:
+                    vars(config).pop(name, None)
+                else:
+                    setattr(config, name, value)
+
+    def _stays(self, name: str, value: Any) -> bool:
+        if name == "use_cache":
+            return True
+        token = getattr(self._tokenizer, name)
+        stands_in = name == "pad_token_id" and token == self._tokenizer.eos_token_id
+        return token is None or stands_in or token in (value if isinstance(value, list) else [value])
