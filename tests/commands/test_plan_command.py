@@ -176,6 +176,31 @@ def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str
     assert after == "sharding: auto takes 'gradients'"
 
 
+@pytest.mark.parametrize(
+    "name, gpus, remedy",
+    [
+        ("Qwen2.5-32B", 8, "vllm_tensor_parallel_size: 8 and sharding: tensor"),
+        ("Llama-3.1-70B", 8, "32 ranks with vllm_tensor_parallel_size: 8 and sharding: tensor+gradients"),
+    ],
+)
+def test_larger_engines_are_a_remedy(
+    name: str, gpus: int, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = large.folder_of(name, tmp_path)
+    assert remedy in planned(capsys, model, "--gpus", str(gpus), "--gpu-memory", "80")[2]
+    gpus = int(remedy.split()[0]) if " ranks with " in remedy else gpus
+    ranks = remedy.partition("vllm_tensor_parallel_size: ")[2].split()[0]
+    flags = ("--gpus", str(gpus), "--gpu-memory", "80", "--tensor-parallel", ranks)
+    assert planned(capsys, model, *flags)[1][remedy.split()[-1]][-1] == "yes"
+
+
+def test_settings_without_larger_engines_get_no_such_remedy(tmp_path: Path) -> None:
+    model = str(large.folder_of("Qwen2.5-7B", tmp_path))  # 28 heads: engines of 2 and 4
+    flags = ["--model", model, "--gpus", "8", "--gpu-memory", "80"]
+    assert list(command.described(command.parse(flags)).larger_engines) == [2, 4]
+    assert command.described(command.parse([*flags, "--lora-rank", "16"])).larger_engines == {}
+
+
 def test_ranks_that_share_out_rows(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row of 32k tokens whose activations one GPU hasn't room for, beside the rest."""
     flags = ("--gpus", "8", "--gpu-memory", "80", "--context", "32768", "--no-checkpointing")
