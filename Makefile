@@ -84,7 +84,7 @@ $(STAMP): $(REQUIREMENTS) setup.cfg
 	  $(PIP) install --no-compile --no-deps -r requirements/nodeps.txt; \
 	fi; \
 	$(PIP) install --no-deps --no-build-isolation -e .; \
-	"$(PY)" -m compileall -qq -j 0 "$(VENV)/lib" || true; \
+	PYTHONWARNINGS=ignore "$(PY)" -m compileall -qq -j 0 "$(VENV)/lib" || true; \
 	touch "$(STAMP)"
 
 model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instruct)
