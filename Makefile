@@ -93,10 +93,10 @@ model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instr
 train: $(STAMP) model ## Train by a recipe: CONFIG=recipes/X.yaml ARGS="--any.flag value"
 	$(PY) colograd/train.py --config "$(CONFIG)" $(ARGS)
 
-test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
+test: $(STAMP) model $(SITE_VENV)/.installed ## Run the tests, without the slow ones and those for a GPU
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 $(ARGS)
 
-test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
+test-all: $(STAMP) model $(SITE_VENV)/.installed ## Run the full suite: real training runs too (minutes each)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not gpu" $(ARGS)
 	$(MAKE) test-v2
 

@@ -39,8 +39,9 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
 
 
 def model_folder(folder: str) -> str | None:
-    """The folder that has the model of a run's folder: itself if a model was saved after the newest checkpoint (the best
-    one with ``load_best_model_at_end``), or else that checkpoint; None: neither is there. A model's folder is itself."""
+    """The folder of a run's model: the run's own if the model there isn't older than the newest checkpoint (it is the
+    best one with ``load_best_model_at_end``), else that checkpoint; None: there is neither. A model's folder is itself.
+    """
     saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
     steps = complete_steps(folder)
     if saved and steps:  # a run that goes on after it had ended leaves an older model there

@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,10 +121,36 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 
 def test_the_site_s_navigation_has_every_page() -> None:
+    """Once, in the order of docs/contents.md."""
     text = (ROOT / "mkdocs.yml").read_text()
-    named = set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE))
+    named = re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE)
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert named == there | {"index.md", "changelog.md"}
+    assert sorted(named) == sorted(there | {"index.md", "changelog.md"})
+    contents = re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "contents.md").read_text())
+    assert [name for name in named if name not in ("index.md", "contents.md", "changelog.md")] == contents
+
+
+def test_site_builds_with_formulas(tmp_path: Path) -> None:
+    """Strictly: every link, and every name of the API page, leads somewhere."""
+    python = ROOT / ".venv-site" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("mkdocs isn't there: make test and make site make .venv-site")
+    command = [python, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in (tmp_path / "colograd" / "tasks").iterdir()} == {"shop.py"}
+    for page in ("losses", "advantages", "reference", "guide/distillation"):
+        html = (tmp_path / f"{page}.html").read_text()
+        text = re.sub(r"<[^>]+>", "", re.sub(r"<(code|script)\b.*?</\1>", "", html, flags=re.DOTALL))
+        assert html.count("<math") == sum(formulas(page)) and "$" not in text, page
+
+
+def formulas(page: str) -> tuple[int, int]:
+    """How many formulas a page has in its lines, and how many in lines of their own."""
+    text = re.sub(r"`[^`]*`", "", (ROOT / "docs" / f"{page}.md").read_text())
+    blocks = re.findall(r"\$\$.*?\$\$", text, re.DOTALL)
+    return len(re.findall(r"\$[^$]+\$", re.sub(r"\$\$.*?\$\$", "", text, flags=re.DOTALL))), len(blocks)
 
 
 def test_the_list_of_pages_has_every_page() -> None:
