@@ -26,6 +26,11 @@ from colograd.memory.table import GIB, MARGIN
 from colograd.policy.outline import note_on_cpu
 from colograd.sharding.buckets import ELEMENTS
 
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -132,11 +137,7 @@ def test_what_goes_over_the_bus_is_counted(qwen: Path, capsys: pytest.CaptureFix
 
 def test_long_rows_of_an_8b_on_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """64k tokens in full on 141 GiB, and a QLoRA's 128k on 80."""
-    shape = {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-    }  # fmt: skip
-    LlamaConfig(**shape).save_pretrained(tmp_path)
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
     long = ("--context", "67584", "--completion", "65536", "--max-tokens", "67584")
     ways, _ = ways_of(capsys, tmp_path, "--gpu-memory", "141", *long)
     assert [ways[way][-1] for way in ("as it is", "stream", "stream, activations")] == ["no", "yes", "yes"]
@@ -394,6 +395,40 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
         strategy = auto(run)
         found = f"{strategy}, {best_plan(run, strategy).room / GIB:.0f}" if fits(run, strategy) else "-"
         assert found == (f"{told.group(1)}, {told.group(2)}" if told else "-"), count
+        if told and told.group(3):  # the engines that leave most, where none fits with an engine on each GPU
+            other = {size: room_of(model, count, size) for size in (1, 2, 4, 8) if size != int(per_engine)}
+            assert other[1] < 0 and max(other.values()) < best_plan(run, strategy).room
+
+
+def room_of(model: str, gpus: int, per_engine: int) -> int:
+    """Bytes that the best strategy leaves for the KV cache; -1: none fits."""
+    flags = ["--model", model, "--gpus", str(gpus), "--gpu-memory", "80", "--tensor-parallel", str(per_engine)]
+    if gpus % per_engine:
+        return -1
+    run = command.described(command.parse(flags))
+    return best_plan(run, auto(run)).room if fits(run, auto(run)) else -1
+
+
+def test_page_has_the_plan_s_one_gpu_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path / "Llama-3.1-8B")
+    header = next(line for line in PAGE.splitlines() if line.startswith("| | GPU | kept on the host |"))
+    lines = PAGE.partition(header)[2].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 6
+    for line in lines:
+        name, memory, kept, _, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        model, _, more = name.partition(", ")
+        folder = tmp_path / model if model.startswith("Llama") else large.folder_of(model, tmp_path)
+        flags = ("--config", str(RECIPES / "grpo_qlora_8b_128k.yaml")) if more.startswith("QLoRA") else ()
+        flags = ("--context", "65536") if more.startswith("64k") else flags
+        way = "as it is" if flags and flags[0] == "--config" else kept
+        ways, _ = ways_of(capsys, folder, "--gpu-memory", memory, *flags)
+        gradients, optimizer, activations, tokens, left, into, out, seconds, fitting = ways[way]
+        assert fitting == "yes" and (gradients, optimizer) == tuple(cells[:2]), name
+        assert cells[2].split()[0] == activations
+        assert int(cells[2].split()[1][1:-2]) == int(tokens.replace(",", "")) // 1000
+        assert cells[3].split(",")[0] == left
+        assert [cell.replace(",", "") for cell in cells[4:6]] == [f"{float(each):.0f}" for each in (into, out)]
+        assert float(cells[6]) == pytest.approx(float(seconds), abs=0.5)
 
 
 # -- bad input

@@ -19,6 +19,10 @@ from families import read
 from paths import ROOT
 from transformers import TrainingArguments
 
+from colograd.config.engine import NOT_IN_PARTS
+from colograd.config.sharding import NOT_IN_SEQUENCES, TENSOR
+from colograd.memory.description import WHOLE
+
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -158,6 +162,33 @@ def test_the_list_of_pages_has_every_page() -> None:
     listed = (ROOT / "docs" / "contents.md").read_text()
     assert [name for name in pages if f"({name})" not in listed] == []
     assert "(docs/contents.md)" in (ROOT / "README.md").read_text()
+
+
+REFUSALS = [  # page, a passage's beginning, what it must name
+    ("scaling.md", "It takes Llama, Qwen2", NOT_IN_PARTS),
+    ("scaling.md", "| refused at start, by name |", ("fsdp", *NOT_IN_SEQUENCES)),
+    ("configuration.md", "| `offload_gradients`", ("muon", "fsdp", "tensor", "sequence_parallel_size")),
+    ("guide/out-of-memory.md", "| | `offload_gradients: true`", ("muon", "fsdp", "tensor", "sequence_parallel_size")),
+    ("guide/distillation.md", "- **Its place**", (*WHOLE, "fsdp", *TENSOR, "sequence_parallel_size")),
+]
+
+
+@pytest.mark.parametrize(("page", "beginning", "names"), REFUSALS)
+def test_lists_of_refusals_are_whole(page: str, beginning: str, names: tuple[str, ...]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    passage = re.split(r"\n\n|\n- |\n\| ", text[text.index(beginning) :])[0]
+    assert [name for name in names if not re.search(rf"\b{re.escape(name)}(?![\w+])", passage)] == []
+
+
+def test_every_trainer_s_source_has_its_date() -> None:
+    header = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| | Colograd | TRL")
+    )
+    trainers = [cell.strip().removesuffix(" 1.16") for cell in header.split("|")[2:-1]]
+    table = (ROOT / "docs" / "why.md").read_text().partition("| Trainer | Rows | Source |")[2].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert [row[0] for row in rows if row[0]] == trainers
+    assert [source for _, _, source in rows if not re.search(r"\b20\d\d-\d\d-\d\d\b", source)] == []
 
 
 def test_who_follows_readme_and_quickstart_has_a_folder_for_each_run() -> None:
