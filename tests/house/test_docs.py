@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import dataclasses
 import functools
 import importlib.util
@@ -162,6 +163,13 @@ def test_the_list_of_pages_has_every_page() -> None:
     listed = (ROOT / "docs" / "contents.md").read_text()
     assert [name for name in pages if f"({name})" not in listed] == []
     assert "(docs/contents.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_installation_page_names_every_extra() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert [name for name in parser["options.extras_require"] if f"`{name}`" not in page] == []
 
 
 REFUSALS = [  # page, a passage's beginning, what it must name
