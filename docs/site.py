@@ -1,5 +1,5 @@
-"""What the docs site needs beside the pages of this folder: README and changelog as pages, other files that pages link,
-formulas as MathML (which browsers show without a script).
+"""Complete the docs site: README and changelog as pages, other files that pages link, formulas as MathML. Browsers show
+MathML without a script.
 
 Loaded by mkdocs (`hooks` in mkdocs.yml). A link that leads out of docs/ in the repository leads to the same file's copy
 in the site.
@@ -23,7 +23,7 @@ FORMULA = re.compile(r"<(span|div) class=\"arithmatex\">\\[(\[](.*?)\\[)\]]</\1>
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what isn't in docs/."""
+    """Add README, changelog and linked files."""
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=LINK.sub(_from_root, text)))
@@ -33,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links of a page in docs/ to what is beside docs/."""
+    """Rewrite a page's links to files outside docs/."""
     depth = page.file.src_uri.count("/")
     if page.file.src_uri in PAGES.values():
         return markdown
@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(text: str, **_: Any) -> str:
-    """Formulas, which pymdownx.arithmatex marks."""
+    """Convert the formulas that pymdownx.arithmatex marks."""
     return FORMULA.sub(_formula, text)
 
 
@@ -52,7 +52,7 @@ def _formula(match: re.Match[str]) -> str:
 
 
 def _linked_files() -> Iterator[str]:
-    """Files beside docs/ that pages link, by their paths in the repository."""
+    """Yield the files outside docs/ that pages link, as paths in the repository."""
     for page in [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md")):
         for _, target in LINK.findall(page.read_text(encoding="utf-8")):
             path = (page.parent / target).resolve()

@@ -189,14 +189,14 @@ def _shorter(run: RunDescription, strategy: str) -> int | None:
 
 
 def _in_larger_engines(run: RunDescription) -> Iterator[str]:
-    """Settings of engines of more ranks with which the run fits, the fewest first."""
+    """Yield the settings of larger engines that make the run fit, the fewest ranks first."""
     for larger in run.with_larger_engines():
         if strategy := next((strategy for strategy in larger.strategies if fits(larger, strategy)), ""):
             yield f"vllm_tensor_parallel_size: {larger.ranks_per_engine} and sharding: {strategy}"
 
 
 def _more_ranks(run: RunDescription) -> str:
-    """The fewest ranks, in doublings, with which the run fits, and their settings; empty: no number."""
+    """The fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         more = run.with_ranks(ranks)

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,8 @@ from transformers import TrainingArguments
 from colograd.config.engine import NOT_IN_PARTS
 from colograd.config.sharding import NOT_IN_SEQUENCES, TENSOR
 from colograd.memory.description import WHOLE
+from colograd.policy.supported import CUT, TRIED
+from colograd.policy.supported import WHOLE as UNSPLIT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -186,6 +189,20 @@ def test_lists_of_refusals_are_whole(page: str, beginning: str, names: tuple[str
     text = (ROOT / "docs" / page).read_text()
     passage = re.split(r"\n\n|\n- |\n\| ", text[text.index(beginning) :])[0]
     assert [name for name in names if not re.search(rf"\b{re.escape(name)}(?![\w+])", passage)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "beginning", "families"),
+    [
+        ("scaling.md", "It takes Llama, Qwen2", CUT),
+        ("models.md", "- **Refused at start**", sorted({*TRIED} - {*UNSPLIT})),
+    ],
+)
+def test_lists_of_families_are_whole(page: str, beginning: str, families: Sequence[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    passage = re.split(r"\n\n|\n- ", text[text.index(beginning) :])[0]
+    letters = re.sub(r"[^a-z0-9]", "", passage.lower())
+    assert [name for name in families if name.replace("_", "") not in letters] == []
 
 
 def test_every_trainer_s_source_has_its_date() -> None:

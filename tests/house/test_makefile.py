@@ -1,4 +1,4 @@
-"""The Makefile's own commands, where they do more than start a program that has tests."""
+"""Commands of the Makefile that no other test runs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from colograd.config.parse import GROUPS, planned_settings
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TRAINERS = ("colograd/train.py", "colograd.train")
-# What a reader replaces.
+# Placeholders on the pages, and values for them.
 WORDS = {
     "RECIPE": "recipes/grpo_qwen.yaml", "FILE": "recipes/accelerate_configs/ddp.yaml", "N": "2",
     "F": "recipes/accelerate_configs/ddp.yaml", "$RANK_OF_NODE": "0", "$FIRST_NODE": "10.0.0.1",
