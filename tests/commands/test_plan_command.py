@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from paths import DOCS, RECIPES
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colograd.commands import cli
 from colograd.commands import plan as command
@@ -160,6 +160,28 @@ def test_recipes_of_one_gpu_fit_it(
     flags = ("--config", str(RECIPES / f"{recipe}.yaml"), "--gpus", "1", "--gpu-memory", memory)
     _, strategies, _ = planned(capsys, large.folder_of(name, tmp_path), *flags)
     assert strategies["none"][-1] == "yes" and float(strategies["none"][8]) > 20, "GiB for the KV cache"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "shape"),  # hidden, MLP, layers, heads, key-value heads
+    [
+        ("grpo_gsm8k_lora_0.5b", Qwen2Config, (896, 4864, 24, 14, 2)),
+        ("grpo_gsm8k_lora_1.5b", Qwen2Config, (1536, 8960, 28, 12, 2)),
+        ("grpo_gsm8k_lora_3b", Qwen2Config, (2048, 11008, 36, 16, 2)),
+        ("distil_qwen", Qwen3Config, (4096, 12288, 36, 32, 8)),
+    ],
+)
+def test_recipes_say_what_the_plan_leaves(recipe: str, kind: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    path = RECIPES / f"{recipe}.yaml"
+    said = re.search(r"fits (?:a|one) GPU of (\d+) GB\b.*?([\d.]+) GiB", path.read_text().replace("\n# ", " "))
+    assert said is not None
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = kind(**dict(zip(names, shape, strict=True)), vocab_size=151936, max_position_embeddings=32768)
+    config.tie_word_embeddings = kind is Qwen2Config
+    config.save_pretrained(tmp_path)
+    flags = ["--config", str(path), "--model", str(tmp_path), "--gpus", "1", "--gpu-memory", said.group(1)]
+    run = command.described(command.parse([*flags, *(["--teacher", str(tmp_path)] if "distil" in recipe else [])]))
+    assert fits(run, "none") and f"{best_plan(run, 'none').room / GIB:.1f}" == said.group(2)
 
 
 def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
