@@ -236,7 +236,8 @@ def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tu
     found = {}
     for ranks in ENGINE_SIZES:
         if ranks > settings.vllm_tensor_parallel_size:
-            with contextlib.suppress(ValueError):  # the engine of this model can't be split so
+            # The engine of this model can't be split so, or its configuration has no such sizes: nothing to propose.
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
                 check_parts(model.config, ranks, ranks)
                 check_planned(model.config, ranks)
                 enough = dataclasses.replace(devices, ranks=ranks * settings.sequence_parallel_size, ranks_per_node=0)
