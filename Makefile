@@ -84,7 +84,7 @@ $(STAMP): $(REQUIREMENTS) setup.cfg
 	  $(PIP) install --no-compile --no-deps -r requirements/nodeps.txt; \
 	fi; \
 	$(PIP) install --no-deps --no-build-isolation -e .; \
-	"$(PY)" -m compileall -qq -j 0 "$(VENV)/lib" || true; \
+	PYTHONWARNINGS=ignore "$(PY)" -m compileall -qq -j 0 "$(VENV)/lib" || true; \
 	touch "$(STAMP)"
 
 model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instruct)
@@ -93,10 +93,10 @@ model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instr
 train: $(STAMP) model ## Train by a recipe: CONFIG=recipes/X.yaml ARGS="--any.flag value"
 	$(PY) colograd/train.py --config "$(CONFIG)" $(ARGS)
 
-test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
+test: $(STAMP) model $(SITE_VENV)/.installed ## Run the tests, without the slow ones and those for a GPU
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 $(ARGS)
 
-test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
+test-all: $(STAMP) model $(SITE_VENV)/.installed ## Run the full suite: real training runs too (minutes each)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not gpu" $(ARGS)
 	$(MAKE) test-v2
 

@@ -103,10 +103,21 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     trainer.facts |= {
         "recipe": recipe,
         "command": shlex.join(["colograd", "train", *argv]),
-        "dataset": script.dataset_name,
+        "dataset": dataset_names(script),
         "settings": without_secrets(yaml.safe_dump(given_settings(argv), sort_keys=False)),
     }
     return trainer
+
+
+def dataset_names(script: ScriptArguments) -> list[str]:
+    """The datasets as the recipe names them, and the one on the Hub that an exam's own function reads."""
+    from colograd.exams.catalogue import EXAMS
+
+    parts = script.datasets if isinstance(script.datasets, list) else []
+    names = [name for name in (script.dataset_name, *(str(part.get("path")) for part in parts)) if name]
+    sources = {exam.check.partition(":")[0]: exam.path for exam in EXAMS.values()}
+    own = [sources.get(name.partition(":")[0], "") for name in names if not script.dataset_kwargs]
+    return [*names, *filter(None, own)]
 
 
 def make_trainer(

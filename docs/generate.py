@@ -145,7 +145,7 @@ from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig,
 
 TRL's example scripts (gspo, grpo_vlm, grpo_2048, grpo_agent) run with `trl` changed to `colograd` in their imports and
 nothing else: `TrlParser`, `ModelConfig`, `ScriptArguments`, `get_peft_config`, `get_quantization_config` and
-`get_kbit_device_map` are there too.
+`get_kbit_device_map` can be imported too. All but the last are TRL's own: TRL must be installed (`pip install trl`).
 
 The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and
 Colograd, with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is
@@ -157,8 +157,10 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   and runs it under autocast: so does `dtype: float32` here, and an unset one beside an `optim` that was named. The
   engine has the policy's dtype (TRL's the checkpoint's); `vllm_engine_kwargs: {{dtype: bfloat16}}` gives it another.
 - **Rows are packed.** A prompt goes through the model once per group, completions follow it, nothing is padded.
-- **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
-  `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
+- **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch.
+- **A group stays on one rank.** `per_device_train_batch_size * gradient_accumulation_steps`, one rank's completions,
+  must be a multiple of `num_generations`. TRL asks for it over all ranks: its batch of 1 on 8 GPUs with 8 generations
+  is an error here, which names sizes that would do. `prompts_per_step` must be a multiple of the ranks likewise.
 - **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
   per micro-batch, is `dapo` here.
 - **One ratio per completion** (`importance_sampling_level: sequence`): a token's gradient is weighted by its own

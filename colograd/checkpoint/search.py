@@ -14,6 +14,11 @@ from ..reporting.console import Console
 from . import manifest, reading
 from .folders import complete_steps, step_of
 
+WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "adapter_config.json",
+)  # fmt: skip
+
 
 def is_wanted(wanted: str | bool | None) -> bool:
     """Whether ``resume_from_checkpoint`` asks for a checkpoint."""
@@ -31,6 +36,18 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
         f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train. A larger "
         "max_steps trains on; resume_from_checkpoint: false trains anew, and this run's files move to _earlier/"
     )
+
+
+def model_folder(folder: str) -> str | None:
+    """The folder of a run's model: the run's own if the model there isn't older than the newest checkpoint (it is the
+    best one with ``load_best_model_at_end``), else that checkpoint; None: there is neither. A model's folder is itself.
+    """
+    saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
+    steps = complete_steps(folder)
+    if saved and steps:  # a run that goes on after it had ended leaves an older model there
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            saved = json.loads(Path(folder, reading.STATE_FILE).read_text())["global_step"] >= max(steps)
+    return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ..exams.prompts import ExamPrompts
     from ..exams.results import ExamResult
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SET = ("--report_to", "none", "--report", "false", "--save_strategy", "no", "--vllm_enable_sleep_mode", "false")
 
 
@@ -125,20 +124,17 @@ def model_of(name: str) -> str:
     Raises:
         ValueError: a folder with neither a model nor a checkpoint in it.
     """
-    from ..checkpoint.search import find_resume
+    from ..checkpoint.search import model_folder
 
     if not os.path.isdir(name):
         return name
-    here = {*os.listdir(name)}
-    if here & {*WEIGHTS, "adapter_config.json"}:
-        return name
-    newest = find_resume("auto", name)
-    if newest is None:
+    folder = model_folder(name)
+    if folder is None:
         raise ValueError(
-            f"{name} holds neither a model ({WEIGHTS[0]}), an adapter nor a complete checkpoint: give a model's "
+            f"{name} holds neither a model (model.safetensors), an adapter nor a complete checkpoint: give a model's "
             "folder, a checkpoint-N, or a run's output_dir."
         )
-    return newest
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

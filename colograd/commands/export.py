@@ -22,7 +22,11 @@ RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # of a run,
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder; the exit status."""
     parser = argparse.ArgumentParser(prog="colograd export", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint-N, or a run's output_dir for its newest one")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint-N, or a run's output_dir: its saved model, else its newest checkpoint",
+    )
     parser.add_argument("folder", type=Path, help="where the model goes; it must not be there yet")
     parser.add_argument(
         "--merge",
@@ -72,16 +76,15 @@ def _on_the_hub(problem: str) -> Iterator[None]:
 
 
 def source_of(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint, or the newest one of a run's folder, whole, which goes into a new ``folder``.
+    """The checkpoint, or the folder of a run's model (as `colograd eval` takes it), whole, for a new ``folder``.
 
     Raises:
         ValueError: no checkpoint, a damaged one, or a folder that exists.
     """
     from ..checkpoint.folders import check
-    from ..checkpoint.search import find_resume
+    from ..checkpoint.search import model_folder
 
-    newest = find_resume("auto", str(checkpoint))
-    source = Path(newest) if newest else checkpoint
+    source = Path(model_folder(str(checkpoint)) or checkpoint)
     if not (source / "trainer_state.json").is_file():
         raise ValueError(f"{checkpoint} is neither a checkpoint nor a run's folder with one in it.")
     if folder.exists():

@@ -82,8 +82,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: str | None = knob(
         None,
-        "Recompute activations in the backward pass: less memory, about 20 %% more time. Unset, the memory plan "
-        "chooses: of no layer where a micro-batch's fit beside the rest, else of every fourth, second or each one "
+        "Recompute activations in the backward pass: less memory, about a third more training time. Unset, the memory "
+        "plan chooses: of no layer where a micro-batch's fit beside the rest, else of every fourth, second or each one "
         "(`gradient_checkpointing_kwargs: {every_n_layers: 2}` says it). `offload`: of each one, whose input waits in "
         "page-locked host memory meanwhile, to the same bits; on a CPU that is `true`.",
         **BARE_FLAG,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from ..config.sharding import TENSOR
@@ -148,14 +149,16 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
             yield f"sharding: {other} over the {ranks} ranks"
         if size := next((size for size in _row_sizes(run, strategy) if fit(ranks_per_sequence=size)), 0):
             yield f"sequence_parallel_size: {size} ({size} ranks share out each row's tokens)"
+        if larger := next(_in_larger_engines(run), None):
+            yield larger
     if run.sizes.trained == run.sizes.elements:
         adapted = run.sizes.with_adapter(adapter_elements(run.shape, LORA_RANK))
         if fit("none", sizes=adapted, reference=0):
             yield f"use_peft: true (LoRA, rank {LORA_RANK})"
     if (length := _shorter(run, strategy)) is not None:
         yield f"vllm_max_model_length: {length}, with completions and prompts shorter alike"
-    if on_gpu and (more := _more_ranks(run)) is not None:
-        yield f"{more[0]} ranks with sharding: {more[1]}"
+    if on_gpu and (more := _more_ranks(run)):
+        yield more
 
 
 def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
@@ -185,15 +188,23 @@ def _shorter(run: RunDescription, strategy: str) -> int | None:
     return None
 
 
-def _more_ranks(run: RunDescription) -> tuple[int, str] | None:
-    """The fewest ranks, in doublings, with a strategy that fits."""
+def _in_larger_engines(run: RunDescription) -> Iterator[str]:
+    """Yield the settings of larger engines that make the run fit, the fewest ranks first."""
+    for larger in run.with_larger_engines():
+        if strategy := next((strategy for strategy in larger.strategies if fits(larger, strategy)), ""):
+            yield f"vllm_tensor_parallel_size: {larger.ranks_per_engine} and sharding: {strategy}"
+
+
+def _more_ranks(run: RunDescription) -> str:
+    """The fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         more = run.with_ranks(ranks)
-        if strategy := next((strategy for strategy in run.strategies[1:] if fits(more, strategy)), ""):
-            return ranks, strategy
+        own = (f"sharding: {strategy}" for strategy in run.strategies[1:] if fits(more, strategy))
+        if settings := next(itertools.chain(own, _in_larger_engines(more)), ""):
+            return f"{ranks} ranks with {settings}"
         ranks *= 2
-    return None
+    return ""
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:

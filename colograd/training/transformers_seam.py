@@ -27,7 +27,7 @@ from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
 from ..reporting.console import LOGGER, Console
 from ..reporting.metrics import PhaseTimes
-from ..reporting.model_card import SETTINGS, RunFacts, write_card
+from ..reporting.model_card import OF_TEACHERS, SETTINGS, RunFacts, license_of, write_card
 from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
 from ..rollout.in_flight import InFlight
@@ -293,7 +293,11 @@ class SeamTrainer(Trainer):
         if not self.is_world_process_zero():
             return
         args: GRPOConfig = self.args
-        folder = Path(args.output_dir)
+        folder, adapter = Path(args.output_dir), self.policy.adapter
+        names = (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))
+        settings = {name: getattr(args, name) for name in names}
+        if adapter is not None:
+            settings["lora_alpha"] = self.policy.model.peft_config[adapter.name].lora_alpha
         facts = RunFacts(
             model_name=model_name or folder.name,
             base_model=self.policy.path,
@@ -303,13 +307,15 @@ class SeamTrainer(Trainer):
             reward_weights=[reward.weight for reward in self.rewards],
             recipe=self.facts.get("recipe"),
             command=self.facts.get("command", ""),
-            settings={name: getattr(args, name) for name in SETTINGS},
+            settings=settings,
             history=self.state.log_history,
             hub_model_id=args.hub_model_id,
-            adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
+            adapter_rank=adapter.rank if adapter else 0,
             quantization=None if self.policy.quantization is None else self.policy.quantization.settings,
             images=self.policy.processor is not None,
             base_dtype=str(self.model.dtype).removeprefix("torch."),
+            teachers=[*dict.fromkeys(args.teachers.values())],
+            license=license_of(self.policy.path),
         )
         with Spare(self.console.warn)(f"model card: {folder / 'README.md'} isn't written"):
             write_card(folder, run=facts)

@@ -51,6 +51,18 @@ def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
 
 
+def test_a_run_exports_the_model_that_it_saved(tmp_path: Path) -> None:
+    """As `colograd eval` takes it: with `load_best_model_at_end` its newest checkpoint is another model."""
+    best = tiny.make_model(tmp_path / "run")
+    (best / "trainer_state.json").write_text('{"global_step": 3}')
+    newest = checkpoint(tiny.make_model(tmp_path / "other"))
+    newest = newest.rename(best / newest.name)
+    (newest / "model.safetensors").write_bytes(b"another")
+    assert cli.main(["export", str(best), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (best / "model.safetensors").read_bytes()
+    assert not [*(tmp_path / "out").glob("checkpoint-*")]
+
+
 def test_an_adapter_is_merged_into_its_base_without_chatter(tmp_path: Path, capsys) -> None:
     import peft
 

@@ -138,6 +138,7 @@ def test_an_adapter_is_trained_where_all_weights_don_t_fit(tmp_path: Path, monke
     assert main(["init", str(tmp_path / "task"), "--model", str(model), "--yes"]) == 0
     recipe = written(tmp_path / "task")
     assert recipe["use_peft"] and recipe["learning_rate"] == 1e-5
+    assert recipe["lora_dropout"] == 0, "the sampler has none"
     parse_arguments(["--config", str(tmp_path / "task" / "recipe.yaml"), "--use_cpu"])
 
 

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from paths import DOCS, RECIPES
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colograd.commands import cli
 from colograd.commands import plan as command
@@ -25,6 +25,11 @@ from colograd.memory.estimate import ALIVE
 from colograd.memory.table import GIB, MARGIN
 from colograd.policy.outline import note_on_cpu
 from colograd.sharding.buckets import ELEMENTS
+
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +137,7 @@ def test_what_goes_over_the_bus_is_counted(qwen: Path, capsys: pytest.CaptureFix
 
 def test_long_rows_of_an_8b_on_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """64k tokens in full on 141 GiB, and a QLoRA's 128k on 80."""
-    shape = {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-    }  # fmt: skip
-    LlamaConfig(**shape).save_pretrained(tmp_path)
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
     long = ("--context", "67584", "--completion", "65536", "--max-tokens", "67584")
     ways, _ = ways_of(capsys, tmp_path, "--gpu-memory", "141", *long)
     assert [ways[way][-1] for way in ("as it is", "stream", "stream, activations")] == ["no", "yes", "yes"]
@@ -161,6 +162,28 @@ def test_recipes_of_one_gpu_fit_it(
     assert strategies["none"][-1] == "yes" and float(strategies["none"][8]) > 20, "GiB for the KV cache"
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind", "shape"),  # hidden, MLP, layers, heads, key-value heads
+    [
+        ("grpo_gsm8k_lora_0.5b", Qwen2Config, (896, 4864, 24, 14, 2)),
+        ("grpo_gsm8k_lora_1.5b", Qwen2Config, (1536, 8960, 28, 12, 2)),
+        ("grpo_gsm8k_lora_3b", Qwen2Config, (2048, 11008, 36, 16, 2)),
+        ("distil_qwen", Qwen3Config, (4096, 12288, 36, 32, 8)),
+    ],
+)
+def test_recipes_say_what_the_plan_leaves(recipe: str, kind: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    path = RECIPES / f"{recipe}.yaml"
+    said = re.search(r"fits (?:a|one) GPU of (\d+) GB\b.*?([\d.]+) GiB", path.read_text().replace("\n# ", " "))
+    assert said is not None
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = kind(**dict(zip(names, shape, strict=True)), vocab_size=151936, max_position_embeddings=32768)
+    config.tie_word_embeddings = kind is Qwen2Config
+    config.save_pretrained(tmp_path)
+    flags = ["--config", str(path), "--model", str(tmp_path), "--gpus", "1", "--gpu-memory", said.group(1)]
+    run = command.described(command.parse([*flags, *(["--teacher", str(tmp_path)] if "distil" in recipe else [])]))
+    assert fits(run, "none") and f"{best_plan(run, 'none').room / GIB:.1f}" == said.group(2)
+
+
 def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, strategies, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80", "--tensor-parallel", "2")
     assert "an engine for 2 of them" in before
@@ -174,6 +197,31 @@ def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str
     }
     assert float(strategies["tensor"][5]) < float(strategies["fsdp"][5]), "activations of heads and MLPs are cut"
     assert after == "sharding: auto takes 'gradients'"
+
+
+@pytest.mark.parametrize(
+    "name, gpus, remedy",
+    [
+        ("Qwen2.5-32B", 8, "vllm_tensor_parallel_size: 8 and sharding: tensor"),
+        ("Llama-3.1-70B", 8, "32 ranks with vllm_tensor_parallel_size: 8 and sharding: tensor+gradients"),
+    ],
+)
+def test_larger_engines_are_a_remedy(
+    name: str, gpus: int, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = large.folder_of(name, tmp_path)
+    assert remedy in planned(capsys, model, "--gpus", str(gpus), "--gpu-memory", "80")[2]
+    gpus = int(remedy.split()[0]) if " ranks with " in remedy else gpus
+    ranks = remedy.partition("vllm_tensor_parallel_size: ")[2].split()[0]
+    flags = ("--gpus", str(gpus), "--gpu-memory", "80", "--tensor-parallel", ranks)
+    assert planned(capsys, model, *flags)[1][remedy.split()[-1]][-1] == "yes"
+
+
+def test_settings_without_larger_engines_get_no_such_remedy(tmp_path: Path) -> None:
+    model = str(large.folder_of("Qwen2.5-7B", tmp_path))  # 28 heads: engines of 2 and 4
+    flags = ["--model", model, "--gpus", "8", "--gpu-memory", "80"]
+    assert list(command.described(command.parse(flags)).larger_engines) == [2, 4]
+    assert command.described(command.parse([*flags, "--lora-rank", "16"])).larger_engines == {}
 
 
 def test_ranks_that_share_out_rows(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,6 +417,40 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
         strategy = auto(run)
         found = f"{strategy}, {best_plan(run, strategy).room / GIB:.0f}" if fits(run, strategy) else "-"
         assert found == (f"{told.group(1)}, {told.group(2)}" if told else "-"), count
+        if told and told.group(3):  # the engines that leave most, where none fits with an engine on each GPU
+            other = {size: room_of(model, count, size) for size in (1, 2, 4, 8) if size != int(per_engine)}
+            assert other[1] < 0 and max(other.values()) < best_plan(run, strategy).room
+
+
+def room_of(model: str, gpus: int, per_engine: int) -> int:
+    """Bytes that the best strategy leaves for the KV cache; -1: none fits."""
+    flags = ["--model", model, "--gpus", str(gpus), "--gpu-memory", "80", "--tensor-parallel", str(per_engine)]
+    if gpus % per_engine:
+        return -1
+    run = command.described(command.parse(flags))
+    return best_plan(run, auto(run)).room if fits(run, auto(run)) else -1
+
+
+def test_page_has_the_plan_s_one_gpu_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path / "Llama-3.1-8B")
+    header = next(line for line in PAGE.splitlines() if line.startswith("| | GPU | kept on the host |"))
+    lines = PAGE.partition(header)[2].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 6
+    for line in lines:
+        name, memory, kept, _, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        model, _, more = name.partition(", ")
+        folder = tmp_path / model if model.startswith("Llama") else large.folder_of(model, tmp_path)
+        flags = ("--config", str(RECIPES / "grpo_qlora_8b_128k.yaml")) if more.startswith("QLoRA") else ()
+        flags = ("--context", "65536") if more.startswith("64k") else flags
+        way = "as it is" if flags and flags[0] == "--config" else kept
+        ways, _ = ways_of(capsys, folder, "--gpu-memory", memory, *flags)
+        gradients, optimizer, activations, tokens, left, into, out, seconds, fitting = ways[way]
+        assert fitting == "yes" and (gradients, optimizer) == tuple(cells[:2]), name
+        assert cells[2].split()[0] == activations
+        assert int(cells[2].split()[1][1:-2]) == int(tokens.replace(",", "")) // 1000
+        assert cells[3].split(",")[0] == left
+        assert [cell.replace(",", "") for cell in cells[4:6]] == [f"{float(each):.0f}" for each in (into, out)]
+        assert float(cells[6]) == pytest.approx(float(seconds), abs=0.5)
 
 
 # -- bad input

@@ -132,6 +132,10 @@ def test_a_run_stands_for_its_model_or_its_newest_checkpoint(tmp_path: Path) -> 
     assert command.model_of(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     (tmp_path / "model.safetensors").touch()
     assert command.model_of(str(tmp_path)) == str(tmp_path) and command.model_of("org/name") == "org/name"
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 9}')  # the run went on after it had saved its model
+    assert command.model_of(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 10}')
+    assert command.model_of(str(tmp_path)) == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -243,3 +247,5 @@ def test_the_page_has_every_exam_with_its_numbers() -> None:
         (row,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` | "))
         assert exam.path in row or name == "mbpp_plus"
         assert all(f"{each.percent:g}" in row for each in exam.published), row
+    (row,) = (line for line in text.splitlines() if line.startswith("| `gsm8k` | "))
+    assert all(f"]({each.source})" in row for each in EXAMS["gsm8k"].published)

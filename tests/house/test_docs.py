@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +20,12 @@ import pytest
 from families import read
 from paths import ROOT
 from transformers import TrainingArguments
+
+from colograd.config.engine import NOT_IN_PARTS
+from colograd.config.sharding import NOT_IN_SEQUENCES, TENSOR
+from colograd.memory.description import WHOLE
+from colograd.policy.supported import CUT, TRIED
+from colograd.policy.supported import WHOLE as UNSPLIT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -119,10 +129,36 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 
 def test_the_site_s_navigation_has_every_page() -> None:
+    """Once, in the order of docs/contents.md."""
     text = (ROOT / "mkdocs.yml").read_text()
-    named = set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE))
+    named = re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE)
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert named == there | {"index.md", "changelog.md"}
+    assert sorted(named) == sorted(there | {"index.md", "changelog.md"})
+    contents = re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "contents.md").read_text())
+    assert [name for name in named if name not in ("index.md", "contents.md", "changelog.md")] == contents
+
+
+def test_site_builds_with_formulas(tmp_path: Path) -> None:
+    """Strictly: every link, and every name of the API page, leads somewhere."""
+    python = ROOT / ".venv-site" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("mkdocs isn't there: make test and make site make .venv-site")
+    command = [python, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in (tmp_path / "colograd" / "tasks").iterdir()} == {"shop.py"}
+    for page in ("losses", "advantages", "reference", "guide/distillation"):
+        html = (tmp_path / f"{page}.html").read_text()
+        text = re.sub(r"<[^>]+>", "", re.sub(r"<(code|script)\b.*?</\1>", "", html, flags=re.DOTALL))
+        assert html.count("<math") == sum(formulas(page)) and "$" not in text, page
+
+
+def formulas(page: str) -> tuple[int, int]:
+    """How many formulas a page has in its lines, and how many in lines of their own."""
+    text = re.sub(r"`[^`]*`", "", (ROOT / "docs" / f"{page}.md").read_text())
+    blocks = re.findall(r"\$\$.*?\$\$", text, re.DOTALL)
+    return len(re.findall(r"\$[^$]+\$", re.sub(r"\$\$.*?\$\$", "", text, flags=re.DOTALL))), len(blocks)
 
 
 def test_the_list_of_pages_has_every_page() -> None:
@@ -130,6 +166,54 @@ def test_the_list_of_pages_has_every_page() -> None:
     listed = (ROOT / "docs" / "contents.md").read_text()
     assert [name for name in pages if f"({name})" not in listed] == []
     assert "(docs/contents.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_installation_page_names_every_extra() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert [name for name in parser["options.extras_require"] if f"`{name}`" not in page] == []
+
+
+REFUSALS = [  # page, a passage's beginning, what it must name
+    ("scaling.md", "It takes Llama, Qwen2", NOT_IN_PARTS),
+    ("scaling.md", "| refused at start, by name |", ("fsdp", *NOT_IN_SEQUENCES)),
+    ("configuration.md", "| `offload_gradients`", ("muon", "fsdp", "tensor", "sequence_parallel_size")),
+    ("guide/out-of-memory.md", "| | `offload_gradients: true`", ("muon", "fsdp", "tensor", "sequence_parallel_size")),
+    ("guide/distillation.md", "- **Its place**", (*WHOLE, "fsdp", *TENSOR, "sequence_parallel_size")),
+]
+
+
+@pytest.mark.parametrize(("page", "beginning", "names"), REFUSALS)
+def test_lists_of_refusals_are_whole(page: str, beginning: str, names: tuple[str, ...]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    passage = re.split(r"\n\n|\n- |\n\| ", text[text.index(beginning) :])[0]
+    assert [name for name in names if not re.search(rf"\b{re.escape(name)}(?![\w+])", passage)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "beginning", "families"),
+    [
+        ("scaling.md", "It takes Llama, Qwen2", CUT),
+        ("models.md", "- **Refused at start**", sorted({*TRIED} - {*UNSPLIT})),
+    ],
+)
+def test_lists_of_families_are_whole(page: str, beginning: str, families: Sequence[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    passage = re.split(r"\n\n|\n- ", text[text.index(beginning) :])[0]
+    letters = re.sub(r"[^a-z0-9]", "", passage.lower())
+    assert [name for name in families if name.replace("_", "") not in letters] == []
+
+
+def test_every_trainer_s_source_has_its_date() -> None:
+    header = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| | Colograd | TRL")
+    )
+    trainers = [cell.strip().removesuffix(" 1.16") for cell in header.split("|")[2:-1]]
+    table = (ROOT / "docs" / "why.md").read_text().partition("| Trainer | Rows | Source |")[2].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert [row[0] for row in rows if row[0]] == trainers
+    assert [source for _, _, source in rows if not re.search(r"\b20\d\d-\d\d-\d\d\b", source)] == []
 
 
 def test_who_follows_readme_and_quickstart_has_a_folder_for_each_run() -> None:

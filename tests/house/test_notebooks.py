@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import re
@@ -54,6 +55,14 @@ def test_the_quickstart_s_cells_compile_and_have_the_outputs_of_a_run() -> None:
         assert "notebooks/quickstart.ipynb" in (ROOT / page).read_text()
     for target in re.findall(r"\]\(([\w./-]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+def test_the_install_cell_refuses_a_folder_without_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Colab, where the working directory isn't the clone's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="no clone of Colograd: set SOURCE to the clone's folder"):
+        exec(compile(cells(ROOT / "docs" / "notebooks" / "quickstart.ipynb")[0], "install", "exec"), {})
 
 
 @pytest.fixture

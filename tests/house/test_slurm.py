@@ -69,6 +69,12 @@ def test_one_task_per_node_starts_torchrun_with_its_gpus(submit) -> None:
     assert len(started) == NODES
 
 
+@pytest.mark.parametrize("script", ["colograd.slurm", "colograd-task-per-gpu.slurm"])
+def test_script_without_recipe_shows_its_usage(script: str) -> None:
+    done = subprocess.run(["bash", str(SLURM / script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and f"sbatch recipes/slurm/{script} --config RECIPE" in done.stderr
+
+
 def test_one_task_per_gpu_is_a_rank(submit) -> None:
     started = submit("colograd-task-per-gpu.slurm", tasks_per_node=GPUS)
     for rank, (arguments, variables) in enumerate(started):

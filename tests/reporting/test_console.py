@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from colograd.reporting import console as console_module
 from colograd.reporting.console import RECENT, Console, duration, reward_ends, until
 
 
@@ -86,3 +87,10 @@ def test_the_first_long_step_says_how_far_it_is(
         "generate: 2 of 8 groups in 24 s, 10 tok/s",
         "generate: 6 of 8 groups in 48 s, 10 tok/s",
     ]
+
+
+def test_progress_writes_plurals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "LONG", 0.0)
+    lines: list[str] = []
+    console_module.Progress(3, "train", "micro-batch", shown=False, tell=lines.append).update(60)
+    assert lines[0].startswith("train: 1 of 3 micro-batches in ")

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from colograd.config import ScriptArguments
 from colograd.report.page import NAME
-from colograd.reporting.model_card import RunFacts, reward_plot, write_card
+from colograd.reporting.model_card import RunFacts, license_of, reward_plot, write_card
+from colograd.train import dataset_names
+
+GSM8K_ROWS = "colograd.exams.gsm8k:training_rows"
 
 
 def make_history(length: int) -> list[dict[str, Any]]:
@@ -98,10 +102,60 @@ def test_the_front_matter_is_what_the_hub_reads(here: Path) -> None:
         "library_name": "transformers",
         "model_name": "tiny-grpo",
         "base_model": "org/tiny",
+        "base_model_relation": "finetune",
         "datasets": ["org/sums"],
-        "tags": ["generated_from_trainer", "grpo", "colograd", "reinforcement-learning"],
+        "tags": ["generated_from_trainer", "colograd", "grpo", "reinforcement-learning"],
         "pipeline_tag": "text-generation",
     }
+    adapter = front_matter(card(here, adapter_rank=16, license="apache-2.0"))
+    assert adapter["base_model_relation"] == "adapter" and "lora" in adapter["tags"]
+    assert adapter["license"] == "apache-2.0"
+
+
+def test_a_distilled_model_s_card_names_its_teacher(here: Path) -> None:
+    history = [{"step": step, "teacher_kl": 1 / step} for step in (1, 2, 4)]
+    changes = {"reward_names": [], "reward_weights": [], "history": history, "teachers": ["org/large"]}
+    text = card(here, **changes, settings={"distillation_kl": "sampled", "loss_type": "dapo"})
+    assert "by on-policy distillation from [org/large](https://huggingface.co/org/large)" in text
+    assert "Teacher: [org/large]" in text and "| `distillation_kl` | sampled |" in text
+    assert "| Step | Teacher KL |\n| --- | --- |\n| 1 | 1 |\n| 2 | 0.5 |\n| 4 | 0.25 |" in text
+    for untrue in ("GRPO", "eward", "2402.03300", "2503.14476"):
+        assert untrue not in text.replace("colograd train", ""), untrue
+    assert front_matter(text)["tags"] == ["generated_from_trainer", "colograd", "distillation"]
+    both = card(here, teachers=["org/large"])
+    assert "on-policy distillation from" in both and "It was also trained by reinforcement learning with GRPO" in both
+    assert "| `right` | 1 |" in both and "2306.13649" in both and "2402.03300" in both
+
+
+def test_the_base_s_licence_is_read_from_its_card(here: Path) -> None:
+    base = here / "base"
+    base.mkdir()
+    assert license_of(str(base)) == license_of("org/not-in-the-cache") == ""
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    assert license_of(str(base)) == "mit"
+    assert "licence (`mit`) applies" in card(here, license="mit") and "licence applies" in card(here)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"dataset_name": "org/sums"}, ["org/sums"]),
+        ({"dataset_name": GSM8K_ROWS}, [GSM8K_ROWS, "openai/gsm8k"]),
+        ({"dataset_name": GSM8K_ROWS, "dataset_kwargs": {"path": "mine.jsonl"}}, [GSM8K_ROWS]),
+        ({"datasets": [{"path": "org/a"}, {"path": "org/b"}]}, ["org/a", "org/b"]),
+    ],
+)  # fmt: skip
+def test_a_recipe_s_datasets_are_named(changes: dict[str, Any], names: list[str]) -> None:
+    assert dataset_names(ScriptArguments(reward_funcs=["accuracy_reward"], **changes)) == names
+
+
+def test_exams_of_the_run_are_in_a_table(here: Path) -> None:
+    evaluations = [
+        {"step": step, "eval_gsm8k_accuracy": value, "eval_gsm8k_accuracy_ci95": 0.02}
+        for step, value in ((29, 0.5), (58, 0.61))
+    ]
+    assert "| `gsm8k` | 58 | 0.61 ± 0.02 |" in card(here, history=[*make_history(4), *evaluations])
+    assert "### Exams" not in card(here)
 
 
 def test_the_hub_library_accepts_the_card(here: Path) -> None:
