@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from ..batch import PER_TOKEN, Images, ModelInput
+from .messages import without_nones
 
 COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # of what a processor returns
@@ -252,8 +253,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
                 found.append(in_rgb(own, where) if own else next(waiting))
                 part = {"type": "image"}
             parts.append(part)
-        kept = {key: value for key, value in message.items() if value is not None}
-        messages.append({**kept, "content": parts})
+        messages.append({**without_nones({**message, "content": None}), "content": parts})
     return messages, found
 
 

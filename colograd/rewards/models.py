@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ..config import GRPOConfig
+from ..data.messages import written
 from ..runtime.hub import check_model_name
 from .builtin import BUILTIN_REWARDS
 from .functions import as_list
@@ -115,7 +116,11 @@ class RewardModel:
     def _joined_text(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, list):
             return str(prompt + completion)
-        return str(self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._template))
+
+        def write(messages: list[dict[str, Any]]) -> str:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
+
+        return write(written([*prompt, *completion], write))
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

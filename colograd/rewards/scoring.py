@@ -10,6 +10,7 @@ A call that is late becomes an abstention, unless it runs here, where nothing ca
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import inspect
 import pickle
@@ -40,6 +41,7 @@ from ..usercode.calls import (
     time_limit,
     when_done,
 )
+from ..usercode.copies import own_copy
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
 from .calling import check_log, checked_values, keywords_for, parameters_of
@@ -188,7 +190,8 @@ class Scorer:
         # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self._told_late: set[str] = set()
-        self._state: tuple[Any, bytes] = (None, b"")
+        self._state: tuple[Any, Any] = ((), None)  # of the trainer: a key, and a copy for functions
+        self._pickled: tuple[Any, bytes] = ((), b"")
         self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # calls that wait for them
         sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
@@ -285,7 +288,7 @@ class Scorer:
             return self._pool.submit(reward.name, keywords, self._pickled_state(trainer_state))
         done: Future[Outcome] = Future()
         log = CallLog()
-        keywords = keywords_for(reward, groups, texts, trainer_state, log)
+        keywords = keywords_for(reward, groups, texts, self._state_copy(trainer_state)[1], log)
         if isinstance(reward.function, RewardModel):
             self._for_models.append((reward.function, keywords, done))
             return done
@@ -318,17 +321,28 @@ class Scorer:
         done.set_result(Outcome("value", value, elapsed, log.content()))
         return done
 
+    def _state_copy(self, trainer_state: Any) -> tuple[Any, Any]:
+        """The trainer's state with a key that changes with it: copied once per step, not once per call."""
+        fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
+        key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
+        if key != self._state[0]:
+            own = copy.copy(trainer_state)
+            for name, value in fields.items():
+                setattr(own, name, own_copy(value))
+            self._state = (key, own)
+        return self._state
+
     def _pickled_state(self, trainer_state: Any) -> tuple[Any, bytes]:
-        """The trainer's state with a key that changes with it: pickled once per step, not once per call.
+        """The same for workers.
 
         transformers' state travels as its bare fields: a worker that had to import transformers for it would spend the
         first call's deadline on that.
         """
-        key = getattr(trainer_state, "global_step", None)
-        if not self._state[1] or key != self._state[0]:
-            bare = SimpleNamespace(**vars(trainer_state)) if dataclasses.is_dataclass(trainer_state) else trainer_state
-            self._state = (key, pickle.dumps(bare))
-        return self._state
+        key, own = self._state_copy(trainer_state)
+        if key != self._pickled[0]:
+            bare = SimpleNamespace(**vars(own)) if dataclasses.is_dataclass(own) else own
+            self._pickled = (key, pickle.dumps(bare))
+        return self._pickled
 
 
 def score_group(

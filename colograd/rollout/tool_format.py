@@ -13,6 +13,7 @@ import jinja2
 
 from ..batch import Group, ModelInput
 from ..data.images import ImageReader, with_images
+from ..data.messages import without_nones
 
 # How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -116,7 +117,7 @@ class ToolFormat:
             REFUSALS (see `data.images`): the processor takes no such images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
-        given = {name: value for name, value in (own or {}).items() if value is not None}
+        given = without_nones(own or {})
         before = self._read([ASKED, call], **given).ids
         whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)
         start = self._start(before, whole.ids, ended)
