@@ -70,6 +70,8 @@ UNUSED: dict[str, str] = {
     "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
 }
+# Fields of transformers that aren't declared to take None and do.
+NONE_IS_OFF = ("max_grad_norm",)
 # TRL's old names.
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
@@ -107,6 +109,23 @@ def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return left, lines
 
 
+def without_nones(given: Mapping[str, Any], fields: Iterable[dataclasses.Field[Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Drop the fields that are None and can't be: TRL's scripts mean the default by that.
+
+    Returns:
+        The other settings, and a line for each dropped field.
+    """
+    left, lines = dict(given), []
+    for each in fields:
+        optional = each.default in (None, dataclasses.MISSING) or each.name in NONE_IS_OFF
+        if optional or any(word in str(each.type) for word in ("None", "Optional", "Any")):
+            continue
+        if each.name in left and left[each.name] is None:
+            del left[each.name]
+            lines.append(f"config: `{each.name}` is None, which means its default, {each.default!r}")
+    return left, lines
+
+
 T = TypeVar("T")
 
 
@@ -125,6 +144,8 @@ def names_checked(cls: type[T]) -> type[T]:
         for name in kwargs:
             if name not in known:
                 raise ValueError(unknown_name(name, known))
+        kwargs, dropped = without_nones(kwargs, dataclasses.fields(cls))  # type: ignore[arg-type]
+        self.notes += dropped
         plain_init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[method-assign]
