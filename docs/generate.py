@@ -216,10 +216,9 @@ in TRL 1.16; Liger's losses are an error ([performance.md](performance.md#compil
 
 `fsdp` (set `sharding: fsdp`), `parallelism_config` (set `sharding`, `vllm_tensor_parallel_size` or
 `sequence_parallel_size`), `fp16` and `auto_find_batch_size` aren't available in this version: each is an error at start
-that says so. So are datasets with a
-transform (`with_transform`): apply it with `map`. TRL's `remove_none_values` isn't needed: what Arrow fills in with `None` never
-reaches the chat template. `deepspeed` means the sharding strategy that does the same
-([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
+that says so. So are datasets with a transform (`with_transform`): apply it with `map`. TRL's `remove_none_values` isn't
+needed: what Arrow fills in with `None` never reaches the chat template. `deepspeed` means the sharding strategy that
+does the same ([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error

@@ -109,7 +109,9 @@ def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return left, lines
 
 
-def without_nones(given: Mapping[str, Any], fields: Iterable[dataclasses.Field[Any]]) -> tuple[dict[str, Any], list[str]]:
+def without_nones(
+    given: Mapping[str, Any], fields: Iterable[dataclasses.Field[Any]]
+) -> tuple[dict[str, Any], list[str]]:
     """Drop the fields that are None and can't be: TRL's scripts mean the default by that.
 
     Returns:

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,6 +39,7 @@ from ..usercode.calls import (
     place_in,
     raised_outcome,
     time_limit,
+    when_all_done,
     when_done,
 )
 from ..usercode.copies import own_copy
@@ -150,6 +151,13 @@ class Scoring(PendingCalls[Future[Outcome]]):
         return RewardError(reward.name, self._first.position, None, problem)
 
 
+class Lender(Protocol):
+    """Lends environments to conversations: `rollout.environments.Environments`."""
+
+    def begin_scoring(self, groups: Sequence[Group]) -> None: ...
+    def end_scoring(self, groups: Sequence[Group]) -> None: ...
+
+
 class Ready(Future[torch.Tensor]):
     """Rewards that are there already: `PendingRewards` with nothing to wait for."""
 
@@ -189,6 +197,7 @@ class Scorer:
         self.turns: dict[int, dict[str, list[Turns]]] = {}  # by position and function, until `take_turns`
         # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
         self.on_call: Callable[[str, float, float, int], None] | None = None
+        self.environments: Lender | None = None  # is told when no function looks at a group's environments any more
         self._told_late: set[str] = set()
         self._state: tuple[Any, Any] = ((), None)  # of the trainer: a key, and a copy for functions
         self._pickled: tuple[Any, bytes] = ((), b"")
@@ -215,6 +224,8 @@ class Scorer:
         """
         calls: list[Future[Outcome]] = []
         scoring = Scoring(self, groups, calls)
+        if self.environments is not None:
+            self.environments.begin_scoring(groups)
         try:
             for reward in self.rewards:
                 calls.append(self._begin_call(reward, groups, texts, trainer_state))
@@ -222,7 +233,14 @@ class Scorer:
         except RewardError:
             scoring.cancel()
             raise
+        if (lender := self.environments) is not None:
+            here = [call for reward, call in zip(self.rewards, calls, strict=True) if self._runs_here(reward)]
+            when_all_done(here, lambda: lender.end_scoring(groups))
         return scoring
+
+    def _runs_here(self, reward: RewardFunction) -> bool:
+        """Whether the function runs in this process, where environments live."""
+        return reward.name not in self._pool and not isinstance(reward.function, RewardModel)
 
     def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
         if (tell := self.on_call) is not None:

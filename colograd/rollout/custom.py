@@ -79,7 +79,7 @@ class CustomRollouts:
                     "prompts (each is given once per completion): return one for each, in their order."
                 )
         further = [name for name in answer if name not in (*NEEDED, "env_mask")]
-        masks = answer.get("env_mask") or [[1] * len(ids) for ids in answer["completion_ids"]]
+        masks = answer.get("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
         found = []
         for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
             if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):

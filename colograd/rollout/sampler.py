@@ -340,7 +340,10 @@ class Sampler:
         if not self.hooks.replaces("score"):
             return self.begin_scoring(groups)
         functions = len(self.scorer.rewards)
-        return Ready(torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups]))
+        rewards = torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups])
+        if self.toolbox is not None:
+            self.toolbox.environments.end_scoring(groups)
+        return Ready(rewards)
 
     def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """The group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""

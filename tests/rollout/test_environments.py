@@ -22,7 +22,6 @@ import torch
 from paths import SCRIPTS
 from tool_cases import Counter, Silent
 
-from colograd.agents.sessions import Agent
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.tool_calls import text_of
@@ -259,56 +258,6 @@ def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() ->
     box.environments.take_back()
     session, _ = box.open({"start": 0})
     assert Counter.made == 2 and session.environment in (first.environment, second.environment)
-
-
-def test_tools_change_no_data_of_the_trainer() -> None:
-    class Eager(Silent):
-        def reset(self, tests: list[Any], **kwargs: Any) -> str:
-            tests.pop()
-            return str(len(tests))
-
-        def take(self, items: list[int]) -> str:
-            """Take items.
-
-            Args:
-                items: which
-            """
-            items.clear()
-            return "taken"
-
-    def sort(items: list[int]) -> str:
-        """Sort items.
-
-        Args:
-            items: which
-        """
-        items.sort()
-        return str(items)
-
-    row, calls = {"tests": [1, 2, 3]}, [ToolCall("sort", {"items": [2, 1]}), ToolCall("take", {"items": [1]})]
-    box = Toolbox([sort], Eager)
-    try:
-        told = [box.open(row)[1] for _ in range(3)]
-        for begun in told:
-            settle(begun)
-        assert [begun.outcomes()[0][1].value for begun in told] == ["2"] * 3
-        assert answers(box, *calls, row=row) == ["[1, 2]", "taken"]
-    finally:
-        box.close()
-    assert row == {"tests": [1, 2, 3]} and [call.arguments["items"] for call in calls] == [[2, 1], [1]]
-
-
-def test_an_agent_changes_no_data_of_the_trainer() -> None:
-    row = {"prompt": [{"role": "user", "content": "hi"}], "tests": [{"left": 3}]}
-
-    def agent(row: dict[str, Any]) -> int:
-        row["tests"][0]["left"] -= 1
-        row["prompt"].clear()
-        return row["tests"][0]["left"]
-
-    programs = [Agent.of(agent).start("http://localhost", "key", "model", row) for _ in range(2)]
-    assert [program.future.result(tiny.PATIENCE).value for program in programs] == [2, 2]
-    assert row == {"prompt": [{"role": "user", "content": "hi"}], "tests": [{"left": 3}]}
 
 
 def test_a_late_tool_leaves_the_environment_sound() -> None:
