@@ -60,7 +60,7 @@ S = TypeVar("S", bound=Sampler)
 
 def _add_metrics(callbacks: Sequence[Any] | None) -> bool:
     """Whether callbacks may add metrics to an evaluation's: those of transformers don't."""
-    kinds = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
+    kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
     return any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
 
 

@@ -93,15 +93,15 @@ def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> No
 
 def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
     """Call ``tell`` once all calls have ended, in the thread that ends the last one."""
-    waiting = {*range(len(calls))}
+    waiting = {*calls}
 
-    def done(index: int) -> None:
-        waiting.discard(index)
+    def done(call: Future[Outcome]) -> None:
+        waiting.discard(call)
         if not waiting:
             tell()
 
-    for index, call in enumerate(calls):
-        call.add_done_callback(lambda _, index=index: done(index))
+    for call in calls:
+        call.add_done_callback(done)
     if not calls:
         tell()
 
