@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
@@ -109,23 +110,35 @@ def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return left, lines
 
 
-def without_nones(
-    given: Mapping[str, Any], fields: Iterable[dataclasses.Field[Any]]
-) -> tuple[dict[str, Any], list[str]]:
-    """Drop the fields that are None and can't be: TRL's scripts mean the default by that.
+def without_nones(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Drop the settings that are None and can't be: TRL's scripts mean the default by that.
+
+    Args:
+        defaults: of the fields that can't be None.
 
     Returns:
-        The other settings, and a line for each dropped field.
+        The other settings, and a line for each dropped one.
     """
-    left, lines = dict(given), []
-    for each in fields:
-        optional = each.default in (None, dataclasses.MISSING) or each.name in NONE_IS_OFF
-        if optional or any(word in str(each.type) for word in ("None", "Optional", "Any")):
-            continue
-        if each.name in left and left[each.name] is None:
-            del left[each.name]
-            lines.append(f"config: `{each.name}` is None, which means its default, {each.default!r}")
-    return left, lines
+    dropped = [name for name, value in given.items() if value is None and name in defaults]
+    lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in dropped]
+    return {name: value for name, value in given.items() if name not in dropped}, lines
+
+
+def _never_none(cls: type) -> dict[str, Any]:
+    """The defaults of a dataclass's fields that can't be None.
+
+    By the annotations in the classes: transformers' parser changes the fields' types.
+    """
+    annotations: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        annotations |= inspect.get_annotations(base)
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(cls)
+        if field.default not in (None, dataclasses.MISSING)
+        and field.name not in NONE_IS_OFF
+        and not any(word in str(annotations[field.name]) for word in ("None", "Optional", "Any"))
+    }
 
 
 T = TypeVar("T")
@@ -137,7 +150,7 @@ def names_checked(cls: type[T]) -> type[T]:
     Raises:
         ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.
     """
-    plain_init = cls.__init__
+    plain_init, defaults = cls.__init__, _never_none(cls)
 
     @functools.wraps(plain_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +159,7 @@ def names_checked(cls: type[T]) -> type[T]:
         for name in kwargs:
             if name not in known:
                 raise ValueError(unknown_name(name, known))
-        kwargs, dropped = without_nones(kwargs, dataclasses.fields(cls))  # type: ignore[arg-type]
+        kwargs, dropped = without_nones(kwargs, defaults)
         self.notes += dropped
         plain_init(self, *args, **kwargs)
 
