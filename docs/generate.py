@@ -172,6 +172,11 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
 - **Prompts that leave no room** for `max_completion_length` tokens in the context are dropped, and a line at start
   counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.
+- **A plain text that begins with the tokenizer's first token** (`bos_token`), as one that went through a chat template
+  does, gets no second one; in TRL it has two.
+- **Contents of messages** are texts or lists of text parts. A template that doesn't know parts, or a message without
+  content beside its tool calls, gets the joined texts or an empty one, where TRL's prompt has Python's text of them.
+- **`None` in a field that can't be None** (`top_p=None`) means its default, and a line at start says so.
 - **The best model** (`load_best_model_at_end`) is that of the highest reward, where no metric is said. Checkpoints fall
   on the ends of generations, and there `eval_steps` must too, for it and for `save_strategy: best`. So does the end of
   a fractional epoch.

@@ -110,7 +110,7 @@ def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return left, lines
 
 
-def without_nones(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Drop the settings that are None and can't be: TRL's scripts mean the default by that.
 
     Args:
@@ -119,9 +119,9 @@ def without_nones(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
     Returns:
         The other settings, and a line for each dropped one.
     """
-    dropped = [name for name, value in given.items() if value is None and name in defaults]
+    dropped = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in dropped]
-    return {name: value for name, value in given.items() if name not in dropped}, lines
+    return {name: value for name, value in settings.items() if name not in dropped}, lines
 
 
 def _never_none(cls: type) -> dict[str, Any]:

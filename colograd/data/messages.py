@@ -11,7 +11,7 @@ FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeErro
 
 
 def without_nones(value: Any) -> Any:
-    """Drop keys whose value is None, at every depth: a struct column fills in the keys that a row lacks."""
+    """Drop keys with the value None at every depth. A struct column of Arrow adds the keys that a row lacks."""
     if isinstance(value, dict):
         return {key: without_nones(each) for key, each in value.items() if each is not None}
     return [without_nones(each) for each in value] if isinstance(value, list) else value
@@ -24,7 +24,7 @@ def content_problem(message: dict[str, Any], images: bool = False) -> str:
         images: the model reads them.
     """
     content = message.get("content")
-    if content is None:  # as OpenAI has it beside tool calls
+    if content is None:  # as in OpenAI's messages with tool calls
         alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))
         return "no content: write a text" if alone and not images else ""
     for part in content if isinstance(content, list) else [content]:
@@ -37,7 +37,9 @@ def content_problem(message: dict[str, Any], images: bool = False) -> str:
     return ""
 
 
-def written(messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
+) -> list[dict[str, Any]]:
     """Return a conversation as a text model's template takes it.
 
     Templates that know parts and missing contents get them. Others, which would write Python's text of a list or
@@ -46,16 +48,16 @@ def written(messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, 
     Args:
         write: the template, which makes a conversation text.
     """
-    given = [{"content": None} | without_nones(message) for message in messages]
-    joined = [{**message, "content": _joined(message["content"])} for message in given]
-    if given == joined:
-        return given
+    original = [{"content": None} | without_nones(message) for message in messages]
+    joined = [{**message, "content": _joined(message["content"])} for message in original]
+    if original == joined:
+        return original
     try:
-        text, wanted = write(given), write(joined)
+        text, joined_text = write(original), write(joined)
     except FAILURES:
         return joined
-    raw = [str(message["content"]) for message in given if not isinstance(message["content"], str)]
-    return joined if any(text.count(each) > wanted.count(each) for each in raw) else given
+    raw = [str(message["content"]) for message in original if not isinstance(message["content"], str)]
+    return joined if any(text.count(each) > joined_text.count(each) for each in raw) else original
 
 
 def _joined(content: Any) -> str:

@@ -18,7 +18,7 @@ from .columns import by_column, check_columns, check_dataset, check_prompt_colum
 from .image_lengths import image_lengths
 from .images import COLUMNS as IMAGES
 from .images import ImageReader, loaded
-from .messages import content_problem, without_nones, written
+from .messages import content_problem, template_messages, without_nones
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -324,7 +324,7 @@ def _apply_template(
             "template. Use an instruction-tuned model, set tokenizer.chat_template, or give plain text."
         )
     cleaned = [
-        written(messages, lambda given: tokenizer.apply_chat_template(given, tokenize=False, **arguments))
+        template_messages(messages, lambda each: tokenizer.apply_chat_template(each, tokenize=False, **arguments))
         for messages in conversations
     ]
     try:

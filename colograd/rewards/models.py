@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ..config import GRPOConfig
-from ..data.messages import written
+from ..data.messages import template_messages
 from ..runtime.hub import check_model_name
 from .builtin import BUILTIN_REWARDS
 from .functions import as_list
@@ -120,7 +120,7 @@ class RewardModel:
         def write(messages: list[dict[str, Any]]) -> str:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
 
-        return write(written([*prompt, *completion], write))
+        return write(template_messages([*prompt, *completion], write))
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

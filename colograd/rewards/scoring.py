@@ -197,7 +197,7 @@ class Scorer:
         self.turns: dict[int, dict[str, list[Turns]]] = {}  # by position and function, until `take_turns`
         # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
         self.on_call: Callable[[str, float, float, int], None] | None = None
-        self.environments: Lender | None = None  # is told when no function looks at a group's environments any more
+        self.environments: Lender | None = None  # takes a group's environments back once it is scored
         self._told_late: set[str] = set()
         self._state: tuple[Any, Any] = ((), None)  # of the trainer: a key, and a copy for functions
         self._pickled: tuple[Any, bytes] = ((), b"")

@@ -140,7 +140,7 @@ class _RunningConversations:
         self._over: dict[int, list[Conversation]] = {}  # by the prompt's position
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Begin ``sampling.n`` conversations of each prompt: those for which there are environments now."""
+        """Begin ``sampling.n`` conversations of each prompt, as far as there are environments for them."""
         self.unopened.extend((prompt, index) for prompt in prompts for index in range(self.sampling.n))
         self._open_next()
 
@@ -158,7 +158,7 @@ class _RunningConversations:
         if self.unopened and not (self.writing or self.waiting):
             if environments.are_scored:  # by async functions, which take their time
                 time.sleep(POLL)
-            else:  # who asked for the groups scores none of them before he has all
+            else:  # nothing is scored before all groups are sampled, as in a subclass that collects them
                 self._is_limited = False
                 self._open_next()
 
