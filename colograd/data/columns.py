@@ -42,8 +42,8 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
-            "are tokenised once: apply it with map. (Tool calls and chat_template_kwargs need no transform that removes "
-            "the keys which Arrow adds with None; other nested columns need on_mixed_types='use_json'.)"
+            "are tokenised once: apply it with map. (Tool calls and chat_template_kwargs need no transform to remove "
+            "the keys that Arrow adds with None; other nested columns need on_mixed_types='use_json'.)"
         )
     if not images:
         check_no_images(columns_of(dataset), name)

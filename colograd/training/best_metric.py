@@ -1,5 +1,5 @@
-"""The metric by which the best model is chosen: an error at start where no evaluation can have it, and a warning where
-one evaluation hasn't."""
+"""Checks of `metric_for_best_model`: an error at start if no evaluation can have it, a warning if one evaluation lacks
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..exams.prompts import ExamPrompts
 from ..rewards import RewardFunction
 from ..rewards.calling import parameters_of
 
-# Metrics of every evaluation, of rewards, of the loss and of exams. Those that OF_LOSS matches come with `loss_eval`.
+# Metrics of every evaluation, of rewards, of the loss and of exams. OF_LOSS matches others of the loss.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
 NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
 NAMES_OF_EXAMS = ("accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens")

@@ -1,4 +1,4 @@
-"""Copies of the trainer's data for the user's code, which may change what it gets."""
+"""Copies of the trainer's data for the user's code, which may change its arguments."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import copy
 from typing import Any
 
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
-# Modules whose objects are data. Objects of other classes, such as environments, belong to the user.
+# Modules with classes of data. Objects of other classes, such as environments, belong to the user.
 OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def own_copy(value: Any) -> Any:
     """Copy a value at every depth for one call of the user's code.
 
-    Values that can't change aren't copied, nor are objects of the user's classes and what can't be copied.
+    Values that can't change, objects of the user's classes, and objects that refuse to be copied are returned as they
+    are.
     """
     kind = type(value)
     if kind in UNCHANGING:
