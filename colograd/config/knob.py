@@ -135,7 +135,7 @@ def _never_none(cls: type) -> dict[str, Any]:
     return {
         field.name: field.default
         for field in dataclasses.fields(cls)
-        if field.default not in (None, dataclasses.MISSING)
+        if field.default not in (None, dataclasses.MISSING, "")  # the parser passes None for an empty text
         and field.name not in NONE_IS_OFF
         and not any(word in str(annotations[field.name]) for word in ("None", "Optional", "Any"))
     }
