@@ -25,14 +25,11 @@ from typing import Any
 
 import torch
 from accelerate import skip_first_batches
-from transformers.optimization import GreedyLR
 from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from .batch import Prompt
-
-# Their `step` takes the metric that an evaluation found: `Trainer._evaluate` calls it.
-DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
+from .training.transformers_seam import DRIVEN_BY_METRICS
 
 
 class Loop:

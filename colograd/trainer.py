@@ -59,6 +59,12 @@ from .training.trl_names import TRLNames
 S = TypeVar("S", bound=Sampler)
 
 
+def _add_metrics(callbacks: Sequence[Any] | None) -> bool:
+    """Whether callbacks may add metrics to an evaluation's: those of transformers don't."""
+    kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
+    return any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
+
+
 class GRPOTrainer(TRLNames, SeamTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
@@ -119,6 +125,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             self.samples,
             needs_columns=not (self.replaces("generate") or self.replaces("score")),
             generates=self.replaces("generate"),
+            adds_metrics=self.replaces("evaluate") or self.replaces("compute_loss") or _add_metrics(callbacks),
         )  # fmt: skip
         task = prepare(given, args, self.closing)
         self.policy, self.rewards, self.toolbox = task.policy, task.rewards, task.toolbox

@@ -183,6 +183,11 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.
 - **`resume_from_checkpoint`** of `GRPOConfig` holds for `trainer.train()`; TRL's trainer reads the argument of `train`
   alone. `train(resume_from_checkpoint=False)` trains anew.
+- **A plain text that begins with the tokenizer's first token** (`bos_token`), as one that went through a chat template
+  does, gets no second one; in TRL it has two.
+- **Contents of messages** are texts or lists of text parts. A template that doesn't know parts, or a message without
+  content beside its tool calls, gets the joined texts or an empty one, where TRL's prompt has Python's text of them.
+- **`None` in a field that can't be None** (`top_p=None`) means its default, and a line at start says so.
 - **The best model** (`load_best_model_at_end`) is that of the highest reward, where no metric is said. Checkpoints fall
   on the ends of generations, and there `eval_steps` must too, for it and for `save_strategy: best`. So does the end of
   a fractional epoch.
@@ -228,9 +233,9 @@ in TRL 1.16; Liger's losses are an error ([performance.md](performance.md#compil
 
 `fsdp` (set `sharding: fsdp`), `parallelism_config` (set `sharding`, `vllm_tensor_parallel_size` or
 `sequence_parallel_size`), `fp16` and `auto_find_batch_size` aren't available in this version: each is an error at start
-that says so. So are datasets with a
-transform (`with_transform`): apply it with `map`. `deepspeed` means the sharding strategy that does the same
-([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
+that says so. So are datasets with a transform (`with_transform`): apply it with `map`. TRL's `remove_none_values` isn't
+needed: what Arrow fills in with `None` never reaches the chat template. `deepspeed` means the sharding strategy that
+does the same ([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error

@@ -33,6 +33,7 @@ from ..rewards.turns import JUDGED, SESSION
 from ..rollout.failures import FAILURE
 from ..rollout.session_log import SessionLog
 from ..usercode.calls import Outcome, place_in
+from ..usercode.copies import own_copy
 from ..usercode.programs import CommandProgram, FunctionProgram, Program
 from ..usercode.untrusted import clean
 from .context import ChatFormat
@@ -100,7 +101,7 @@ class Agent:
 
     def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> Program:
         """Run the program once."""
-        given = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": dict(row)}
+        given = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": own_copy(dict(row))}
         if self.function is None:
             environment = {
                 "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
@@ -70,6 +71,8 @@ UNUSED: dict[str, str] = {
 }
 # Former fields with a value that asks for nothing.
 INERT = (("max_prompt_length", None), ("drafts", "none"), ("draft_step_tokens", None))
+# Fields of transformers that aren't declared to take None and do.
+NONE_IS_OFF = ("max_grad_norm",)
 # TRL's old names.
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
@@ -106,6 +109,37 @@ def unused_lines(group: Any) -> list[str]:
     ]
 
 
+def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Drop the settings that are None and can't be: TRL's scripts mean the default by that.
+
+    Args:
+        defaults: of the fields that can't be None.
+
+    Returns:
+        The other settings, and a line for each dropped one.
+    """
+    dropped = [name for name, value in settings.items() if value is None and name in defaults]
+    lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in dropped]
+    return {name: value for name, value in settings.items() if name not in dropped}, lines
+
+
+def _never_none(cls: type) -> dict[str, Any]:
+    """The defaults of a dataclass's fields that can't be None.
+
+    By the annotations in the classes: transformers' parser changes the fields' types.
+    """
+    annotations: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        annotations |= inspect.get_annotations(base)
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(cls)
+        if field.default not in (None, dataclasses.MISSING, "")  # the parser passes None for an empty text
+        and field.name not in NONE_IS_OFF
+        and not any(word in str(annotations[field.name]) for word in ("None", "Optional", "Any"))
+    }
+
+
 T = TypeVar("T")
 
 
@@ -115,7 +149,7 @@ def names_checked(cls: type[T]) -> type[T]:
     Raises:
         ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.
     """
-    plain_init = cls.__init__
+    plain_init, defaults = cls.__init__, _never_none(cls)
 
     @functools.wraps(plain_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -124,6 +158,8 @@ def names_checked(cls: type[T]) -> type[T]:
         for name in kwargs:
             if name not in known:
                 raise ValueError(unknown_name(name, known))
+        kwargs, dropped = without_nones(kwargs, defaults)
+        self.notes += dropped
         plain_init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ class SamplingKnobs:
             return []
         length, temperature = self.max_completion_length, self.temperature
         anyway = ANYWAY | {"max_new_tokens": (length,), "max_tokens": (length,), "temperature": (temperature,)}
-        dropped = [name for name, value in given.items() if name in anyway and value in anyway[name]]
+        dropped = [name for name, value in given.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in given.items() if name not in dropped} or None
         for name, value in (self.generation_kwargs or {}).items():
             if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names are checked later

@@ -141,6 +141,10 @@ class StepKnobs(TrainingArguments):
                 f"{accumulation} = {per_rank} completions per rank and step, but a group of num_generations = {group} "
                 f"stays on one rank: make it a multiple of {group} ({near} would do)."
             )
+        in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
+            self.steps_per_generation or accumulation
+        )
+        self.environments_at_once = max(in_trl, group)  # on a rank; TRL makes one per completion of a generation
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1
         self.per_device_train_batch_size: int = per_rank

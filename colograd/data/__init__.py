@@ -1,7 +1,8 @@
 """Datasets and prompts, one file per job: `sources` finds a dataset by its name, `loading` makes a run's rows of one or
 several, `prompts` tokenises them, `order` says which of them each step takes, `curriculum` by what was learnt of them.
-`stream` does tokens and order for rows that are read while training. `columns` has the checks that they share, `images`
-makes rows with pictures what a model reads, and `image_lengths` counts their tokens before.
+`stream` does tokens and order for rows that are read while training. `columns` has the checks that they share,
+`messages` makes conversations what a chat template takes, `images` rows with pictures what a model reads, and
+`image_lengths` counts their tokens before.
 
     ScriptArguments -> load_datasets -> Dataset -> tokenize_prompts -> PromptDataset
                                                                            |

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -42,13 +42,26 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
-            "are tokenised once: apply it with map."
+            "are tokenised once: apply it with map. (Tool calls and chat_template_kwargs need no transform to remove "
+            "the keys that Arrow adds with None; other nested columns need on_mixed_types='use_json'.)"
         )
-    if not images and (found := sorted({"image", "images"} & {*columns_of(dataset)})):
+    if not images:
+        check_no_images(columns_of(dataset), name)
+
+
+def check_no_images(columns: Iterable[str], name: str) -> None:
+    """Raises ValueError where a column holds images."""
+    if found := sorted({"image", "images"} & {*columns}):
         raise ValueError(
             f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
             "docs/guide/images.md), remove the column, or rename it if only the reward functions need it."
         )
+
+
+def by_column(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Rows as columns, None where a row lacks one: rows of a stream may differ in their keys."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def listed(names: Iterable[str]) -> str:

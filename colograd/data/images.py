@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from ..batch import PER_TOKEN, Images, ModelInput
+from .messages import without_nones
 from .vocabulary import check_rows
 
 COLUMNS = ("images", "image")
@@ -256,8 +257,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
                 found.append(in_rgb(own, where) if own else next(waiting))
                 part = {"type": "image"}
             parts.append(part)
-        kept = {key: value for key, value in message.items() if value is not None}
-        messages.append({**kept, "content": parts})
+        messages.append({**without_nones({**message, "content": None}), "content": parts})
     return messages, found
 
 

@@ -14,10 +14,11 @@ from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
-from .columns import check_columns, check_dataset, check_prompt_column
+from .columns import by_column, check_columns, check_dataset, check_prompt_column
 from .image_lengths import image_lengths
 from .images import COLUMNS as IMAGES
 from .images import ImageReader, loaded
+from .messages import content_problem, template_messages, without_nones
 from .vocabulary import check_rows
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class PromptRules:
         """A row's prompt with its images."""
         assert self.images is not None
         if _is_text(example):
-            return ModelInput(tuple(self.tokenizer(example["prompt"]).input_ids))
+            return ModelInput(tuple(text_ids(self.tokenizer, [example["prompt"]])[0]))
         return self.images.read(example, self._arguments(example, row), self._where(row))
 
     def lengths(self, rows: Dataset) -> list[int]:
@@ -162,7 +163,7 @@ class PromptRules:
         """A row's tokens, as far as they can be told without its pixels."""
         assert self.images is not None
         if _is_text(example):
-            return len(self.tokenizer(example["prompt"]).input_ids)
+            return len(text_ids(self.tokenizer, [example["prompt"]])[0])
         return self.images.count(example, self._arguments(example, row), self._where(row))
 
     def _arguments(self, example: dict[str, Any], row: int) -> dict[str, Any]:
@@ -226,7 +227,8 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     name = rules.name
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
-        dataset = Dataset.from_list(list(dataset.with_format(None)))
+        rows = list(dataset.with_format(None))
+        dataset = Dataset.from_dict(by_column(rows), features=dataset.features, on_mixed_types="use_json")
     check_columns(dataset, name, rules.images is not None)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows: there is nothing to sample from.")
@@ -262,6 +264,15 @@ def _tokenised(wanted: Dataset, rules: PromptRules) -> tuple[list[int], np.ndarr
     return lengths, np.concatenate(chunks)
 
 
+def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Tokens of plain texts. A text that begins with the first token's text, as a chat template writes it, has one."""
+    start, token = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
+    return [
+        list(ids[1:] if start and text.startswith(start) and list(ids[:2]) == [token, token] else ids)
+        for text, ids in zip(texts, tokenizer(texts).input_ids, strict=True)
+    ]
+
+
 def _is_text(example: dict[str, Any]) -> bool:
     """Whether a row is plain text without images."""
     return isinstance(example["prompt"], str) and not any(example.get(name) for name in IMAGES)
@@ -286,7 +297,7 @@ def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list
     for arguments, places in alike.values():
         given = [prompts[i] for i in places]
         if arguments is None:
-            encoded = rules.tokenizer(given).input_ids
+            encoded = text_ids(rules.tokenizer, given)
         else:
             encoded = _apply_template(rules, given, arguments, [first + i for i in places])
         ids.update(zip(places, encoded, strict=True))
@@ -299,8 +310,7 @@ def _template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRu
     arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
     arguments |= rules.chat_template_kwargs
     own = batch["chat_template_kwargs"][index] if "chat_template_kwargs" in batch else None
-    # A struct column fills the keys that a row doesn't give with None.
-    arguments |= {key: value for key, value in (own or {}).items() if value is not None}
+    arguments |= without_nones(own or {})
     if rules.tools is not None:
         row = {"environment": batch["environment"][index]} if "environment" in batch else {}
         arguments["tools"] = rules.tools(row) or None
@@ -318,7 +328,7 @@ def _apply_template(
             "template. Use an instruction-tuned model, set tokenizer.chat_template, or give plain text."
         )
     cleaned = [
-        [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
+        template_messages(messages, lambda each: tokenizer.apply_chat_template(each, tokenize=False, **arguments))
         for messages in conversations
     ]
     try:
@@ -341,16 +351,13 @@ def _check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) ->
         return
     messages = prompt if isinstance(prompt, list) else []
     if not messages or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
+        isinstance(m, dict) and isinstance(m.get("role"), str) and ("content" in m or (not images and len(m) > 1))
+        for m in messages
     ):
         raise ValueError(
             f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as "
             '[{"role": "user", "content": "..."}].'
         )
-    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
-    known = (None, "text", "image") if images else (None, "text")
-    if other := [part["type"] for part in parts if isinstance(part, dict) and part.get("type") not in known]:
-        reads = "text and images" if images else "text alone"
-        raise ValueError(
-            f"{where}: the prompt has a part of type {other[0]!r}, but the model is trained on {reads}: remove it."
-        )
+    for index, message in enumerate(messages):
+        if problem := content_problem(message, images):
+            raise ValueError(f"{where}: message {index} of the prompt (role {message['role']}) has {problem}.")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..batch import ModelInput, Prompt
 from ..config import GRPOConfig
-from .columns import check_columns, check_prompt_column
+from .columns import by_column, check_columns, check_no_images, check_prompt_column
 from .order import seed_of
 from .prompts import PromptRules
 
@@ -71,9 +71,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         Raises:
             ValueError: there is no prompt.
         """
-        dropped = self.num_dropped
-        found = list(itertools.islice(self._pass(0), count))
-        self.num_dropped = dropped
+        found = list(itertools.islice(self._pass(0, counts=False), count))
         if not found:
             raise ValueError(f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens.")
         return _prompts(found, 0)
@@ -116,19 +114,33 @@ class PromptStream(torch.utils.data.IterableDataset):
                 "repeatable, or set ignore_data_skip: true to begin it anew."
             )
 
-    def _pass(self, epoch: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-        """The rows of one pass over the dataset that fit, with their tokens."""
+    def _pass(self, epoch: int, counts: bool = True) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+        """Yield the rows of one pass over the dataset that fit, with their tokens.
+
+        Args:
+            counts: count the others, and report them.
+        """
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
         while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
-            check_prompt_column(block[0], self.rules.name)
-            columns = {name: [row.get(name) for row in block] for name in block[0]}
-            for index, ids in enumerate(self.rules.encode(columns, number)):
-                if len(ids) > self.rules.max_prompt_tokens:
-                    self.num_dropped += 1
-                else:
-                    yield block[index], ids
+            columns = by_column(block)
+            check_prompt_column(columns, self.rules.name)
+            check_no_images(columns, self.rules.name)
+            for row, ids in enumerate(self.rules.encode(columns, number), start=number):
+                if len(ids) <= self.rules.max_prompt_tokens:
+                    yield block[row - number], ids
+                elif counts:
+                    self._count_dropped(f"row {row} of pass {epoch + 1} ({len(ids)} tokens)")
             number += len(block)
+
+    def _count_dropped(self, row: str) -> None:
+        """Count a prompt that is too long, and report the first, the tenth, the hundredth and so on."""
+        self.num_dropped += 1
+        if str(self.num_dropped).rstrip("0") == "1":
+            self.rules.tell(
+                f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were dropped, with "
+                f"a limit of {self.rules.max_prompt_tokens} tokens: the latest is {row}"
+            )
 
 
 def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:

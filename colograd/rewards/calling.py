@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
 import inspect
@@ -17,6 +16,7 @@ import torch
 
 from ..batch import Group
 from ..usercode.calls import place_of
+from ..usercode.copies import own_copy
 from ..usercode.worker_process import PER_TOKEN, CallLog
 from .functions import RewardError, RewardFunction
 from .turns import JUDGED, Turns, split_turns
@@ -65,29 +65,31 @@ def keywords_for(
     Raises:
         RewardError: the function needs a column that the example hasn't.
     """
-    columns = [name for name in groups[0].example if name not in RESERVED]
+    columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
     own.pop(JUDGED, None)  # of an earlier scoring
-    rows = []
+    shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
+    names = dict.fromkeys(("prompts", "completions", *PER_TOKEN, *columns, *own, *shared))
+    parameters = parameters_of(reward.function)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        names = {name: None for name in names if name in parameters}
+    keywords: dict[str, Any] = {name: shared.get(name, []) for name in names}
     for group, of_group in zip(groups, texts, strict=True):
         prompt = group.example["prompt"]
         for rollout, text in zip(group.rollouts, of_group, strict=True):
-            row: dict[str, Any] = {name: copy.copy(group.example.get(name)) for name in columns}
-            row |= {"completions": text, "completion_ids": rollout.completion_ids}
-            row["completion_mask"] = bytes(rollout.sampled.tolist())  # 1: the model wrote the token
-            row |= {"prompts": prompt, **dict.fromkeys(own), **rollout.columns}
-            if isinstance(prompt, list):
-                row["prompts"] = [dict(message) for message in row["prompts"]]
-                row["completions"] = copy.deepcopy([*rollout.messages] or [{"role": "assistant", "content": text}])
-            rows.append(row)
-    names = ("prompts", "completions", *PER_TOKEN, *columns, *own)
-    keywords: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
-    if log is not None:  # a worker makes lists of them itself: on the way there they take 5 bytes per token
-        keywords |= {name: [list(values) for values in keywords[name]] for name in PER_TOKEN}
-    keywords |= {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
-    parameters = parameters_of(reward.function).values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        keywords = {p.name: keywords[p.name] for p in parameters if p.name in keywords}
+            messages = [*rollout.messages] or [{"role": "assistant", "content": text}]
+            row = {
+                **group.example,
+                "prompts": prompt,
+                "completions": messages if isinstance(prompt, list) else text,
+                **rollout.columns,
+                "completion_ids": rollout.completion_ids,
+                "completion_mask": bytes(rollout.sampled.tolist()),  # 1: the model wrote the token
+            }
+            if log is not None:  # a worker makes lists of them itself: on the way there they take 5 bytes per token
+                row |= {name: list(row[name]) for name in PER_TOKEN}
+            for name in names.keys() - shared:
+                keywords[name].append(own_copy(row.get(name)))
     if problem := _lacking(reward, keywords, groups[0].example):
         raise RewardError(reward.name, groups[0].position, None, problem)
     return keywords

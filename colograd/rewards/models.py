@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ..config import GRPOConfig
+from ..data.messages import template_messages
 from ..runtime.hub import check_model_name
 from .builtin import BUILTIN_REWARDS
 from .functions import as_list
@@ -134,7 +135,11 @@ class RewardModel:
     def _joined_text(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, list):
             return str(prompt + completion)
-        return str(self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._template))
+
+        def write(messages: list[dict[str, Any]]) -> str:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
+
+        return write(template_messages([*prompt, *completion], write))
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ A call that is late becomes an abstention, unless it runs here, where nothing ca
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import inspect
 import pickle
@@ -21,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,8 +39,10 @@ from ..usercode.calls import (
     place_in,
     raised_outcome,
     time_limit,
+    when_all_done,
     when_done,
 )
+from ..usercode.copies import own_copy
 from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
@@ -152,6 +155,13 @@ class Scoring(PendingCalls[Future[Outcome]]):
         return RewardError(reward.name, self._first.position, None, problem)
 
 
+class Lender(Protocol):
+    """Lends environments to conversations: `rollout.environments.Environments`."""
+
+    def begin_scoring(self, groups: Sequence[Group]) -> None: ...
+    def end_scoring(self, groups: Sequence[Group]) -> None: ...
+
+
 class Ready(Future[torch.Tensor]):
     """Rewards that are there already: `PendingRewards` with nothing to wait for."""
 
@@ -192,8 +202,10 @@ class Scorer:
         self.turns: dict[int, dict[str, list[Turns]]] = {}  # by position and function, until `take_turns`
         # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
         self.on_call: Callable[[str, float, float, int], None] | None = None
+        self.environments: Lender | None = None  # takes a group's environments back once it is scored
         self._told_late: set[str] = set()
-        self._state: tuple[Any, bytes] = (None, b"")
+        self._state: tuple[Any, Any] = ((), None)  # of the trainer: a key, and a copy for functions
+        self._pickled: tuple[Any, bytes] = ((), b"")
         self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # calls that wait for them
         sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
@@ -217,6 +229,8 @@ class Scorer:
         """
         calls: list[Future[Outcome]] = []
         scoring = Scoring(self, groups, calls)
+        if self.environments is not None:
+            self.environments.begin_scoring(groups)
         try:
             for reward in self.rewards:
                 calls.append(self._begin_call(reward, groups, texts, trainer_state))
@@ -224,7 +238,14 @@ class Scorer:
         except RewardError:
             scoring.cancel()
             raise
+        if (lender := self.environments) is not None:
+            here = [call for reward, call in zip(self.rewards, calls, strict=True) if self._runs_here(reward)]
+            when_all_done(here, lambda: lender.end_scoring(groups))
         return scoring
+
+    def _runs_here(self, reward: RewardFunction) -> bool:
+        """Whether the function runs in this process, where environments live."""
+        return reward.name not in self._pool and not isinstance(reward.function, RewardModel)
 
     def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
         if (tell := self.on_call) is not None:
@@ -290,7 +311,7 @@ class Scorer:
             return self._pool.submit(reward.name, keywords, self._pickled_state(trainer_state))
         done: Future[Outcome] = Future()
         log = CallLog()
-        keywords = keywords_for(reward, groups, texts, trainer_state, log)
+        keywords = keywords_for(reward, groups, texts, self._state_copy(trainer_state)[1], log)
         if isinstance(reward.function, RewardModel):
             self._for_models.append((reward.function, keywords, done))
             return done
@@ -323,17 +344,28 @@ class Scorer:
         done.set_result(Outcome("value", value, elapsed, log.content()))
         return done
 
+    def _state_copy(self, trainer_state: Any) -> tuple[Any, Any]:
+        """The trainer's state with a key that changes with it: copied once per step, not once per call."""
+        fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
+        key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
+        if key != self._state[0]:
+            own = copy.copy(trainer_state)
+            for name, value in fields.items():
+                setattr(own, name, own_copy(value))
+            self._state = (key, own)
+        return self._state
+
     def _pickled_state(self, trainer_state: Any) -> tuple[Any, bytes]:
-        """The trainer's state with a key that changes with it: pickled once per step, not once per call.
+        """The same for workers.
 
         transformers' state travels as its bare fields: a worker that had to import transformers for it would spend the
         first call's deadline on that.
         """
-        key = getattr(trainer_state, "global_step", None)
-        if not self._state[1] or key != self._state[0]:
-            bare = SimpleNamespace(**vars(trainer_state)) if dataclasses.is_dataclass(trainer_state) else trainer_state
-            self._state = (key, pickle.dumps(bare))
-        return self._state
+        key, own = self._state_copy(trainer_state)
+        if key != self._pickled[0]:
+            bare = SimpleNamespace(**vars(own)) if dataclasses.is_dataclass(own) else own
+            self._pickled = (key, pickle.dumps(bare))
+        return self._pickled
 
 
 def score_group(

@@ -7,7 +7,9 @@ appended, masked from the loss, and the model goes on. Sampled tokens are never 
 from __future__ import annotations
 
 import dataclasses
+import time
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
@@ -115,7 +117,7 @@ class Conversations:
         running = _RunningConversations(self, sampling, seed, purpose)
         try:
             running.open(prompts)
-            while running.writing or running.waiting:
+            while running.writing or running.waiting or running.unopened:
                 for conversation in running.advance():
                     group = running.finish(conversation, version)
                     if group is not None:
@@ -134,23 +136,37 @@ class _RunningConversations:
         self.max_iterations, self.sampling, self.seed, self.purpose = parent.max_iterations, sampling, seed, purpose
         self.writing: dict[str, Conversation] = {}  # by request
         self.waiting: list[tuple[Conversation, Answers]] = []  # for tools
+        self.unopened: deque[tuple[Prompt, int]] = deque()  # and their places in their groups
+        self._is_limited = True  # in the number of environments that it has at once
         self._over: dict[int, list[Conversation]] = {}  # by the prompt's position
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Begin ``sampling.n`` conversations of each prompt."""
-        for prompt in prompts:
-            for index in range(self.sampling.n):
-                session, beginning = self.tools.open(prompt.example)
-                asked = prompt.example.get("prompt")
-                conversation = Conversation(prompt, index, session, prompt.input, asked, read=prompt.input)
-                if beginning is None:
-                    self._submit(conversation)
-                else:
-                    self.waiting.append((conversation, beginning))
+        """Begin ``sampling.n`` conversations of each prompt, as far as there are environments for them."""
+        self.unopened.extend((prompt, index) for prompt in prompts for index in range(self.sampling.n))
+        self._open_next()
+
+    def _open_next(self) -> None:
+        environments = self.tools.environments
+        while self.unopened and (not self._is_limited or environments.has_room(self.sampling.n)):
+            prompt, index = self.unopened.popleft()
+            session, beginning = self.tools.open(prompt.example)
+            asked = prompt.example.get("prompt")
+            conversation = Conversation(prompt, index, session, prompt.input, asked, read=prompt.input)
+            if beginning is None:
+                self._submit(conversation)
+            else:
+                self.waiting.append((conversation, beginning))
+        if self.unopened and not (self.writing or self.waiting):
+            if environments.are_scored:  # by async functions, which take their time
+                time.sleep(POLL)
+            else:  # nothing is scored before all groups are sampled, as in a subclass that collects them
+                self._is_limited = False
+                self._open_next()
 
     def advance(self) -> list[Conversation]:
         """One step of the engine, then of all finished tools; returns the conversations that ended."""
         over = []
+        self._open_next()
         if self.writing:
             for request, (turn,) in self.engine.advance():
                 conversation = self.writing.pop(request)

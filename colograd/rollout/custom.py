@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,6 +14,7 @@ from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
 from ..rewards.calling import RESERVED
+from ..usercode.copies import own_copy
 
 SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -53,7 +53,7 @@ class CustomRollouts:
                 "rollout_func is a function, which gets prompts without their images: give a class with `generate` "
                 "(docs/architecture.md, Add a rollout source), or none."
             )
-        asked = [copy.deepcopy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
+        asked = [own_copy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
         answer = self.function(asked)
         rollouts = self._rollouts(answer, len(asked), version)
         for index, prompt in enumerate(prompts):
@@ -79,7 +79,7 @@ class CustomRollouts:
                     "prompts (each is given once per completion): return one for each, in their order."
                 )
         further = [name for name in answer if name not in (*NEEDED, "env_mask")]
-        masks = answer.get("env_mask") or [[1] * len(ids) for ids in answer["completion_ids"]]
+        masks = answer.get("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
         found = []
         for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
             if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):

@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from ..batch import Group
 from ..rewards.functions import function_name
-from ..usercode.calls import raised_outcome
+from ..usercode.calls import place_in, raised_outcome
 from ..usercode.threads import EnvironmentThread, MainThreadAdvice, wait_for_result
 
 CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
@@ -51,17 +52,26 @@ def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
 class Environments:
     """Makes environments, lends them, and takes them back.
 
+    An environment is lent to a conversation until the reward functions that may look at it have returned.
+
     Args:
         factories: by the name in a row's column `environment`; by None where there is only one.
         main_thread: see `Toolbox`.
+        limit: environments lent at once; None: any number.
     """
 
     def __init__(
-        self, factories: Mapping[Any, Callable[[], Any]], main_thread: Collection[str], advice: MainThreadAdvice
+        self,
+        factories: Mapping[Any, Callable[[], Any]],
+        main_thread: Collection[str],
+        advice: MainThreadAdvice,
+        limit: int | None = None,
     ) -> None:
-        self._factories, self._main_thread, self._advice = factories, main_thread, advice
+        self._factories, self._main_thread, self._advice, self._limit = factories, main_thread, advice, limit
         self._known: dict[int, Environment] = {}  # by the id of the instance
         self._lent: list[Environment] = []
+        self._in_scoring: set[int] = set()  # positions of groups
+        self._begins = True  # the next one lent is the first of a round
         self.latest: list[Any] | None = None  # instances of the present round's conversations, or of the last one's
         self.first = {key: self._make(key) for key in factories}  # one of each kind, to be described
         self._free = {key: [environment] for key, environment in self.first.items()}
@@ -70,23 +80,47 @@ class Environments:
         """An environment for one conversation, until `take_back`."""
         free = self._free[key]
         environment = free.pop() if free else self._make(key)
-        latest = self.latest if self._lent and self.latest is not None else []
         self._lent.append(environment)
-        self.latest = latest
-        latest.append(environment.instance)
+        if self._begins or self.latest is None:
+            self._begins, self.latest = False, []
+        self.latest.append(environment.instance)
         return environment
 
+    def has_room(self, group: int) -> bool:
+        """Whether another environment may be lent. A group of that many conversations always has room for itself."""
+        return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
+
+    @property
+    def are_scored(self) -> bool:
+        """Whether some that are lent come back when reward functions return."""
+        return bool(self._in_scoring)
+
+    def begin_scoring(self, groups: Sequence[Group]) -> None:
+        """Reward functions look at the groups' environments."""
+        self._in_scoring |= {group.position for group in groups}
+
+    def end_scoring(self, groups: Sequence[Group]) -> None:
+        """Take the groups' environments back: no reward function looks at them any more."""
+        scored = {id(rollout.columns.get("environments")) for group in groups for rollout in group.rollouts}
+        for environment in [each for each in self._lent if id(each.instance) in scored]:
+            self._lent.remove(environment)
+            self._take_back(environment)
+        self._in_scoring -= {group.position for group in groups}
+
     def take_back(self) -> None:
-        """Make all that are lent free again: their conversations are over and scored. Stuck ones are left to
-        themselves."""
+        """Make all that are lent free again: their conversations are over and scored."""
         for environment in self._lent:
-            if not environment.stuck:
-                self._free[environment.factory].append(environment)
-                continue
-            self._known.pop(id(environment.instance), None)
-            if environment.thread is not None:
-                environment.thread.close()
-        self._lent = []
+            self._take_back(environment)
+        self._lent, self._in_scoring, self._begins = [], set(), True
+
+    def _take_back(self, environment: Environment) -> None:
+        """Make an environment free, or leave a stuck one to itself."""
+        if not environment.stuck:
+            self._free[environment.factory].append(environment)
+            return
+        self._known.pop(id(environment.instance), None)
+        if environment.thread is not None:
+            environment.thread.close()
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
         """What the ``get_reward`` of each returns; None for None. One that never comes back leaves its environment
@@ -118,16 +152,21 @@ class Environments:
     def _make(self, key: str | None) -> Environment:
         factory = self._factories[key]
         name, *others = factory_names(key, factory)
-        if not {name, *others}.isdisjoint(self._main_thread):
-            instance, thread = factory(), None
-        else:
-            thread = EnvironmentThread()
-            try:
-                instance = thread.ask(factory).result()
-            except BaseException as error:
+        thread = EnvironmentThread() if {name, *others}.isdisjoint(self._main_thread) else None
+        try:
+            instance = factory() if thread is None else thread.ask(factory).result()
+        except (Exception, SystemExit) as error:
+            outcome = raised_outcome(error)
+            if thread is not None:
                 thread.close()
-                self._advice.give(name, raised_outcome(error))
-                raise
+                self._advice.give(name, outcome)
+            place = place_in(outcome.value[1])
+            most = f" Up to {self._limit} are lent at once (per_device_train_batch_size x steps_per_generation)."
+            raise ValueError(
+                f"environment_factory {name!r} raised {outcome.value[0].removesuffix(': ')} when it was to make "
+                f"environment {len(self._known) + 1} of this rank{f' ({place})' if place else ''}."
+                f"{most if self._limit else ''}"
+            ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
         if thread is not None and environment.thread is not thread:  # a factory that gives the same one again
             thread.close()

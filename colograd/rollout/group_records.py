@@ -63,7 +63,13 @@ def _named(value: Any) -> str:
     return name
 
 
-def group_bytes(recorded: RewardedGroup) -> bytes:
+def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
+    """Write a group as the bytes of a record.
+
+    Args:
+        example: the digest of the dataset's row, taken before code of the user's saw it; empty: take it now.
+    """
+    example = example or digest_of_example(recorded.group.example)
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
     inputs = [list(r.input.ids) if not row or r.input != first else None for row, r in enumerate(rollouts)]
     columns = [
@@ -76,7 +82,7 @@ def group_bytes(recorded: RewardedGroup) -> bytes:
         pa.array([_json(r.messages) for r in rollouts]),
         pa.array([_json(dict(r.columns)) for r in rollouts]),
         _lists(list(recorded.rewards.float().numpy())),
-        pa.array([digest_of_example(recorded.group.example)] * len(rollouts)),
+        pa.array([example] * len(rollouts)),
         pa.array([_json(_of_group(logged, rollouts)), *[""] * (len(rollouts) - 1)]),
     ]
     table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()

@@ -192,7 +192,7 @@ class Sampler:
         threshold, own = curriculum.settings.pass_threshold, []
         with on_all_ranks("the pass rates"):
             for scored in (scored for step in steps for scored in step.sampled):
-                totals = self.hooks.combine(scored.rewards)
+                totals = self.hooks.combine(scored.rewards.clone())
                 judged = totals[~totals.isnan()]
                 rate = float((judged >= threshold).float().mean()) if len(judged) else math.nan
                 own.append((scored.group.position, rate))
@@ -342,11 +342,15 @@ class Sampler:
         if not self.hooks.replaces("score"):
             return self.begin_scoring(groups)
         functions = len(self.scorer.rewards)
-        return Ready(torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups]))
+        rewards = torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups])
+        if self.toolbox is not None:
+            self.toolbox.environments.end_scoring(groups)
+        return Ready(rewards)
 
     def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """The group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""
-        return ScoredGroup(group, rewards, checked_advantages(self.hooks.compute_advantages(group, rewards), group))
+        advantages = self.hooks.compute_advantages(group, rewards.clone())  # which a subclass may change in place
+        return ScoredGroup(group, rewards, checked_advantages(advantages, group))
 
     def _advantages_for_purpose(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         if self.purpose is Purpose.EVALUATION:  # its loss, if one is wanted, asks for advantages later

@@ -35,7 +35,7 @@ class RolloutStatistics:
 
     def add(self, group: ScoredGroup, combine: Combine, mask_truncated: bool) -> None:
         """Count a group in; ``combine`` makes one reward of several: [G, R] -> [G], NaN where nobody judged."""
-        totals = combine(group.rewards)
+        totals = combine(group.rewards.clone())  # which a subclass may change in place
         for rollout in group.group.rollouts:
             self.lengths.append(int(rollout.sampled.sum()))
             self.ended.append(rollout.finish_reason is FinishReason.STOP)

@@ -37,7 +37,7 @@ from ..batch import Group, Prompt
 from ..checkpoint.earlier_run import move_aside
 from ..data.images import ImageReader
 from .figures import note_figures
-from .group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
+from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
 from .in_flight import RoundEnd, read_round_end, write_round_end
 from .partition import Partition, note_partition, read_partition
@@ -95,6 +95,7 @@ class RolloutStore:
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
         self._unscored: dict[int, bytes] = {}  # groups of the round that are scored again
+        self._digests: dict[int, str] = {}  # of the round's rows, by position
         self._round: Path | None = None  # the present one's folder
         self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
         self._newest = ""  # of these, the one that `add` writes
@@ -215,6 +216,7 @@ class RolloutStore:
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
         self._unscored.clear()
+        self._digests.clear()
         problem, self.problem, self.warning = self.problem, "", ""
         self.seconds = 0.0  # an evaluation's are no round's
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
@@ -261,7 +263,9 @@ class RolloutStore:
 
     def _append(self, file: _OpenFile, recorded: RewardedGroup) -> None:
         try:
-            self.bytes += file.records.append(Record(recorded.group.position, group_bytes(recorded)))
+            position = recorded.group.position
+            content = group_bytes(recorded, self._digests.get(position, ""))
+            self.bytes += file.records.append(Record(position, content))
         except Exception as error:  # a group that can't be recorded is trained on all the same
             self.problem = _problem(file.records.path, error)
             return
@@ -379,11 +383,12 @@ class RolloutStore:
     # -- reading
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """The prompts' recorded groups, by position.
+        """The prompts' recorded groups, by position; called before any code of the user's gets the prompts' rows.
 
         Raises:
             JournalError: another prompt stood at that position.
         """
+        self._digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..data.images import in_rgb
 from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
+from ..usercode.copies import own_copy
 from ..usercode.threads import MainThreadAdvice, UserCall
 from ..usercode.untrusted import clean
 from ..usercode.worker_pool import WorkerPool
@@ -114,13 +115,13 @@ class ToolRunner:
 
     def start(self, call: ToolCall) -> RunningCall:
         """Begin to run a tool."""
-        name, function = call.name, self._tools[call.name]
+        name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
         if name in self.pool:  # which says itself what is late
-            return RunningCall(name, self.pool.submit(name, call.arguments))
+            return RunningCall(name, self.pool.submit(name, arguments))
         if inspect.iscoroutinefunction(function):
-            running = asyncio.run_coroutine_threadsafe(self._await(function, call.arguments), event_loop())
+            running = asyncio.run_coroutine_threadsafe(self._await(function, arguments), event_loop())
             return RunningCall(name, running, self._deadline() + GRACE)  # it ends in time, unless it blocks the loop
-        user_call = UserCall(function, call.arguments)
+        user_call = UserCall(function, arguments)
         if name in self._main_thread:
             return RunningCall(name, user_call.future, asker_runs=user_call)
         user_call.start_thread()
@@ -137,7 +138,7 @@ class ToolRunner:
         self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
     ) -> RunningCall:
         """Begin to run an environment's method, behind ``earlier`` others of the same turn."""
-        user_call = UserCall(getattr(environment.instance, name), arguments)
+        user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
         if environment.thread is None:
             return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
         environment.thread.ask(user_call.run)

@@ -12,6 +12,7 @@ import jinja2
 
 from ..batch import FinishReason, Group, ModelInput
 from ..data.images import ImageReader, with_images
+from ..data.messages import without_nones
 from ..usercode.untrusted import clean, parse_json
 
 # How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
@@ -116,7 +117,7 @@ class ToolFormat:
             REFUSALS (see `data.images`): the processor takes no such images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
-        given = {name: value for name, value in (own or {}).items() if value is not None}
+        given = without_nones(own or {})
         begun = self._read([ASKED], **given, add_generation_prompt=True).ids
         before = self._read([ASKED, call], **given).ids
         whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)

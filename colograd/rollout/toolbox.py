@@ -41,6 +41,7 @@ class Toolbox:
         timeout: seconds that a call may take; None: any.
         main_thread: names of tools and environments that work in the main thread alone. They run in the thread that
             asks for their outcomes, and nothing ends a call there.
+        most_environments: lent at once; None: any number.
 
     Raises:
         ValueError: a tool that isn't one, two with one name, an environment without ``reset``, or a name in
@@ -54,6 +55,7 @@ class Toolbox:
         workers: int = 0,
         timeout: float | None = None,
         main_thread: Sequence[str] | None = None,
+        most_environments: int | None = None,
     ) -> None:
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
@@ -72,7 +74,7 @@ class Toolbox:
         self._advice = MainThreadAdvice()
         self._told_of: set[str] = set()  # tools of which it was said that they raise
         self._told_unshown: set[str] = set()  # likewise, that return what can't be shown
-        self.environments = Environments(self._factories, main_thread, self._advice)
+        self.environments = Environments(self._factories, main_thread, self._advice, most_environments)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
         shared = [_schema(name, function) for name, function in self._tools.items()]

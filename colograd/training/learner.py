@@ -243,7 +243,7 @@ class Learner:
         Raises:
             FloatingPointError: the norm isn't finite.
         """
-        most = self.config.max_grad_norm
+        most = self.config.max_grad_norm or 0.0  # None is off, as in transformers
         with self.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
         self.figures["grad_norm"] = norm

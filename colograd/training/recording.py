@@ -333,7 +333,7 @@ class Recorder(TrainerCallback):
         self, groups: Sequence[ScoredGroup], step: int, purpose: str, trainer: dict[RolloutId, torch.Tensor]
     ) -> None:
         assert self._token_texts is not None
-        totals = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
+        totals = [(scored, self.trainer.combine(scored.rewards.clone()).tolist()) for scored in groups]
         chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
@@ -360,7 +360,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
     """A group's line in a "groups" event, with the prompt's beginning: the record has it once for each prompt."""
-    group, totals = scored.group, combine(scored.rewards)
+    group, totals = scored.group, combine(scored.rewards.clone())
     size = len(group.rollouts)
     truncated = sum(rollout.finish_reason.value == "length" for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)

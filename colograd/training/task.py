@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import shutil
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ from ..runtime import process
 from ..runtime.importing import find_object, is_import_path
 from ..sharding import check_sharding
 from ..weights import check_adapter_in_parts, check_choice
+from .best_metric import check_best_metric
 from .prompts import Prompts, eval_prompts_of, image_reader_of, prompts_with_images, train_prompts_of
 
 
@@ -70,6 +72,7 @@ class Given:
     samples: bool  # False: the groups are recorded ones, and no engine is built
     needs_columns: bool  # False: a subclass generates or scores in its own way
     generates: bool = False  # a subclass does, in its own way
+    adds_metrics: bool = False  # a subclass or a callback may, to those of an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         own = own_rewards(toolbox, agent)
         rewards = rewards_of(with_models(given.reward_funcs, given.reward_processing_classes, args), args, own)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
+        scorer.environments = None if toolbox is None else toolbox.environments
         closing.callback(scorer.close)
         watchdog.progress("loading the model")
         policy = load_policy(given.model, given.processing_class, args, given.peft_config, _has_images(given))
@@ -144,6 +148,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         check_teacher_column(args, train_prompts)
         seen = prompts_with_images([train_prompts], policy, toolbox)
         policy = proven_with_images(policy, seen)
+        check_best_metric(args, rewards, eval_prompts, given.adds_metrics or inspect.isclass(rollout_func))
         if rollout_func is None and agent is None and given.needs_columns:
             check_rewards(rewards, train_prompts, toolbox)
     return Task(
@@ -216,7 +221,8 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbox | None:
     """The run's tools and environments, if it has any. A ValueError: settings of tools without a tool."""
     if tools or environment_factory is not None:
-        return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout, args.main_thread_tools)
+        most = args.environments_at_once if args.reward_call == "group" else None  # else all wait for the one call
+        return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout, args.main_thread_tools, most)
     if args.main_thread_tools:
         raise ValueError(
             f"main_thread_tools is {args.main_thread_tools}, but there are neither tools nor environments: remove it."

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from httpx import HTTPError
 from transformers import Trainer
+from transformers.optimization import GreedyLR
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
@@ -34,10 +35,14 @@ from ..rollout.in_flight import InFlight
 from ..rollout.store import RolloutStore, digest_of
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
+from .best_metric import best_metric, lacks_best
 from .checkpoint_config import CheckpointConfig
 from .checkpointer import Checkpointer
 from .learner import Learner
 from .recording import Recorder
+
+# Schedules whose `step` takes the metric that an evaluation had.
+DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
 class SeamTrainer(Trainer):
@@ -162,6 +167,22 @@ class SeamTrainer(Trainer):
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
             self._unlogged = []
         super().log(logs, start_time)
+
+    # -- the best model
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """As in transformers, but an evaluation may lack the metric by which the best model is chosen."""
+        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        if self.args.metric_for_best_model is None:
+            return metrics
+        if line := lacks_best(self.args, metrics, earlier=self.state.best_metric is not None):
+            self.console.warn(line)
+        elif not skip_scheduler and isinstance(self.lr_scheduler, DRIVEN_BY_METRICS):
+            self.lr_scheduler.step(metrics[best_metric(self.args)])
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return best_metric(self.args) in metrics and bool(super()._determine_best_metric(metrics, trial))
 
     # -- the model
 

@@ -91,6 +91,21 @@ def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> No
     call.add_done_callback(done)
 
 
+def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
+    """Call ``tell`` once all calls have ended, in the thread that ends the last one."""
+    waiting = {*calls}
+
+    def done(call: Future[Outcome]) -> None:
+        waiting.discard(call)
+        if not waiting:
+            tell()
+
+    for call in calls:
+        call.add_done_callback(done)
+    if not calls:
+        tell()
+
+
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
     """The outcome of a user's awaitable: ``late`` after ``timeout`` seconds.
 

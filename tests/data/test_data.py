@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,6 +244,60 @@ def test_template_arguments_of_the_row_come_first(tokenizer: Any) -> None:
     assert set(prompts[0].example) == {"prompt", "chat_template_kwargs"}
 
 
+def test_keys_that_arrow_fills_in_are_left_out(tokenizer: Any) -> None:
+    def call(name: str, **arguments: Any) -> dict[str, Any]:
+        called = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [called]}
+
+    asked = [USER, call("add", a=1, b=2), call("find", item="x", where={"city": "y"}), call("find", where={"zip": 3})]
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }};{% endfor %}"
+        "{% endfor %}{{ documents | tojson }}"
+    )
+    rows = [
+        {"prompt": [*asked, USER], "chat_template_kwargs": {"documents": [{"title": "t"}, {"text": "u"}]}},
+        {"prompt": [*asked, USER], "chat_template_kwargs": {"documents": [{"text": "v"}]}},
+    ]
+    calls = '{"a": 1, "b": 2};{"item": "x", "where": {"city": "y"}};{"where": {"zip": 3}};'
+    for mixed in (None, "use_json"):
+        dataset = Dataset.from_list(rows, on_mixed_types=mixed)
+        first, second = tokenize(dataset, tokenizer, limit=500, chat_template=template).prompts()
+        assert tokenizer.decode(first.prompt_ids) == calls + '[{"title": "t"}, {"text": "u"}]'
+        assert tokenizer.decode(second.prompt_ids) == calls + '[{"text": "v"}]'
+
+
+PLAIN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+KNOWS_PARTS = (
+    "{% for m in messages %}[{% if m.content is none %}called{% elif m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "wanted"), [(PLAIN, "[None ab][][]"), (KNOWS_PARTS, "[<None a><b>][called][]")])
+def test_contents_are_written_as_texts(tokenizer: Any, template: str, wanted: str) -> None:
+    parts = [{"type": "text", "text": "None a"}, {"type": "text", "text": "b"}]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows = [{"prompt": [{"role": "user", "content": parts}, called, {"role": "user", "content": ""}]}]
+    stream = IterableDataset.from_generator(lambda: iter(rows))  # Arrow takes no mixed contents
+    (prompt,) = tokenize(stream, tokenizer, chat_template=template).prompts()
+    assert tokenizer.decode(prompt.prompt_ids) == wanted
+
+
+def test_a_text_has_one_beginning_token(tokenizer: Any) -> None:
+    from tokenizers import processors
+
+    beginning = copy.deepcopy(tokenizer)
+    beginning.bos_token = start = tokenizer.eos_token
+    token = beginning.bos_token_id
+    beginning.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, token)]
+    )
+    texts = [f"{start}Hi", "Hi", f"{start}{start}Hi"]
+    found = [list(p.prompt_ids) for p in tokenize([{"prompt": text} for text in texts], beginning).prompts()]
+    hi = tokenizer("Hi").input_ids
+    assert found == [[token, *hi], [token, *hi], [token, token, *hi]]
+
+
 def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
     rows = [{"prompt": "a"}, {"prompt": "a " * 20}, {"prompt": "b"}]
     prompts = tokenize(rows, tokenizer, limit=5)
@@ -272,8 +328,11 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
         ([{"prompt": "a", "image": "a.png"}], "has the column 'image', but the model reads text alone"),
         (
             [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
-            "row 0: the prompt has a part of type 'image'",
+            r"row 0: message 0 of the prompt \(role user\) has a part of type 'image'",
         ),
+        ([{"prompt": [{"role": "user", "content": None}]}], r"row 0: message 0 .* has no content: write a text"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}], "row 0: message 0 .* must have a text"),
+        ([{"prompt": [{"role": "user", "content": 3}]}], "row 0: message 0 .* has the content 3, but must have a text"),
     ],
 )
 def test_what_is_no_prompt_is_named(tokenizer: Any, rows: Any, message: str) -> None:
@@ -396,13 +455,14 @@ def test_a_resumed_loader_goes_on_exactly_where_it_stopped(tokenizer: Any) -> No
 
 
 def streamed(
-    tokenizer: Any, size: int = 11, limit: int = 100, rows: Any = None, rank: int = 0, ranks: int = 1, **changes: Any
-) -> PromptStream:
+    tokenizer: Any, size: int = 11, limit: int = 100, rows: Any = None, rank: int = 0, ranks: int = 1,
+    rules: PromptRules | None = None, tell: Any = print, **changes: Any,
+) -> PromptStream:  # fmt: skip
     given = {"prompts_per_step": 2, "max_steps": 50, "shuffle_dataset": False, "report_to": "none"} | changes
     config = GRPOConfig("unused", **given)
     config.__class__ = type("Ranked", (GRPOConfig,), {"world_size": ranks, "process_index": rank})
     made = rows or IterableDataset.from_generator(lambda: ({"prompt": f"row {i}", "n": i} for i in range(size)))
-    return PromptStream(made, PromptRules(tokenizer, limit, "drop", {}, "train_dataset"), config)
+    return PromptStream(made, rules or PromptRules(tokenizer, limit, "drop", {}, "train_dataset", tell=tell), config)
 
 
 def take(prompts: Any, count: int) -> list[list[tuple[int, int]]]:
@@ -455,9 +515,30 @@ def test_long_prompts_of_a_stream_are_dropped_and_counted(tokenizer: Any) -> Non
     rows = IterableDataset.from_generator(
         lambda: ({"prompt": "long " * 20 if i % 2 else f"row {i}", "n": i} for i in range(8))
     )
-    prompts = streamed(tokenizer, limit=10, rows=rows)
+    lines: list[str] = []
+    prompts = streamed(tokenizer, limit=10, rows=rows, tell=lines.append)
+    assert not lines, "looking counts nothing"
     assert take(prompts, 2) == [[(0, 0), (2, 1)], [(4, 2), (6, 3)]]
     assert (prompts.num_dropped, prompts.longest) == (3, 10)  # the last one is yet to be read
+    (line,) = lines
+    assert "1 prompt(s) of train_dataset were too long" in line and "limit of 10" in line and "row 1 of pass 1" in line
+    take(prompts, 6)
+    assert prompts.num_dropped == 11 and "10 prompt(s)" in lines[-1] and "row 3 of pass 3 (21 tokens)" in lines[-1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_stream_s_rows_have_their_own_keys(tokenizer: Any, first: int) -> None:
+    made = [{"prompt": [USER], "n": i} | ({"chat_template_kwargs": {"tone": "dry"}} if i % 2 else {}) for i in range(5)]
+    stream = IterableDataset.from_generator(lambda: iter(made[first:]))
+    rules = PromptRules(tokenizer, 100, "drop", {"chat_template": "{{ tone or 'no' }}"}, "train_dataset")
+    wanted = ["no", "dry", "no", "dry"] if first == 0 else ["dry", "no", "dry", "no"]
+    read = [prompt for step in itertools.islice(streamed(tokenizer, rows=stream, rules=rules), 2) for prompt in step]
+    assert [tokenizer.decode(prompt.prompt_ids) for prompt in read] == wanted
+    evaluated = tokenize_prompts(stream, rules).prompts()
+    assert [tokenizer.decode(prompt.prompt_ids) for prompt in evaluated[:4]] == wanted
+    pictured = IterableDataset.from_generator(lambda: iter([{"prompt": "a"}, {"prompt": "b", "image": "b.png"}]))
+    with pytest.raises(ValueError, match="has the column 'image', but the model reads text alone"):
+        streamed(tokenizer, rows=pictured)
 
 
 @pytest.mark.parametrize(

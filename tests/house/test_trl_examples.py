@@ -54,6 +54,25 @@ def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
     return found
 
 
+def test_none_means_the_default(tmp_path: Path) -> None:
+    """TRL's sudoku.py and browsergym_llm.py set ``top_p=None``, their command line's default."""
+    names = ["top_p", "temperature", "top_k", "repetition_penalty", "top_entropy_quantile", "epsilon", "beta"]
+    names += ["learning_rate", "num_iterations", "report_groups", "loss_type", "vllm_mode", "weight_decay"]
+    config, usual = settings(tmp_path, **dict.fromkeys(names)), settings(tmp_path)
+    assert [getattr(config, name) for name in names] == [getattr(usual, name) for name in names]
+    assert sorted(config.notes) == sorted(
+        f"config: `{name}` is None, which means its default, {getattr(usual, name)!r}" for name in names
+    )
+    numbers = [f.name for f in dataclasses.fields(GRPOConfig) if f.init and isinstance(f.default, int | float)]
+    needed = ("num_generations", "max_completion_length")
+    for name in needed:
+        with pytest.raises(ValueError, match=f"{name} is None, but"):
+            settings(tmp_path, **{name: None})
+    settings(tmp_path, **dict.fromkeys(name for name in numbers if name not in needed))
+    given = {"top_p": None, "min_tokens": 2}
+    assert Sampling.for_training(settings(tmp_path, generation_kwargs=given)).options["top_p"] == 1.0
+
+
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with room for TRL's default of 512 new tokens."""

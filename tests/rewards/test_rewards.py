@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import functools
 import importlib
 import math
@@ -11,6 +13,7 @@ import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from colograd.rewards import (
     BUILTIN_REWARDS,
     RewardError,
     RewardFunction,
+    Scorer,
     accuracy_reward,
     get_soft_overlong_punishment,
     last_number,
@@ -141,7 +145,7 @@ def test_a_function_gets_trl_s_keywords() -> None:
         seen.update(kwargs)
         return [0.0, 0.0, 0.0]
 
-    state = object()
+    state = SimpleNamespace(global_step=1)
     score_group(wrap(look), make_group(answer="4", tags=["a"]), texts(), trainer_state=state)
     assert callable(seen.pop("log_extra")) and callable(seen.pop("log_metric"))
     assert seen == {
@@ -218,26 +222,63 @@ def test_a_missing_column_is_named() -> None:
         score(needy, answer="4")
 
 
-def test_user_code_changes_neither_the_example_nor_other_functions_arguments() -> None:
-    def vandal(prompts: list[Any], completions: list[Any], tags: list[Any], **kwargs: Any) -> list[float]:
-        for prompt, completion, tag in zip(prompts, completions, tags, strict=True):
-            prompt[0]["content"] = "gone"
-            prompt.append("more")
-            completion[0]["content"] = "gone"
-            tag.clear()
+@pytest.mark.parametrize("workers", [0, 1])
+def test_user_code_changes_no_other_arguments(workers: int) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "hi"}], "tool_calls": [call]}]
+    example = {"prompt": prompt, "tests": [{"left": 3}], "spec": {"k": [1]}}
+
+    def vandal(prompts: Any, completions: Any, tests: Any, spec: Any, trainer_state: Any, **kwargs: Any) -> list[float]:
+        seen = []
+        for i in range(3):
+            fresh = prompts[i] == prompt and completions[i][0] == {"role": "assistant", "content": f"text {i}"}
+            seen.append(float(fresh and tests[i] == [{"left": 3}] and spec[i] == {"k": [1]}))
+            prompts[i][0]["tool_calls"][0]["function"]["arguments"]["a"] += 1
+            prompts[i][0]["content"].clear()
+            completions[i][0]["content"] = "gone"
+            tests[i][0]["left"] -= 1
+            spec[i]["k"].append(9)
         prompts.clear()
-        kwargs["completion_ids"].clear()
-        return [0.0] * 3
+        kwargs["completion_ids"][0].clear()
+        trainer_state.global_step = 99
+        trainer_state.log_history.append({"loss": 0.0})
+        return seen
 
-    def witness(prompts: list[Any], completions: list[Any], completion_ids: list[Any], tags: list[Any]) -> list[float]:
-        assert prompts == [[{"role": "user", "content": "hi"}]] * 3
-        assert [c[0]["content"] for c in completions] == texts()
-        assert len(completion_ids) == 3 and tags == [["a"]] * 3
-        return [0.0] * 3
+    async def asynchronous(**kwargs: Any) -> list[float]:
+        return vandal(**kwargs)
 
-    group = make_group(prompt=[{"role": "user", "content": "hi"}], tags=["a"])
-    score_group(wrap(vandal, witness), group, texts())
-    assert group.example == {"prompt": [{"role": "user", "content": "hi"}], "tags": ["a"]}
+    group, state = make_group(**copy.deepcopy(example)), SimpleNamespace(global_step=3, log_history=[{"loss": 1.0}])
+    scorer = Scorer(wrap(vandal, vandal, asynchronous), workers=workers)
+    try:
+        rewards = scorer.submit([group], [texts()], state).result()
+    finally:
+        scorer.close()
+    assert rewards.tolist() == [[1.0, 1.0, 1.0]] * 3
+    assert group.example == example and list(group.rollouts[0].completion_ids) == [0]
+    assert state == SimpleNamespace(global_step=3, log_history=[{"loss": 1.0}])
+
+
+def test_environments_reach_functions_themselves() -> None:
+    game, group = Judge(), make_group()
+    rollouts = tuple(dataclasses.replace(r, columns={"environments": game}) for r in group.rollouts)
+
+    def same(environments: list[Any], **kwargs: Any) -> list[float]:
+        return [float(each is game) for each in environments]
+
+    group = dataclasses.replace(group, rollouts=rollouts)
+    assert score_group(wrap(same), group, texts())[0].tolist() == [[1.0]] * 3
+
+
+def test_each_group_has_its_own_columns() -> None:
+    groups = [make_group(1, 0, note="n"), make_group(1, 1, answer="4")]
+    seen: list[Any] = []
+
+    def look(completions: list[Any], answer: list[Any], note: list[Any]) -> list[float]:
+        seen.extend(zip(answer, note, strict=True))
+        return [0.0] * len(completions)
+
+    Scorer(wrap(look)).submit(groups, [["a"], ["b"]]).result()
+    assert seen == [(None, "n"), ("4", None)]
 
 
 def test_rewards_have_a_column_per_function_and_nan_for_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 from pathlib import Path
@@ -12,7 +13,7 @@ import tiny
 import torch
 from shown_rows import samples_of
 
-from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, RolloutId, ScoredGroup
+from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RolloutId, ScoredGroup
 from colograd.commands.cli import main
 from colograd.report.samples import Samples
 from colograd.reporting.group_views import TokenTexts, shown_notes
@@ -100,6 +101,21 @@ def test_without_a_journal_only_shown_groups_are_written(tmp_path: Path) -> None
     again.begin(3, "other weights")
     assert again.recall([]) == {} and not again.warning
     again.close()
+
+
+def test_a_row_that_user_code_changed_is_recalled(tmp_path: Path) -> None:
+    prompt, written = Prompt({"prompt": "hi", "tests": [3]}, ModelInput((1,)), 6), scored(6)
+    for store in (RolloutStore(tmp_path, 0, {}), RolloutStore(tmp_path, 0, {})):
+        store.begin(3, "weights")
+        prompt.example["tests"] = [3]
+        if store.recall([prompt]):
+            break
+        prompt.example["tests"].clear()  # as a subclass of the trainer may do
+        group = dataclasses.replace(written.group, example=prompt.example)
+        store.add(dataclasses.replace(recorded(written), group=group))
+        store.close()
+    assert store.recall([prompt])[6].group.example == {"prompt": "hi", "tests": [3]}
+    store.close()
 
 
 def test_a_group_that_another_rank_recorded_is_written_again(tmp_path: Path) -> None:

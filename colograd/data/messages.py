@@ -1,0 +1,65 @@
+"""Messages as a chat template takes them, whatever Arrow and users have put in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jinja2
+
+FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # of a chat template
+
+
+def without_nones(value: Any) -> Any:
+    """Drop keys with the value None at every depth. A struct column of Arrow adds the keys that a row lacks."""
+    if isinstance(value, dict):
+        return {key: without_nones(each) for key, each in value.items() if each is not None}
+    return [without_nones(each) for each in value] if isinstance(value, list) else value
+
+
+def content_problem(message: dict[str, Any], images: bool = False) -> str:
+    """Why a message's content can't be written; empty: it can.
+
+    Args:
+        images: the model reads them.
+    """
+    content = message.get("content")
+    if content is None:  # as in OpenAI's messages with tool calls
+        alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))
+        return "no content: write a text" if alone and not images else ""
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in (None, "text", "image") or (kind == "image" and not images):
+            reads = "text and images" if images else "text alone"
+            return f"a part of type {kind!r}, but the model is trained on {reads}: remove it"
+        if kind != "image" and not isinstance(part.get("text") if isinstance(part, dict) else part, str):
+            return f'the content {part!r}, but must have a text, or a list of parts {{"type": "text", "text": ...}}'
+    return ""
+
+
+def template_messages(
+    messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
+) -> list[dict[str, Any]]:
+    """Return a conversation as a text model's template takes it.
+
+    Templates that know parts and missing contents get them. Others, which would write Python's text of a list or
+    `None`, get the joined texts.
+
+    Args:
+        write: the template, which makes a conversation text.
+    """
+    original = [{"content": None} | without_nones(message) for message in messages]
+    joined = [{**message, "content": _joined(message["content"])} for message in original]
+    if original == joined:
+        return original
+    try:
+        text, joined_text = write(original), write(joined)
+    except FAILURES:
+        return joined
+    raw = [str(message["content"]) for message in original if not isinstance(message["content"], str)]
+    return joined if any(text.count(each) > joined_text.count(each) for each in raw) else original
+
+
+def _joined(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content or ""]
+    return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in parts)

@@ -1,0 +1,33 @@
+"""Copies of the trainer's data for the user's code, which may change its arguments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
+# Modules with classes of data. Objects of other classes, such as environments, belong to the user.
+OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
+
+
+def own_copy(value: Any) -> Any:
+    """Copy a value at every depth for one call of the user's code.
+
+    Values that can't change, objects of the user's classes, and objects that refuse to be copied are returned as they
+    are.
+    """
+    kind = type(value)
+    if kind in UNCHANGING:
+        return value
+    if kind is list:
+        return [each if type(each) in UNCHANGING else own_copy(each) for each in value]
+    if kind is dict:
+        return {key: each if type(each) in UNCHANGING else own_copy(each) for key, each in value.items()}
+    if kind is tuple:
+        return tuple(map(own_copy, value))
+    if kind.__module__ not in OF_DATA and not kind.__module__.startswith("PIL."):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a generator, a tensor with a gradient
+        return value
