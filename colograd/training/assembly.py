@@ -156,6 +156,7 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, task.prompts),
+        trained=sampled_together(config),
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
         images=most_images(task.prompts, policy, task.toolbox, context),
