@@ -73,7 +73,7 @@ class Policy:
         model = unwrap(self.model)
         if not model.supports_gradient_checkpointing:
             return (0,)
-        some = "every_n_layers" in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters
+        some = "every_n_layers" in inspect.signature(PreTrainedModel._set_gradient_checkpointing).parameters
         return (0, 4, 2, 1) if some else (0, 1)
 
     @property

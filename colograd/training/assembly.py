@@ -223,9 +223,11 @@ def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> N
             "offloads_gradients" in kept,
             "offloads_activations" in kept and task.policy.checkpointing[-1] == 1,
         )
+    every = config.checkpointing
     if config.gradient_checkpointing is None:
         run = read_run(config, task, config.token_budget)
-        config.resolve_checkpointing(least_checkpointing(run, strategy_name(config), task.policy.checkpointing))
+        every = least_checkpointing(run, strategy_name(config), task.policy.checkpointing)
+    config.resolve_checkpointing(every)
 
 
 def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
