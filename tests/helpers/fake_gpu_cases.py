@@ -157,6 +157,14 @@ def several_groups(gpu: FakeGPU) -> dict[str, Any]:
 
 
 @case
+def many_segments(gpu: FakeGPU) -> dict[str, Any]:
+    """819 of 20 tokens each: the backward of attention takes more than any other moment."""
+    shape = SHAPE | {"vocab_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4}
+    model, groups = bfloat16(Qwen2ForCausalLM, Qwen2Config(**shape)), [(20, [20] * GROUP)] * 91
+    return step(gpu, model, groups) | {"plan": plan(model, 0, Lengths(20, 8 * 20, GROUP), 91 * 9 * 20)}
+
+
+@case
 def long_prompt(gpu: FakeGPU) -> dict[str, Any]:
     model, half, count = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)), TOKENS // 2, 32
     groups = [(half, [half // count] * count)]
