@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -21,6 +22,7 @@ VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and the
 # vLLM's kernel for a mixture's experts that reads them as they are in a checkpoint. Others swap or permute them.
 KEEPS_EXPERTS = "triton"
 TELLS_EXPERTS = "enable_return_routed_experts"  # with each completion the experts of its tokens; not on a CPU
+V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
@@ -88,13 +90,14 @@ def engine_kwargs(
             kwargs |= _batch_kwargs(config, sequences, trained or sequences)
     if config.drafts == "siblings":
         kwargs["speculative_config"] = sibling_drafts_config()
-    if config.router_replay and _runs_v2(config):
+    if config.router_replay and _runs_v2(config, "router_replay is true", "router_replay: false"):
         kwargs |= _experts_told(given)
-    if config.replays_truncation and _runs_v2(config):
+    truncates = "top_k truncates the sampler's distribution"
+    if config.replays_truncation and _runs_v2(config, truncates, "vllm_importance_sampling_correction: false"):
         if not _accepted(TELLS_KEPT):
             raise RuntimeError(
-                "top_k truncates the sampler's distribution, but this vLLM doesn't tell which tokens were left: "
-                "install 0.31, or set vllm_importance_sampling_correction: false."
+                f"{truncates}, but this vLLM doesn't tell which tokens were left: install 0.31, or set "
+                "vllm_importance_sampling_correction: false."
             )
         kwargs[TELLS_KEPT] = True
     return {name: value for name, value in kwargs.items() if value is not None} | given
@@ -108,11 +111,22 @@ def _unpacked_latents() -> dict[str, Any]:
     return {} if plain is None else dict.fromkeys(_accepted("attention_backend"), plain)
 
 
-def _runs_v2(config: GRPOConfig) -> bool:
-    """Whether vLLM steps by its Model Runner V2, which tells a completion's experts by itself."""
+def _runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
+    """Whether vLLM steps by its Model Runner V2, which returns a completion's experts and kept tokens by itself.
+
+    Raises:
+        ValueError: V2 is switched off on a GPU, where these can't be read off V1, as the ``setting`` needs.
+    """
     import vllm.envs
 
-    return not config.on_cpu or bool(vllm.envs.VLLM_USE_V2_MODEL_RUNNER)
+    if config.on_cpu:
+        return bool(vllm.envs.VLLM_USE_V2_MODEL_RUNNER)
+    if os.environ.get(V2_SWITCH) and not vllm.envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise ValueError(
+            f"{setting}, which needs vLLM's Model Runner V2 on a GPU, but {V2_SWITCH} is {os.environ[V2_SWITCH]}: "
+            f"remove the variable, or set {remedy}."
+        )
+    return True
 
 
 def _experts_told(given: Mapping[str, Any]) -> dict[str, Any]:

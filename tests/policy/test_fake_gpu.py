@@ -56,8 +56,8 @@ def check_plan(case: FIGURES) -> None:
 # hides some), and the dtype of products beside bfloat16's: of routers, and of adapters.
 PASSES = {
     "dense_tied": (8, ()), "dense_untied": (8, ()), "entropy": (8, ()), "windows": (4, ()), "several_groups": (8, ()),
-    "many_segments": (8, ()), "long_prompt": (8, ()), "mixture": (4, ("float32",)), "sinks": (3, ()), "adapter": (8, ("float32",)),
-    "packed_base": (8, ("float32",)),
+    "many_segments": (8, ()), "long_prompt": (8, ()), "mixture": (4, ("float32",)), "sinks": (3, ()),
+    "adapter": (8, ("float32",)), "packed_base": (8, ("float32",)),
 }  # fmt: skip
 
 
