@@ -336,14 +336,15 @@ def weight_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def optimizer_step(gpu: FakeGPU, streamed: bool) -> dict[str, Any]:
+def optimizer_step(gpu: FakeGPU, streamed: bool, compiled: bool = False) -> dict[str, Any]:
     """The second step, by torch's kernels: Triton's need a device."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     accumulate_in_float32(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
-    optimizer, before = AdamWSplit(model.parameters(), compiled=False, streamed=streamed), gpu.bytes
-    optimizer.step()
+    optimizer, before = AdamWSplit(model.parameters(), compiled=compiled, streamed=streamed), gpu.bytes
+    with mock.patch("torch.compile", lambda function, **options: function):
+        optimizer.step()
     state = gpu.bytes - before
     with gpu.watched() as seen:
         optimizer.step()
@@ -353,6 +354,11 @@ def optimizer_step(gpu: FakeGPU, streamed: bool) -> dict[str, Any]:
 @case
 def optimizer(gpu: FakeGPU) -> dict[str, Any]:
     return optimizer_step(gpu, streamed=False)
+
+
+@case
+def compiled_optimizer(gpu: FakeGPU) -> dict[str, Any]:
+    return optimizer_step(gpu, streamed=False, compiled=True)
 
 
 @case

@@ -144,6 +144,11 @@ def test_an_optimizer_s_step_stays_on_the_gpu(cases: dict[str, FIGURES]) -> None
     assert case["peak"] <= 4 * 4 * GPU_PIECE
 
 
+def test_a_compiled_step_s_constants_are_not_waited_for(cases: dict[str, FIGURES]) -> None:
+    case = found(cases, "compiled_optimizer")
+    assert case["devices"] == ["cuda"] and case["waits"] == [] and 0 < case["copied"] < 2**12
+
+
 def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: dict[str, FIGURES]) -> None:
     case = found(cases, "streamed_optimizer")
     assert case["state"] == 0 and case["waits"] == []
