@@ -45,7 +45,7 @@ from .quantized import Quantization
 from .quantized_layers import packed_weights, settle
 from .router_replay import make_replaying
 from .routing import num_experts, tells_routing
-from .row_proof import choose_rows
+from .row_proof import choose_rows, expect_rows
 from .tensor_parallel import check_split, parts_of, trained_elements
 
 
@@ -198,7 +198,8 @@ def load_policy(
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
     if config.on_cpu:
         cpu_products.take_over(loaded)
-    why_padded = choose_rows(loaded)
+    # On a GPU the rows are proved once the model is there: before, its forwards would run on the host.
+    why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processor = None
     if takes_images(unwrap(loaded).config) and not reads_text_alone(unwrap(loaded)):
         if config.freeze_vision_tower:

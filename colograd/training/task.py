@@ -143,7 +143,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         eval_prompts = eval_prompts_of(eval_dataset, policy, args, toolbox)
         check_teacher_column(args, train_prompts)
         seen = prompts_with_images([train_prompts], policy, toolbox)
-        policy = proven_with_images(policy, seen)
+        policy = proven_with_images(policy, seen) if args.on_cpu else policy
         if rollout_func is None and agent is None and given.needs_columns:
             check_rewards(rewards, train_prompts, toolbox)
     return Task(

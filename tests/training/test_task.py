@@ -8,6 +8,8 @@ from datasets import Dataset, IterableDataset
 from tool_cases import Counter
 from transformers import AutoModelForCausalLM
 
+from colograd.config import GRPOConfig
+from colograd.policy import attention, row_proof
 from colograd.policy.loading import load_policy
 from colograd.rollout.toolbox import EMPTY, Toolbox
 from colograd.training.prompts import train_prompts_of
@@ -46,3 +48,11 @@ def test_rows_of_environments_need_no_prompt(tiny_model, tmp_path, streamed) -> 
     policy = load_policy(tiny_model, None, config)
     prompts = train_prompts_of(dataset, policy, config, Toolbox(None, {"counter": Counter})).first(2)
     assert [prompt.example for prompt in prompts] == [{**row, "prompt": EMPTY} for row in rows[:2]]
+
+
+def test_no_row_is_proved_on_a_gpu_s_host(tiny_model, tmp_path, monkeypatch) -> None:
+    """The policy is in host memory then, where forwards of a large model take minutes."""
+    monkeypatch.setattr(row_proof, "differences", lambda *row, **options: pytest.fail("a forward"))
+    monkeypatch.setattr(GRPOConfig, "on_cpu", False)
+    policy = load_policy(tiny_model, None, tiny.config(tmp_path))
+    assert policy.why_padded == "" and policy.model.config._attn_implementation == attention.NAME
