@@ -135,7 +135,8 @@ def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: 
 def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:
     """Output and log-sum-exp (Q, heads) float32 of queries, keys and values."""
     if call.sequences is None:
-        return _joined(cpu_attention.attend(*of, call.causal, scale) for of in _one_by_one(call, *inputs))
+        each = _one_by_one(call, *inputs)
+        return _joined(cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in each)
     out, lse, *_ = kernels()[0](*inputs, *call.sequences, 0.0, _is_causal(call), False, scale=scale, **_window(call))
     return out, lse.t()
 
