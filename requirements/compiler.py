@@ -17,7 +17,7 @@ if not os.path.isfile(header):
 if lacking:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     sys.exit(
-        f"setup: {' and '.join(lacking)} missing: pycosat is compiled with them, and on a GPU Triton's kernels. Install "
-        f"them (Debian, Ubuntu: apt-get install gcc {version}-dev; Fedora, RHEL: dnf install gcc {version}-devel), or "
+        f"setup: {' and '.join(lacking)} missing: pycosat is compiled with them, and on a GPU Triton's kernels. Install"
+        f" them (Debian, Ubuntu: apt-get install gcc {version}-dev; Fedora, RHEL: dnf install gcc {version}-devel), or "
         "name a Python that has its headers: make setup PYTHON=..."
     )
