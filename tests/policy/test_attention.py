@@ -456,6 +456,24 @@ def test_a_gpu_computes_what_a_dense_mask_does(layout: SegmentLayout, dtype: tor
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("keys", [4, 2])
+def test_a_gpu_s_gradients_are_the_loop_s(keys: int) -> None:
+    """Where heads are equal and prompts long, torch 2.14's own interface would call cuDNN."""
+    layout, generator = SegmentLayout((256, 160, 160), ((), (0,), (0,))), torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, layout.num_tokens, 64, generator=generator).bfloat16() for heads in (4, keys, keys)]
+    results = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        inputs = [x.to(device, dtype).requires_grad_() for x in made]
+        if device == "cuda":
+            output, _ = attention.packed_attention(torch.nn.Module(), *inputs, None, layout=layout)
+        else:
+            output = attention._segment_attention(*inputs, layout, (None, 0.0, None), None)
+        output.float().square().sum().backward()
+        results.append([output, *(x.grad for x in inputs)])
+    assert all(relative_error(a.float().cpu(), b) < 0.03 for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_gradients_of_a_shared_prompt_repeat(deterministic: bool) -> None:
     """Many completions add to one prompt's keys. Bit for bit under `full_determinism`, else up to rounding."""
