@@ -1,5 +1,5 @@
-"""Exit with a message if this Python can't build pycosat, a C extension of which there is no wheel (reasoning_gym needs
-it). `make setup` runs this before it installs anything. Triton needs the same two on a GPU, whenever a run starts."""
+"""Exit with a message if this Python can't build pycosat, a C extension without a wheel (reasoning_gym needs it).
+`make setup` runs this before it installs anything. On a GPU, Triton needs the compiler and the headers in every run."""
 
 import os
 import shlex

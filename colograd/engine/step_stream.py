@@ -80,8 +80,8 @@ class StepStream:
             self._release()
 
     def _release(self) -> None:
-        """Free what the engine's steps left in the allocator's cache: it would serve allocations of this stream alone,
-        and the policy's training would run out of memory and have it freed then."""
+        """Free the blocks of this stream in the allocator's cache. Training couldn't take them: it would run out of
+        memory first, and the allocator would free them then."""
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < IDLE:
             return
         segments: list[Any] = torch.cuda.memory_snapshot()

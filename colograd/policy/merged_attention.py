@@ -180,8 +180,8 @@ def _window(call: Call) -> dict[str, int]:
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return torch's flash attention, forward and backward, for sequences of any lengths and for grouped heads.
 
-    `torch.nn.attention.varlen` isn't used: since torch 2.14 it calls cuDNN on some GPUs, for whose backward no formula
-    says that another call's output may be given.
+    `torch.nn.attention.varlen` isn't used. Since torch 2.14 it calls cuDNN on some GPUs, and cuDNN's backward isn't
+    known to accept another call's output.
     """
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 

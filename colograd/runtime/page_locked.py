@@ -45,7 +45,7 @@ def _lock_pages(owner: Any, pages: mmap.mmap, device: torch.device) -> None:
     Args:
         device: the GPU that is asked; the lock holds for all of them.
     """
-    if hasattr(mmap, "MADV_DONTFORK"):  # else a write beside a forked process would move a page away from the GPU's
+    if hasattr(mmap, "MADV_DONTFORK"):  # after a fork, a write could move a page away from the one that the GPU reads
         pages.madvise(mmap.MADV_DONTFORK)
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     with torch.cuda.device(device):

@@ -143,7 +143,7 @@ def test_a_tensors_pages_are_locked_as_long_as_its_storage_is_there(gpu: GPU) ->
 
 
 def test_a_tensors_pages_may_be_large(gpu: GPU) -> None:
-    """Private memory, for which the kernel was asked for large pages, and which a forked process doesn't get."""
+    """The memory is private, large pages are requested, and a forked process doesn't get it."""
     tensor = page_locked.host_empty(torch.Size((2**22,)), torch.uint8, torch.device("cuda", 0))
     areas = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     bounds = (tuple(int(end, 16) for end in area.split()[0].split("-")) for area in areas)

@@ -259,8 +259,10 @@ class FakeGPU(TorchDispatchMode):
 
 
 def _inside_backward(inputs: list[torch.Tensor]) -> int:
-    """What flash attention's backward takes while it runs: the queries' gradients in float32, with 128 rows more for
-    each sequence and heads of a multiple of 32, and where heads are grouped the keys' and values' once per query head.
+    """Bytes that flash attention's backward takes while it runs.
+
+    The queries' gradients in float32, with 128 rows more for each sequence and heads of a multiple of 32. Where heads
+    are grouped, the keys' and values' gradients once per query head.
     """
     _, query, key, _, _, _, starts, *_ = inputs
     tokens, heads, head = query.shape

@@ -1,4 +1,4 @@
-"""What `make setup` says where packages can't be compiled."""
+"""`make setup` names a missing compiler before it installs anything."""
 
 from __future__ import annotations
 

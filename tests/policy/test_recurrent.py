@@ -107,7 +107,7 @@ def test_later_transformers_name_a_state_cache() -> None:
 
 
 def test_a_later_checkpoint_keeps_its_row() -> None:
-    """Since transformers 5.23 a layer's hooks stay outside of its checkpoint, whose kwargs come back alone."""
+    """Since transformers 5.23 a checkpoint doesn't run a layer's hooks again. It repeats the keyword arguments."""
     model = packed_model("lfm2")
     (mixer,), inputs = mixers_of(model), torch.randn(1, 9, 64)
     layouts = [SegmentLayout((4, 2, 3), ((), (0,), (0,))), SegmentLayout((5, 4), ((), (0,)))]
