@@ -66,6 +66,7 @@ $(STAMP): $(REQUIREMENTS) setup.cfg
 	if ! "$(PY)" -m pip --version >/dev/null 2>&1; then \
 	  "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "setup: the pinned packages need Python 3.11 or newer; name one: make setup PYTHON=python3.12" >&2; exit 1; }; \
+	  "$(PYTHON)" requirements/compiler.py; \
 	  "$(PYTHON)" -m venv --clear "$(VENV)"; \
 	fi; \
 	echo "setup: installing requirements/$$kind.txt into $(VENV) (a few minutes the first time)"; \

@@ -21,7 +21,7 @@ from .engine import EngineKnobs
 from .knob import BARE_FLAG, knob, names_checked, unused_lines
 from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
 from .outputs import JournalKnobs, LogKnobs, SavingKnobs
-from .policy import PolicyKnobs
+from .policy import CHECKPOINTING, PolicyKnobs
 from .rewards import RewardKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
@@ -124,6 +124,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_trl()
         self.notes.extend(self._take_old_names())
         self._take_checkpointing()
+        checkpoints: Any = self.gradient_checkpointing  # None, which transformers may make False
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
         autocast, self.bf16 = self.bf16, False  # its meaning depends on the policy's dtype
@@ -145,10 +146,10 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         for name, value in compiled.items():
             setattr(self, name, value)
         self.logging_nan_inf_filter = False  # a NaN loss must be seen
-        given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
-        self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
-        if self.gradient_checkpointing is None and {"every_n_layers", "offload"} & set(given or {}):
-            self.gradient_checkpointing = True  # type: ignore[assignment]
+        given: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
+        if checkpoints is None and {"every_n_layers", "offload"} & set(given):
+            checkpoints = True
+        self._set_checkpointing(checkpoints, {"use_reentrant": False, **given})
         self._resolve_budget(self.on_cpu)
         self._check_policy()
         self._check_sharding()
@@ -297,5 +298,5 @@ def _read_at_start() -> frozenset[str]:
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}
-        | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim", "save_on_each_node"}
+        | {"bf16", "optim", "save_on_each_node", *CHECKPOINTING, *(f"{name}_kwargs" for name in CHECKPOINTING)}
     )

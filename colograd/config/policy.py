@@ -23,6 +23,10 @@ COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode"
 KEEPS_MASTER = ("adamw_split", "muon")  # optimizers with an exact float32 master of a bfloat16 policy
 
 
+# Names of one setting in transformers: TRL's, and the one that a Trainer reads since transformers 5.23.
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+
+
 def default_dtype(optim: str) -> str:
     """The policy's dtype where none is set: `bfloat16`, or TRL's `float32` if ``optim`` keeps no float32 master."""
     return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
@@ -134,11 +138,24 @@ class PolicyKnobs(TrainingArguments):
     def _take_checkpointing(self) -> None:
         """Make ``gradient_checkpointing`` a bool or None; `offload` is an entry of its keyword arguments, as in
         transformers."""
-        way, given = checkpointing_way(self.gradient_checkpointing), self.gradient_checkpointing_kwargs
+        way, given = (self._given_checkpointing(end) for end in ("", "_kwargs"))
+        way = checkpointing_way(way)
         if way == "offload":
             given = json.loads(given) if isinstance(given, str) else given
-            self.gradient_checkpointing_kwargs: Any = {**(given or {}), "offload": True}
-        self.gradient_checkpointing: Any = way == "offload" or way
+            given = {**(given or {}), "offload": True}
+        self._set_checkpointing(way == "offload" or way, given)
+
+    def _given_checkpointing(self, end: str) -> Any:
+        """The setting by either name."""
+        named = (getattr(self, f"{name}{end}", None) for name in CHECKPOINTING)
+        return next((value for value in named if value is not None), None)
+
+    def _set_checkpointing(self, on: bool | None, kwargs: Any) -> None:
+        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that this transformers reads."""
+        for name in CHECKPOINTING:
+            if hasattr(self, name):
+                setattr(self, name, on)
+                setattr(self, f"{name}_kwargs", kwargs)
 
     @property
     def offloads_activations(self) -> bool:
@@ -157,10 +174,8 @@ class PolicyKnobs(TrainingArguments):
 
     def resolve_checkpointing(self, every: int) -> None:
         """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
-        self.gradient_checkpointing = every > 0
-        if every > 1:
-            given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-            self.gradient_checkpointing_kwargs = {**given, "every_n_layers": every}
+        given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+        self._set_checkpointing(every > 0, {**given, "every_n_layers": every} if every > 1 else given)
 
     def resolve_offload(self, streams: bool, gradients: bool, activations: bool) -> None:
         """Resolve `offload_optimizer: auto` once the plan is known."""
@@ -168,8 +183,7 @@ class PolicyKnobs(TrainingArguments):
         self.offload_gradients: bool = getattr(self, "offload_gradients", False) or gradients
         if activations:
             given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-            self.gradient_checkpointing = True
-            self.gradient_checkpointing_kwargs = {**given, "offload": True, "every_n_layers": 1}
+            self._set_checkpointing(True, {**given, "offload": True, "every_n_layers": 1})
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
         """Resolve ``optim`` and ``bf16``, once the policy is loaded and its dtype known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -15,10 +16,12 @@ from .kept_tokens import TELLS_KEPT
 
 CPU_BLOCK = 32  # tokens of a KV block: a group shares its prompt's whole ones, of which with vLLM's 128 most have none
 MOST_SEQUENCES = 1024  # decoded at once: vLLM's own number on the largest GPUs
+FAR_APART = 128  # numbers of tokens between CUDA graphs of steps that training never has
 VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
 # vLLM's kernel for a mixture's experts that reads them as they are in a checkpoint. Others swap or permute them.
 KEEPS_EXPERTS = "triton"
 TELLS_EXPERTS = "enable_return_routed_experts"  # with each completion the experts of its tokens; not on a CPU
+V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
@@ -31,13 +34,14 @@ TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
-    images: int = 0,
+    images: int = 0, trained: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
 
     Args:
         sequences: the most of one generation, in training or evaluation; 0: unknown.
         images: the most of one prompt, of a model that reads them.
+        trained: the most sequences of one generation in training; 0: ``sequences``.
 
     Raises:
         ValueError: an argument that would break what the trainer relies on.
@@ -82,14 +86,15 @@ def engine_kwargs(
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
             kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
         if sequences:
-            kwargs |= _batch_kwargs(config, sequences)
-    if config.router_replay and _runs_v2(config):
+            kwargs |= _batch_kwargs(config, sequences, trained or sequences)
+    if config.router_replay and _runs_v2(config, "router_replay is true", "router_replay: false"):
         kwargs |= _experts_told(given)
-    if config.replays_truncation and _runs_v2(config):
+    truncates = "top_k truncates the sampler's distribution"
+    if config.replays_truncation and _runs_v2(config, truncates, "vllm_importance_sampling_correction: false"):
         if not _accepted(TELLS_KEPT):
             raise RuntimeError(
-                "top_k truncates the sampler's distribution, but this vLLM doesn't tell which tokens were left: "
-                "install 0.31, or set vllm_importance_sampling_correction: false."
+                f"{truncates}, but this vLLM doesn't tell which tokens were left: install 0.31, or set "
+                "vllm_importance_sampling_correction: false."
             )
         kwargs[TELLS_KEPT] = True
     return {name: value for name, value in kwargs.items() if value is not None} | given
@@ -103,11 +108,22 @@ def _unpacked_latents() -> dict[str, Any]:
     return {} if plain is None else dict.fromkeys(_accepted("attention_backend"), plain)
 
 
-def _runs_v2(config: GRPOConfig) -> bool:
-    """Whether vLLM steps by its Model Runner V2, which tells a completion's experts by itself."""
+def _runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
+    """Whether vLLM steps by its Model Runner V2, which returns a completion's experts and kept tokens by itself.
+
+    Raises:
+        ValueError: V2 is switched off on a GPU, where these can't be read off V1, as the ``setting`` needs.
+    """
     import vllm.envs
 
-    return not config.on_cpu or bool(vllm.envs.VLLM_USE_V2_MODEL_RUNNER)
+    if config.on_cpu:
+        return bool(vllm.envs.VLLM_USE_V2_MODEL_RUNNER)
+    if os.environ.get(V2_SWITCH) and not vllm.envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise ValueError(
+            f"{setting}, which needs vLLM's Model Runner V2 on a GPU, but {V2_SWITCH} is {os.environ[V2_SWITCH]}: "
+            f"remove the variable, or set {remedy}."
+        )
+    return True
 
 
 def _experts_told(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,28 +142,33 @@ def _experts_told(given: Mapping[str, Any]) -> dict[str, Any]:
     return {TELLS_EXPERTS: True}
 
 
-def _batch_kwargs(config: GRPOConfig, sequences: int) -> dict[str, Any]:
+def _batch_kwargs(config: GRPOConfig, sequences: int, trained: int) -> dict[str, Any]:
     """vLLM's batches and CUDA graphs as wide as a generation is; its own are those of a server, up to 512 sequences."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
     kwargs: dict[str, Any] = {"max_num_seqs": width}
     says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
     if compiles(config) and not says_graphs:
-        sizes = graph_sizes(width, *drafted_tokens(config, width))
+        sizes = graph_sizes(width, trained, *drafted_tokens(config, width))
         kwargs |= dict.fromkeys(_accepted("cudagraph_capture_sizes"), sizes)
     return kwargs
 
 
-def graph_sizes(width: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Numbers of tokens that CUDA graphs are captured for; a step takes the next larger one.
+def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
+    """Numbers of tokens that CUDA graphs are captured for; a step takes the next larger one. Each size costs time at
+    start and memory, so above the width of training, where only evaluations are, sizes are far apart.
 
     Args:
         width: sequences, each of which has a token of a step.
+        trained: the width of training.
         most: tokens of a step with drafts.
         multiple: vLLM leaves only multiples of a sequence's tokens with drafts.
     """
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32), width, most}
-    return sorted({-(-size // multiple) * multiple for size in sizes if 0 < size <= max(width, most)})
+    fine, largest = min(trained, width) * multiple, max(width, most)
+    near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}
+    far = range(FAR_APART, largest + 1, FAR_APART)
+    sizes = {size for size in near if size <= fine} | {size for size in far if size > fine} | {fine, width, most}
+    return sorted({-(-size // multiple) * multiple for size in sizes if 0 < size <= largest})
 
 
 def drafted_tokens(config: GRPOConfig, width: int) -> tuple[int, int]:

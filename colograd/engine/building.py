@@ -153,6 +153,8 @@ def build_conditions(
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
         enter(torch.random.fork_rng(range(torch.cuda.device_count())))
+        for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # its worker would undo `tf32`
+            while_built.callback(setattr, products, "fp32_precision", products.fp32_precision)
         if on_cpu:
             ranks_without_compiling()
             draws_taken_back()

@@ -17,6 +17,8 @@ import torch
 from .building import replaced
 
 PRIORITY = -1  # above the 0 of all other streams
+IDLE = 2**28  # bytes of the allocator's cache that are worth the wait in which they are freed
+USUAL_POOL = (0, 0)  # other pools are those of captured graphs, and keep their memory
 
 
 class StepStream:
@@ -74,3 +76,19 @@ class StepStream:
                 yield
             finally:
                 self._is_apart = before
+        if not self._is_apart:
+            self._release()
+
+    def _release(self) -> None:
+        """Free the blocks of this stream in the allocator's cache. Training couldn't take them: it would run out of
+        memory first, and the allocator would free them then."""
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < IDLE:
+            return
+        segments: list[Any] = torch.cuda.memory_snapshot()
+        idle = sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in segments
+            if segment["stream"] == self.stream.cuda_stream and segment.get("segment_pool_id", USUAL_POOL) == USUAL_POOL
+        )
+        if idle >= IDLE:
+            torch.cuda.empty_cache()

@@ -45,6 +45,7 @@ class Needs:
     end_tokens: tuple[int, ...] = ()  # end a completion, besides those that the checkpoint names
     adapter: Adapter | None = None  # the LoRA to have a slot for; see `load_adapter`
     sequences: int = 0  # the most of one generation; 0: unknown
+    trained: int = 0  # the most of one generation in training; 0: ``sequences``
     blank: bool = False  # don't load the checkpoint's weights: all will be written
     # The model's names -> its layers that multiply with the policy's packed weights. Such an engine is blank.
     parts_of: Callable[[EngineTensors], Parts] | None = None
@@ -88,7 +89,8 @@ class VLLMEngine:
         self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
         gives_way = config.overlap != "off" and not (config.on_cpu or config.why_not_between_steps)
         self._stream = StepStream() if gives_way else None  # None: as all else
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, needs.sequences, needs.images)
+        numbers = needs.sequences, needs.images, needs.trained
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, *numbers)
         if needs.text_alone:
             kwargs["language_model_only"] = True
         kwargs |= lora_kwargs(model_path, config, needs.adapter)

@@ -17,6 +17,8 @@ BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention bac
 # Where keys are copied, completions are planned with 1/SHORT of the longest: short ones join their prompt's keys more
 # often. Rows of still shorter completions are rare, and packed again if memory runs out.
 SHORT = 8
+# Flash attention's backward sums queries' gradients in rows of whole blocks, and heads of a multiple of a number.
+FLASH_ROWS, FLASH_HEAD_STEP = 128, 32
 SCORE = 8  # bytes that a soft-capped score keeps: the tanh, the softmax in float32, and that in the row's dtype
 GATED = {"gpt_oss": 7}  # whose gate is clamped, and times its own sigmoid; see `Shape.gated`
 NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # also behind attention and MLP
@@ -108,6 +110,7 @@ class CopiedKeys(NamedTuple):
     inside: float = 1.0  # keys of one layer's attention while it runs, its own among them
     scores: float = 0.0  # of each head, of every layer
     segment: float = 0.0  # of those what the longest segment has
+    padding: float = 0.0  # rows that flash attention's backward adds for a row's segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,9 @@ class Lengths:
         if shape.copies or copies:
             joined = self.joined_keys(tokens)
             return CopiedKeys(joined, joined, *scores)
-        return CopiedKeys(0.0, self.joined_keys(tokens, shape.window)) if windowed else CopiedKeys()
+        count, short = self._short(tokens)
+        padding = FLASH_ROWS * (1 + count) / (self.prompt + count * short) if device == "cuda" else 0.0
+        return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
         """Keys per token of a row, if each completion's are joined with its prompt's, or with those of a ``window``.
@@ -246,7 +251,8 @@ def _gradients_inside(shape: Shape, itemsize: int, device: str, copied: CopiedKe
     if device == "cuda":
         # Flash attention's backward sums queries' gradients in float32, and keys' and values' once per query head.
         spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries
-        attention += 4 * shape.queries + spread
+        widened = -(-shape.head // FLASH_HEAD_STEP) * FLASH_HEAD_STEP / max(shape.head, 1)
+        attention += 4 * shape.queries * widened * (1 + copied.padding) + spread
     attention += SCORE * shape.capped * copied.segment
     return max(mlp, attention)
 

@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
 from . import cpu_attention
-from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one, kernels
+from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one
 from .sending import to_device_async
 from .sequence_parallel import PACKED as NAME
 from .sequence_parallel import RowPart
@@ -305,14 +305,6 @@ def _flash_takes(query: torch.Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-@functools.cache
-def _flash() -> Any:
-    """torch's variable-length flash attention."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn
-
-
 # Tokens of an earlier segment, on average, from which on a CPU reads its keys in place: below it copies them in less
 # time (docs/performance.md#attention).
 IN_PLACE_FROM = 128
@@ -353,8 +345,6 @@ def _merged_attention(
     size = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))  # of latent attention, whose keys are longer than its values
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    if calls[0].sequences is not None and "enable_gqa" not in kernels()[2]:  # an older torch
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scale)
     return found[..., :size].unsqueeze(0)
@@ -391,8 +381,9 @@ def tower_attention(
     if cu_seq_lens_q is not None and max_length_q is not None and fits:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         scale, longest = scaling if scaling is not None else q.shape[-1] ** -0.5, int(max_length_q)
-        places = cu_seq_lens_q, cu_seq_lens_q, longest, longest
-        return _flash()(q, k, v, *places, scale=scale).unsqueeze(0), None
+        call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
+        found: torch.Tensor = MergedAttention.apply(q, k, v, None, (call,), scale)
+        return found.unsqueeze(0), None
     # As transformers does it for `sdpa`; on a GPU (in float32, say) the host waits here for the windows' lengths.
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -46,7 +46,7 @@ from .quantized import Quantization
 from .quantized_layers import packed_weights, settle
 from .router_replay import make_replaying
 from .routing import num_experts, tells_routing
-from .row_proof import choose_rows
+from .row_proof import choose_rows, expect_rows
 from .tensor_parallel import check_split, parts_of, trained_elements, vocabulary_size
 
 
@@ -74,7 +74,7 @@ class Policy:
         model = unwrap(self.model)
         if not model.supports_gradient_checkpointing:
             return (0,)
-        some = "every_n_layers" in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters
+        some = "every_n_layers" in inspect.signature(PreTrainedModel._set_gradient_checkpointing).parameters
         return (0, 4, 2, 1) if some else (0, 1)
 
     @property
@@ -206,7 +206,8 @@ def load_policy(
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
     if config.on_cpu:
         cpu_products.take_over(loaded)
-    why_padded = choose_rows(loaded)
+    # On a GPU the rows are proved once the model is there: before, its forwards would run on the host.
+    why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processor = None
     if takes_images(unwrap(loaded).config) and not reads_text_alone(unwrap(loaded)):
         if config.freeze_vision_tower:

@@ -64,29 +64,26 @@ class MergedAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None,
         calls: Sequence[Call], scale: float,
     ) -> torch.Tensor:  # fmt: skip
-        out, whole, state = _attend(calls[0], _taken(calls[0], query, key, value), scale)
-        states = [state]
+        out, whole = _attend(calls[0], _taken(calls[0], query, key, value), scale)
         for call in calls[1:]:
             assert call.queries is not None
-            found, lse, state = _attend(call, _taken(call, query, key, value), scale)
-            states.append(state)
-            _merge(out, whole, call.queries, found, lse)
+            _merge(out, whole, call.queries, *_attend(call, _taken(call, query, key, value), scale))
         if sinks is not None:
             lse, whole = whole, torch.logaddexp(whole, sinks.float())
             out = out.mul_((lse - whole).exp_().unsqueeze(-1))
-        ctx.save_for_backward(query, key, value, sinks, out, whole, *states)
+        ctx.save_for_backward(query, key, value, sinks, out, whole)
         ctx.calls, ctx.scale = calls, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, sinks, out, whole, *states = ctx.saved_tensors
+        query, key, value, sinks, out, whole = ctx.saved_tensors
         inputs: tuple[torch.Tensor, ...] = (query, key, value)
         totals: list[torch.Tensor | None] = [None, None, None]
-        for call, state in zip(ctx.calls, states, strict=True):
+        for call in ctx.calls:
             places = call.queries, call.keys, call.keys
             rows = tuple(_at(x, call.queries) for x in (gradient, out, whole))
-            found = _gradients(call, _taken(call, *inputs), rows, state, ctx.scale)
+            found = _gradients(call, _taken(call, *inputs), rows, ctx.scale)
             totals = [_sum(*each) for each in zip(totals, inputs, places, found, strict=True)]
         to_sinks = None
         if sinks is not None:
@@ -135,33 +132,26 @@ def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: 
 # -- the kernels, on (tokens, heads, D)
 
 
-def _attend(
-    call: Call, inputs: tuple[torch.Tensor, ...], scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Output, log-sum-exp (Q, heads) float32, and what else the backward is to get, of queries, keys and values."""
+def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:
+    """Output and log-sum-exp (Q, heads) float32 of queries, keys and values."""
     if call.sequences is None:
-        parts = (cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in _one_by_one(call, *inputs))
-        return *_joined(parts), None
-    forward, _, takes = kernels()
-    grouped = {"enable_gqa": inputs[0].shape[1] != inputs[1].shape[1]} if "enable_gqa" in takes else {}
-    causal, window = _visible(call)
-    out, lse, state = forward(*inputs, *call.sequences, causal, scale, window, **grouped)
-    return out, lse.t(), state
+        each = _one_by_one(call, *inputs)
+        return _joined(cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in each)
+    out, lse, *_ = kernels()[0](*inputs, *call.sequences, 0.0, _is_causal(call), False, scale=scale, **_window(call))
+    return out, lse.t()
 
 
 def _gradients(
-    call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], state: torch.Tensor | None,
-    scale: float,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float
+) -> tuple[torch.Tensor, ...]:
     """Of the call's ``inputs`` (queries, keys, values); ``rows``: gradient, output and log-sum-exp of its queries."""
     if call.sequences is None:
         each = _one_by_one(call, rows[0], *inputs, *rows[1:])
         return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
     gradient, out, whole = rows
-    causal, window = _visible(call)
-    lse = whole.t().contiguous()
-    found = kernels()[1](gradient, *inputs, out, lse, *call.sequences, causal, state, scale, window)
-    return tuple(found)
+    row, none = (gradient, *inputs, out, whole.t().contiguous()), out.new_zeros(2, dtype=torch.uint64)
+    options = 0.0, _is_causal(call), none, none  # no dropout, and so no seed and no offset
+    return tuple(kernels()[1](*row, *call.sequences, *options, scale=scale, **_window(call)))
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -176,20 +166,24 @@ def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ..
     return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in alike)
 
 
-def _visible(call: Call) -> tuple[bool, list[int]]:
-    """As the kernel is told: causal, and how many keys a query sees before its own and after it."""
-    window = [-1 if call.window is None else call.window - 1, 0] if call.causal else [-1, -1]
-    return window == [-1, 0], window
+def _is_causal(call: Call) -> bool:
+    """Whether a query sees all keys up to its own; with a window the window says so."""
+    return call.causal and call.window is None
 
 
-@functools.cache
-def kernels() -> tuple[Callable[..., Any], Callable[..., Any], frozenset[str]]:
-    """torch's variable-length flash attention, forward and backward, with its log-sum-exp (heads, tokens); and what
-    the forward takes."""
-    from torch.nn.attention import varlen  # noqa: F401  # which registers them
+def _window(call: Call) -> dict[str, int]:
+    """Numbers of keys that a query sees before its own and after it; -1: all."""
+    left = -1 if call.window is None else call.window - 1
+    return {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
 
-    forward, backward = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
-    return forward, backward, frozenset(argument.name for argument in forward.default._schema.arguments)
+
+def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's flash attention, forward and backward, for sequences of any lengths and for grouped heads.
+
+    `torch.nn.attention.varlen` isn't used. Since torch 2.14 it calls cuDNN on some GPUs, and cuDNN's backward isn't
+    known to accept another call's output.
+    """
+    return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 
 # -- the calls of a layout

@@ -23,7 +23,8 @@ from . import recurrent_heads
 from .layers import decoder_layers
 from .sending import to_device_async
 
-CACHES = ("cache_params", "past_key_values")  # what transformers calls the argument of a mixer that has its state
+# Names of the argument with a mixer's state: the first one since transformers 5.24.
+CACHES = ("cache", "cache_params", "past_key_values")
 SHORTEST = 0.75  # of a batch's longest run: at most a quarter of its tokens are padding
 
 
@@ -67,13 +68,14 @@ def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) 
         mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
 
 
-def _forward(own: Any, cache: str, mixer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if mixer.layout is None:
-        kwargs.pop("layout", None)
+def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # Since transformers 5.23 a checkpoint computes a layer again without `_hand_out`, but its kwargs come down here.
+    layout, row_part = kwargs.pop("layout", mixer.layout), kwargs.pop("row_part", mixer.row_part)
+    if layout is None:
         return own(mixer, hidden_states, *args, **kwargs)
-    run = functools.partial(_over_segments, own, cache, mixer.layout)
-    if mixer.row_part is not None:
-        return recurrent_heads.mix(mixer, hidden_states, mixer.row_part, run)
+    run = functools.partial(_over_segments, own, cache, layout)
+    if row_part is not None:
+        return recurrent_heads.mix(mixer, hidden_states, row_part, run)
     return run(mixer, hidden_states)
 
 
@@ -120,6 +122,15 @@ class _States:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.continues
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.conv_states[state_idx] if self.continues else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.recurrent_states[state_idx] if self.continues else None
 
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..batch import UNKNOWN, MicroBatch
 from .layers import decoder_layers
@@ -54,6 +55,11 @@ def make_replaying(model: Any) -> None:
     Raises:
         ValueError: its routers aren't those of a known family, with the remedy.
     """
+    if "__call__" not in vars(GradientCheckpointingLayer):
+        raise ValueError(
+            "router_replay is true, but with transformers 5.23 or later a checkpointed layer is computed again without "
+            "the experts of its row: install transformers below 5.23, or set router_replay: false."
+        )
     model, place = unwrap(model), 0
     kind = model.config.get_text_config().model_type
     for layer in decoder_layers(model):

@@ -85,6 +85,21 @@ def obstacle(model: Any) -> str:
     return ""
 
 
+def expect_rows(model: Any) -> str:
+    """Set the model's attention for the rows that its configuration suggests. `choose_rows` proves them later, on the
+    device that trains.
+
+    Returns:
+        Why rows are padded; empty if they are packed.
+    """
+    model = unwrap(model)
+    own, why = _own_attention(model), obstacle(model)
+    if not why:
+        recurrent.make_segmented(model)
+    images.set_attention(model, own if why else attention.NAME)
+    return why
+
+
 def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
@@ -227,11 +242,16 @@ def allowed(dtype: torch.dtype) -> float:
 
 
 def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> torch.Tensor:
-    """[C] float32 of tokens behind a prompt, in a row as the model is trained on."""
-    rollout, shared = _written(asked, array("i", ids)), unwrap(model).config._attn_implementation == attention.NAME
+    """[C] float32 of tokens behind a prompt, in a padded row: packed rows may not be proved yet."""
+    inner, rollout = unwrap(model), _written(asked, array("i", ids))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
-    (row,) = pack([group], 1, False, model.device, share_prompts=shared)
-    return policy_logprobs(model, row, 1.0)[0].detach()
+    (row,) = pack([group], 1, False, model.device, share_prompts=False)
+    chosen = inner.config._attn_implementation
+    try:
+        images.set_attention(inner, _own_attention(inner))
+        return policy_logprobs(model, row, 1.0)[0].detach()
+    finally:
+        images.set_attention(inner, chosen)
 
 
 @torch.no_grad()

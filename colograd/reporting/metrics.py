@@ -95,6 +95,21 @@ def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
+class AllocRetries:
+    """Times that a GPU's allocator found no memory, freed its cache and tried again: each is a stall."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._so_far = device, 0
+        self.take()
+
+    def take(self) -> dict[str, float]:
+        """The number since the last call, as ``train/alloc_retries``; nothing on a CPU."""
+        if self._device.type != "cuda":
+            return {}
+        before, self._so_far = self._so_far, int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+        return {"train/alloc_retries": float(self._so_far - before)}
+
+
 class PhaseTimes:
     """Wall-clock seconds of each phase of a step; a second is counted once."""
 

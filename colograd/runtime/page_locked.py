@@ -20,7 +20,8 @@ HUGE = 2**21  # from here on larger pages are asked for
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
     """Host memory for ``nbytes``, rounded up to whole pages; in large pages where the kernel has them. For a GPU
     ``device`` it is page-locked until nobody has this view, nor a storage made of it."""
-    pages = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE)
+    # Private: the kernel has large pages for shared memory on few machines. No other process reads these.
+    pages = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if len(pages) >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -44,6 +45,8 @@ def _lock_pages(owner: Any, pages: mmap.mmap, device: torch.device) -> None:
     Args:
         device: the GPU that is asked; the lock holds for all of them.
     """
+    if hasattr(mmap, "MADV_DONTFORK"):  # after a fork, a write could move a page away from the one that the GPU reads
+        pages.madvise(mmap.MADV_DONTFORK)
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     with torch.cuda.device(device):
         failed = int(torch.cuda.cudart().cudaHostRegister(address, len(pages), 0))

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..parallel import watchdog
 from ..parallel.ranks import world_size
 from ..parallel.shards import all_gather
 from ..policy.images import keep_gradients_out, tower_layers
@@ -170,6 +171,7 @@ def _lock_rows(block: Any, device: torch.device) -> None:
     """Bring this rank's rows of a block to page-locked host memory: torch's own would have sizes of powers of two."""
     group = block._get_fsdp_state()._fsdp_param_group
     for one in group.fsdp_params if group is not None else ():
+        watchdog.progress()
         padded, own = one._sharded_param_data, one.sharded_param._local_tensor
         place = host_empty(padded.shape, padded.dtype, device).copy_(padded)
         one._sharded_param_data = place

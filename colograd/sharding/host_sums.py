@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..parallel import watchdog
 from ..runtime.host_stream import BUFFERS, ELEMENTS, HostStream, Job
 from ..runtime.page_locked import host_empty
 
@@ -107,6 +108,7 @@ class HostSums:
     def _place(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         place = self._places.get(key)
         if place is None:
+            watchdog.progress()
             place = self._places[key] = host_empty(like.shape, dtype or like.dtype, self.device)
         return place
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..parallel import watchdog
 from ..parallel.gradients import sum_over_ranks
 from ..parallel.ranks import world_size
 from ..runtime.page_locked import host_empty
@@ -143,6 +144,7 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         for bucket in self.buckets:
+            watchdog.progress()
             flat = host_empty(torch.Size([bucket.part * bucket.ranks]), bucket.gradient_dtype, self.sums.device)
             for parameter, start, size in zip(bucket.parameters, bucket.starts, bucket.sizes, strict=True):
                 self.sums.keep_at(parameter, flat[start : start + size].view(parameter.shape))

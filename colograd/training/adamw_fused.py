@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..policy.sending import to_device_async
+
 # (bfloat16 parameter, grad, exp_avg, exp_avg_sq, remainder, constants) -> None, in place, on contiguous tensors of one
 # shape; see `fused_step`.
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -32,7 +34,7 @@ def step_constants(
     beta1, beta2 = betas
     root, size = (1 - beta2**step) ** 0.5, lr / (1 - beta1**step)
     numbers = [1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, root, eps, size]
-    return torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+    return to_device_async(torch.tensor(numbers, dtype=torch.float32), device)
 
 
 def fused_step(

@@ -18,6 +18,7 @@ from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
+from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
 from ..runtime.host_stream import ELEMENTS, HostStream, Job
 from ..runtime.page_locked import host_empty
@@ -215,6 +216,7 @@ class AdamWSplit(torch.optim.Optimizer):
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """An uninitialised state of `DTYPES` for a parameter."""
         if self.streamed:
+            watchdog.progress()  # large models' states take minutes to be page-locked
             return host_empty(parameter.shape, DTYPES[name], parameter.device)
         return torch.empty_like(parameter, dtype=DTYPES[name])
 

@@ -157,6 +157,7 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, task.prompts),
+        trained=sampled_together(config),
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
         images=most_images(task.prompts, policy, task.toolbox, context),
@@ -224,9 +225,11 @@ def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> N
             "offloads_gradients" in kept,
             "offloads_activations" in kept and task.policy.checkpointing[-1] == 1,
         )
+    every = config.checkpointing
     if config.gradient_checkpointing is None:
         run = read_run(config, task, config.token_budget)
-        config.resolve_checkpointing(least_checkpointing(run, strategy_name(config), task.policy.checkpointing))
+        every = least_checkpointing(run, strategy_name(config), task.policy.checkpointing)
+    config.resolve_checkpointing(every)
 
 
 def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:

@@ -32,7 +32,7 @@ from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..policy.supported import check_shared_rows
 from ..policy.teacher_head import TeacherHead, TopTokens
 from ..reporting.console import Console
-from ..reporting.metrics import Metrics, PhaseTimes
+from ..reporting.metrics import AllocRetries, Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups, OwnGroups
 from ..rollout.sampler import SampledRound
 from ..runtime.host_stream import device_bytes
@@ -86,6 +86,7 @@ class Learner:
         self.mismatch = SamplerMismatch(self.config)
         self.pending: list[StepBatch] = []  # the steps of the present round that aren't trained yet
         self.metrics: dict[str, float] = {}  # of the step that was trained last, over all ranks
+        self._alloc_retries = AllocRetries(self.config.device)
         self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
         self.early: EarlyRows | None = None  # what was trained of the next step while ranks sampled
         self._early_metrics: Metrics | None = None  # of a step's first rows, if they are trained
@@ -256,7 +257,8 @@ class Learner:
 
     def finish_step(self) -> dict[str, float]:
         """The metrics of the step that the optimizer has just taken, with this rank's bytes and seconds."""
-        return {**self.metrics, **self.sharding.traffic.take(), **self.times.end_step()}
+        own = self.sharding.traffic.take(), self._alloc_retries.take(), self.times.end_step()
+        return self.metrics | {name: value for part in own for name, value in part.items()}
 
     def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum: `GRPOTrainer.compute_loss`."""

@@ -147,7 +147,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         eval_prompts = eval_prompts_of(eval_dataset, policy, args, toolbox)
         check_teacher_column(args, train_prompts)
         seen = prompts_with_images([train_prompts], policy, toolbox)
-        policy = proven_with_images(policy, seen)
+        policy = proven_with_images(policy, seen) if args.on_cpu else policy
         check_best_metric(args, rewards, eval_prompts, given.adds_metrics or inspect.isclass(rollout_func))
         if rollout_func is None and agent is None and given.needs_columns:
             check_rewards(rewards, train_prompts, toolbox)

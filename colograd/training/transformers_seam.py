@@ -206,6 +206,8 @@ class SeamTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in transformers, from host memory (see `state_dict_on_host`); of a LoRA policy, only the adapter."""
+        if not self.args.should_save:  # since 5.24 transformers calls this on all ranks
+            return
         if state_dict is None:
             state_dict = self._gathered
             if state_dict is None and self.policy.adapter is None:
@@ -281,14 +283,14 @@ class SeamTrainer(Trainer):
         self.checkpointer.settle(wait=True)
         return super()._finalize_training(*args, **kwargs)
 
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         """As in transformers, at start; one error says what keeps the run from pushing.
 
         Raises:
             ValueError: no connection, no token, or no right to push there.
         """
         try:
-            super().init_hf_repo(token)
+            super().init_hf_repo(token, **options)  # since 5.24 there is `private`
         except (OSError, ValueError, HTTPError) as error:
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from colograd.checkpoint.host_files import HostFiles, write_image
+from colograd.parallel import watchdog
 from colograd.runtime import page_locked
+from colograd.training.adamw_split import AdamWSplit
 from colograd.weights import state_dict_on_host
 
 
@@ -137,6 +140,26 @@ def test_a_tensors_pages_are_locked_as_long_as_its_storage_is_there(gpu: GPU) ->
     view.fill_(1)
     del view
     assert not gpu.locked and not tensor.numel()
+
+
+def test_a_tensors_pages_may_be_large(gpu: GPU) -> None:
+    """The memory is private, large pages are requested, and a forked process doesn't get it."""
+    tensor = page_locked.host_empty(torch.Size((2**22,)), torch.uint8, torch.device("cuda", 0))
+    areas = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    bounds = (tuple(int(end, 16) for end in area.split()[0].split("-")) for area in areas)
+    (area,) = (area for area, (a, b) in zip(areas, bounds, strict=True) if a <= tensor.data_ptr() < b)
+    assert area.split()[1] == "rw-p"
+    assert {"hg", "dc"} <= set(area.partition("VmFlags:")[2].split())
+
+
+def test_a_streamed_state_s_pages_are_progress() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = AdamWSplit(parameters, streamed=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = watchdog._count
+    optimizer.step()
+    assert watchdog._count - before >= 3 * len(parameters)
 
 
 def test_nothing_is_asked_of_cuda_on_a_cpu(gpu: GPU, tmp_path: Path) -> None:

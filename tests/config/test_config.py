@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from transformers import TrainingArguments
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
-from colograd.config.knob import INERT, REFUSED, REMOVED, RENAMED, UNUSED
+from colograd.config.knob import INERT, REFUSED, REMOVED, RENAMED, UNUSED, names_checked
 from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
@@ -176,6 +177,42 @@ def test_checkpointing_is_resolved_where_nothing_is_said() -> None:
     assert undecided.offload_optimizer == "stream" and undecided.offload_gradients and undecided.offloads_activations
     said = config(gradient_checkpointing_kwargs={"every_n_layers": 3})
     assert said.gradient_checkpointing is True and said.checkpointing == 3
+
+
+@names_checked
+@dataclasses.dataclass
+class LaterConfig(GRPOConfig):
+    """With the names that a Trainer reads since transformers 5.23."""
+
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = None
+
+
+def test_a_later_trainer_reads_activation_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = TrainingArguments.__post_init__
+
+    def later(self: Any) -> None:
+        assert self.gradient_checkpointing == self.activation_checkpointing, "would warn of an old name"
+        if self.activation_checkpointing is None:
+            self.gradient_checkpointing = self.activation_checkpointing = False
+        theirs(self)
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", later)
+
+    def checks(made: Any, on: bool | None, **more: Any) -> None:
+        kwargs = {"use_reentrant": False, **more}
+        assert (made.gradient_checkpointing, made.gradient_checkpointing_kwargs) == (on, kwargs)
+        assert (made.activation_checkpointing, made.activation_checkpointing_kwargs) == (on, kwargs)
+
+    folder: dict[str, Any] = {"output_dir": "unused", "report_to": "none"}
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        checks(LaterConfig(**folder | {name: "offload"}), True, offload=True)
+        checks(LaterConfig(**folder | {f"{name}_kwargs": {"every_n_layers": 3}}), True, every_n_layers=3)
+        checks(LaterConfig(**folder | {name: False}), False)
+    made = LaterConfig(**folder)
+    checks(made, None)
+    made.resolve_checkpointing(4)
+    checks(made, True, every_n_layers=4)
 
 
 def test_the_optimizer_and_autocast_follow_the_policy_s_dtype() -> None:

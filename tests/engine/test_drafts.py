@@ -178,7 +178,7 @@ def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
 
 def test_cuda_graphs_are_captured_for_steps_with_drafts() -> None:
     """vLLM leaves multiples of a sequence's tokens with drafts, and none above the largest size that it is given."""
-    assert graph_sizes(4) == [1, 2, 4]
-    assert graph_sizes(4, 32, 8) == [8, 16, 24, 32]
-    assert graph_sizes(20, 64, 8) == [8, 16, 24, 32, 40, 48, 56, 64]
-    assert graph_sizes(100, 64, 8)[-1] == 104
+    assert graph_sizes(4, 4) == [1, 2, 4]
+    assert graph_sizes(4, 4, 32, 8) == [8, 16, 24, 32]
+    assert graph_sizes(20, 20, 64, 8) == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert graph_sizes(100, 100, 64, 8)[-1] == 104

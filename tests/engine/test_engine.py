@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+import model_runner_v2
 import pytest
 import tiny
 import torch
@@ -472,6 +473,11 @@ def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkey
     scheduler.aux_output_connector = None
     after = sample(engine, config, prompts)
     assert [tokens(after[p]) for p in range(4)] == [tokens(before[p]) for p in range(4)]
+
+
+def test_asynchronous_scheduling_comes_with_model_runner_v2(engine) -> None:
+    """Its default on a GPU: the tests that run with V2 have a step more in flight."""
+    assert engine.vllm_config.scheduler_config.async_scheduling == model_runner_v2.running()
 
 
 def test_the_global_random_state_survives_building_an_engine(engine) -> None:

@@ -13,7 +13,7 @@ import tiny
 import torch
 from overlapping import apart
 
-from colograd.engine.step_stream import PRIORITY, StepStream
+from colograd.engine.step_stream import IDLE, PRIORITY, StepStream
 
 
 class Streams:
@@ -73,6 +73,30 @@ def test_amid_many_steps_no_stream_waits_for_the_other(monkeypatch: pytest.Monke
         BEGINS, "step on the engine's", "micro-batch on the usual", "step on the engine's", ENDS,
         BEGINS, "step on the engine's", ENDS,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("own, others, in_graphs, freed", [(0, 9, 9, 0), (1, 0, 0, 1), (1, 9, 9, 1)])
+def test_the_engine_s_freed_blocks_are_released(
+    monkeypatch: pytest.MonkeyPatch, own: int, others: int, in_graphs: int, freed: int
+) -> None:
+    """When sampling ends, if its stream has many (``own``); those of other streams alone are left for these."""
+    Streams(monkeypatch)
+    mine, cleared = StepStream(), []
+    mine.stream.cuda_stream = 7
+    parts = [(7, (0, 0), own), (0, (0, 0), others), (7, (3, 1), in_graphs)]
+    segments = [
+        {"stream": stream, "segment_pool_id": pool, "total_size": size * IDLE + 5, "allocated_size": 5}
+        for stream, pool, size in parts
+    ]
+    for name, value in {
+        "memory_reserved": 2**40, "memory_allocated": 0, "memory_snapshot": segments, "empty_cache": None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: cleared.append(name) or value)
+    with mine.apart():
+        with mine.apart():
+            pass
+        assert not cleared, "sampling goes on"
+    assert cleared.count("empty_cache") == freed
 
 
 def test_an_engine_is_built_on_its_stream_and_makes_streams_of_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:

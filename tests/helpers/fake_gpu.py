@@ -112,7 +112,7 @@ class Seen:
         return self.most - self.held
 
 
-FLASH = {"torch_attn::_varlen_attn": "forward", "torch_attn::_varlen_attn_backward": "backward"}
+FLASH = {f"aten::_flash_attention_{way}": way for way in ("forward", "backward")}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"}
 ASKS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal"}
 
@@ -209,7 +209,7 @@ class FakeGPU(TorchDispatchMode):
         inside = 0
         if flash := FLASH.get(name):
             seen.flash[flash] += 1
-            inside = _inside_backward(*inputs[:3]) if flash == "backward" else 0
+            inside = _inside_backward(inputs) if flash == "backward" else 0
         seen.most = max(seen.most, self.bytes + inside)
         seen.devices |= {tensor.device.type for tensor in outputs}
         factors = [tensor for tensor in inputs if tensor.is_floating_point()][-2:]
@@ -258,8 +258,13 @@ class FakeGPU(TorchDispatchMode):
         return any(first <= address < first + nbytes for first, nbytes in self._locked.items())
 
 
-def _inside_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int:
-    """What flash attention's backward takes while it runs: the queries' gradients in float32, and where heads are
-    grouped the keys' and values' once per query head."""
-    spread = 0 if query.shape[1] == key.shape[1] else 2 * len(key) * query.shape[1] * query.shape[2] * key.itemsize
-    return 4 * query.numel() + spread
+def _inside_backward(inputs: list[torch.Tensor]) -> int:
+    """Bytes that flash attention's backward takes while it runs.
+
+    The queries' gradients in float32, with 128 rows more for each sequence and heads of a multiple of 32. Where heads
+    are grouped, the keys' and values' gradients once per query head.
+    """
+    _, query, key, _, _, _, starts, *_ = inputs
+    tokens, heads, head = query.shape
+    spread = 0 if heads == key.shape[1] else 2 * len(key) * heads * head * key.itemsize
+    return 4 * (tokens + 128 * (len(starts) - 1)) * heads * -(-head // 32) * 32 + spread

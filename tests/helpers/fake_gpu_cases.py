@@ -157,6 +157,13 @@ def several_groups(gpu: FakeGPU) -> dict[str, Any]:
 
 
 @case
+def many_segments(gpu: FakeGPU) -> dict[str, Any]:
+    """576 of 8 tokens each: the backward of attention takes more than any other moment."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE | {"vocab_size": 1024, "intermediate_size": 1024}))
+    return step(gpu, model, [(8, [8] * GROUP)] * 64) | {"plan": plan(model, 0, Lengths(8, 8 * 8, GROUP))}
+
+
+@case
 def long_prompt(gpu: FakeGPU) -> dict[str, Any]:
     model, half, count = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)), TOKENS // 2, 32
     groups = [(half, [half // count] * count)]
@@ -329,14 +336,15 @@ def weight_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def optimizer_step(gpu: FakeGPU, streamed: bool) -> dict[str, Any]:
+def optimizer_step(gpu: FakeGPU, streamed: bool, compiled: bool = False) -> dict[str, Any]:
     """The second step, by torch's kernels: Triton's need a device."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     accumulate_in_float32(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
-    optimizer, before = AdamWSplit(model.parameters(), compiled=False, streamed=streamed), gpu.bytes
-    optimizer.step()
+    optimizer, before = AdamWSplit(model.parameters(), compiled=compiled, streamed=streamed), gpu.bytes
+    with mock.patch("torch.compile", lambda function, **options: function):
+        optimizer.step()
     state = gpu.bytes - before
     with gpu.watched() as seen:
         optimizer.step()
@@ -346,6 +354,11 @@ def optimizer_step(gpu: FakeGPU, streamed: bool) -> dict[str, Any]:
 @case
 def optimizer(gpu: FakeGPU) -> dict[str, Any]:
     return optimizer_step(gpu, streamed=False)
+
+
+@case
+def compiled_optimizer(gpu: FakeGPU) -> dict[str, Any]:
+    return optimizer_step(gpu, streamed=False, compiled=True)
 
 
 @case

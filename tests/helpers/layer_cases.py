@@ -50,5 +50,5 @@ def trained(model: Any, row: MicroBatch) -> torch.Tensor:
     """Log-probabilities and the gradients of a weighted sum of them, in one vector."""
     model.zero_grad()
     logprobs, _ = policy_logprobs(model, row, 0.7)
-    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
     return torch.cat([logprobs.detach(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])

@@ -28,6 +28,7 @@ SLOW = (
 )  # fmt: skip
 SMALL = (
     "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
+    "engine/test_engine.py::test_asynchronous_scheduling_comes_with_model_runner_v2",
     "policy/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
 )
 # By the end of a test's name: why it says nothing with V2 in Triton's interpreter.

@@ -204,8 +204,11 @@ def test_ranks_that_see_their_own_gpu_alone_go_without_vllm_s_all_reduce(monkeyp
         assert ("disable_custom_all_reduce" in engine_kwargs("m", config, torch.bfloat16, 200, 12345)) == without
 
 
-def batches(sequences: int, cls: type[GRPOConfig] = Cuda, **given: Any) -> tuple[int | None, list[int] | None]:
-    kwargs = engine_kwargs("m", made(cls, vllm_engine_kwargs=given), torch.bfloat16, 200, 12345, sequences)
+def batches(
+    sequences: int, cls: type[GRPOConfig] = Cuda, trained: int = 0, **given: Any
+) -> tuple[int | None, list[int] | None]:
+    config = made(cls, vllm_engine_kwargs=given)
+    kwargs = engine_kwargs("m", config, torch.bfloat16, 200, 12345, sequences, trained=trained)
     return kwargs.get("max_num_seqs"), kwargs.get("cudagraph_capture_sizes")
 
 
@@ -217,6 +220,27 @@ def test_vllm_s_batches_and_graphs_are_as_wide_as_a_generation() -> None:
     assert all(b - a <= 32 for a, b in itertools.pairwise(sizes)) and len(sizes) < 80
     assert batches(0) == (None, None), "unknown: vLLM's own"
     assert batches(12, GRPOConfig) == (None, None), "no graphs on a CPU, where wider batches cost nothing"
+
+
+def test_an_evaluation_s_width_adds_few_graphs() -> None:
+    """Training with 32 sequences, and an evaluation of 1,319 prompts."""
+    assert batches(1319, trained=32) == (1024, [1, 2, 4, 8, 16, 24, 32, *range(128, 1025, 128)])
+    drafted = batches(20, trained=4, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    assert drafted == (20, [4, 8, 16, 20, 80]), "tokens of a step, four for each sequence"
+
+
+@pytest.mark.parametrize(
+    "setting, remedy",
+    [({"router_replay": True}, "router_replay: false"), ({"top_k": 5}, "vllm_importance_sampling_correction: false")],
+)
+def test_model_runner_v1_is_refused_where_v2_is_needed(
+    setting: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = made(Cuda, **setting)
+    engine_kwargs("m", config, torch.bfloat16, 200, 12345)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match=rf"VLLM_USE_V2_MODEL_RUNNER is 0: remove the variable, or set {remedy}"):
+        engine_kwargs("m", config, torch.bfloat16, 200, 12345)
 
 
 def test_what_is_said_of_batches_and_graphs_wins() -> None:

@@ -119,12 +119,12 @@ def test_keys_are_copied_where_no_kernel_reads_them_in_place() -> None:
     joined = lengths.joined_keys(tokens)
     capped, windowed = replace(plain, copies=True), replace(plain, window=512)
     for shape, itemsize, device, expected in (
-        (plain, 2, "cuda", CopiedKeys()),
+        (plain, 2, "cuda", CopiedKeys(padding=128 * 9 / 1800)),
         (plain, 4, "cpu", CopiedKeys()),
         (plain, 4, "cuda", CopiedKeys(joined, joined)),
         (capped, 2, "cuda", CopiedKeys(joined, joined)),
         (windowed, 2, "cpu", CopiedKeys(joined, joined)),
-        (windowed, 2, "cuda", CopiedKeys(0.0, lengths.joined_keys(tokens, 512))),
+        (windowed, 2, "cuda", CopiedKeys(0.0, lengths.joined_keys(tokens, 512), padding=128 * 9 / 1800)),
         (replace(plain, window=1800), 2, "cpu", CopiedKeys()),
     ):
         assert lengths.copied_keys(shape, tokens, itemsize, device) == expected

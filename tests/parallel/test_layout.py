@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from colograd.engine.building import rank_variables_of, usual_algorithms
+from colograd.engine.building import build_conditions, rank_variables_of, usual_algorithms
 from colograd.parallel.layout import Place, RankLayout, check_engines
 
 
@@ -54,6 +54,21 @@ def test_vllm_has_its_usual_algorithms_where_training_is_deterministic() -> None
             assert torch.is_deterministic_algorithms_warn_only_enabled() == asked
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+def test_float32_products_keep_their_precision_beside_vllm() -> None:
+    """`tf32: true` sets it, and vLLM's worker sets another one while it is built."""
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "tf32"
+    try:
+        with build_conditions(torch.device("cpu"), sleeps=False, has_adapter=False):
+            torch.set_float32_matmul_precision("highest")
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = before
+        for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            products.fp32_precision = before
 
 
 def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ positions and visibility.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import FAMILIES, VOCABULARY, make_groups, make_model, packed_copy
+from flash_kernels import KERNELS, flash_backward, flash_forward
 
 from colograd.batch import ScoredGroup, SegmentLayout
 from colograd.policy import attention, merged_attention
@@ -300,77 +300,25 @@ def test_of_several_groups_the_flash_kernel_gets_each_prompt_once() -> None:
 # -- The flash kernel, in whose place stands a plain computation of what it computes
 
 
-def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any,
-    enable_gqa: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As torch's operator: output, log-sum-exp (heads, T), and a state."""
-    most_q, most_k, causal, scale, window = rest
-    assert causal == (window == [-1, 0]) and enable_gqa == (q.shape[1] != k.shape[1])
-    assert (most_q, most_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
-    assert q.dtype == k.dtype == v.dtype, "the kernel takes one dtype"
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    for part, keys, visible in _sequences(cu_q, cu_k, window):
-        scores = _scores(q[part], k[keys], scale, visible)
-        lse[:, part] = scores.logsumexp(-1)
-        out[part] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _per_query_head(v[keys], q))
-    return out, lse, torch.empty(0)
-
-
-def flash_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """By arXiv 2307.08691, algorithm 2: of what the forward left it reads ``out`` and ``lse``."""
-    assert lse.is_contiguous(), "the kernel knows no strides of it"
-    scale, window = rest[-2:]
-    to_q, to_k, to_v = (torch.zeros_like(x) for x in (q, k, v))
-    for part, keys, visible in _sequences(cu_q, cu_k, window):
-        p = (_scores(q[part], k[keys], scale, visible) - lse[:, part, None]).exp()
-        drop = (gradient[part] * out[part]).sum(-1).t()[..., None]
-        to_p = torch.einsum("qhd,khd->hqk", gradient[part], _per_query_head(v[keys], q))
-        to_scores = p * (to_p - drop) * scale
-        to_q[part] = torch.einsum("hqk,khd->qhd", to_scores, _per_query_head(k[keys], q))
-        for found, summed in ((to_k, (to_scores, q[part])), (to_v, (p, gradient[part]))):
-            per_query_head = torch.einsum("hqk,qhd->khd", *summed)
-            found[keys] += per_query_head.unflatten(1, (k.shape[1], -1)).sum(2)
-    return to_q, to_k, to_v
-
-
-def _sequences(
-    cu_q: torch.Tensor, cu_k: torch.Tensor, window: list[int]
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-        back = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
-        visible = (back >= -window[1]) if window[1] >= 0 else torch.ones_like(back).bool()
-        yield slice(q0, q1), slice(k0, k1), visible & ((back <= window[0]) if window[0] >= 0 else True)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
-    return (torch.einsum("qhd,khd->hqk", q, _per_query_head(k, q)) * scale).masked_fill(~visible, -torch.inf)
-
-
-def _per_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-NAMES = {"today's": frozenset({"enable_gqa"}), "an older one's": frozenset()}
-FLASH = (flash_forward, flash_backward)
-
-
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("names", NAMES.values(), ids=list(NAMES))
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_merged_flash_calls_are_the_loop_over_segments(
-    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, names: frozenset[str], window: int | None
+    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, window: int | None
 ) -> None:
-    """Outputs and gradients: the keys that are read, the lengths and the options say the same as the loop."""
-    monkeypatch.setattr(merged_attention, "kernels", lambda: (*FLASH, names))
-    monkeypatch.setattr(attention, "kernels", lambda: (*FLASH, names))
+    """Outputs and gradients: the keys that are read, the lengths and the options say the same as the loop. Keys are
+    handed on with their own number of heads, also where `torch.nn.attention.varlen` takes no grouped ones (torch 2.11).
+    """
+    heads: set[tuple[int, int]] = set()
+
+    def forward(q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        heads.add((q.shape[1], k.shape[1]))
+        return flash_forward(q, k, *rest, **options)
+
+    monkeypatch.setattr(merged_attention, "kernels", lambda: (forward, flash_backward))
     calls = calls_at_once(layout, window, CPU)
     found = attend_and_differentiate(merged(calls), layout)
     torch.testing.assert_close(found, attend_and_differentiate(loop_over_segments(layout, window), layout))
-    assert len(calls) == (1 if window else 1 + max(map(len, layout.attends_to)))
+    assert len(calls) == (1 if window else 1 + max(map(len, layout.attends_to))) and heads == {(4, 2)}
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cpu"])
@@ -380,7 +328,7 @@ def test_sinks_come_from_the_kernels_log_sum_exp(
     monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, window: int | None, kernel: str
 ) -> None:
     """Outputs and gradients, the sinks' too, are those of a key more in the loop over segments."""
-    monkeypatch.setattr(merged_attention, "kernels", lambda: (*FLASH, NAMES["today's"]))
+    monkeypatch.setattr(merged_attention, "kernels", lambda: KERNELS)
     results, ways = [], [attention._calls, lambda *row: ()]
     monkeypatch.setattr(attention, "_flash_takes", lambda query: kernel == "flash")
     monkeypatch.setattr(attention, "_in_place_from", 0)
@@ -449,7 +397,7 @@ def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pyt
     with torch.autocast("cpu", torch.bfloat16):
         looped, _ = policy_logprobs(model, row, 1.0)
     monkeypatch.undo()
-    monkeypatch.setattr(merged_attention, "kernels", lambda: (count, flash_backward, NAMES["today's"]))
+    monkeypatch.setattr(merged_attention, "kernels", lambda: (count, flash_backward))
     monkeypatch.setattr(attention, "_flash_takes", lambda query: query.dtype in attention.FLASH_DTYPES)
     with torch.autocast("cpu", torch.bfloat16):
         flash, _ = policy_logprobs(model, row, 1.0)
@@ -505,6 +453,24 @@ def test_a_gpu_computes_what_a_dense_mask_does(layout: SegmentLayout, dtype: tor
     torch.testing.assert_close(
         found.float().cpu(), dense(layout, window), atol=0.03 if dtype == torch.bfloat16 else 1e-4, rtol=0.0
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [4, 2])
+def test_a_gpu_s_gradients_are_the_loop_s(keys: int) -> None:
+    """Where heads are equal and prompts long, torch 2.14's own interface would call cuDNN."""
+    layout, generator = SegmentLayout((256, 160, 160), ((), (0,), (0,))), torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, layout.num_tokens, 64, generator=generator).bfloat16() for heads in (4, keys, keys)]
+    results = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        inputs = [x.to(device, dtype).requires_grad_() for x in made]
+        if device == "cuda":
+            output, _ = attention.packed_attention(torch.nn.Module(), *inputs, None, layout=layout)
+        else:
+            output = attention._segment_attention(*inputs, layout, (None, 0.0, None), None)
+        output.float().square().sum().backward()
+        results.append([output, *(x.grad for x in inputs)])
+    assert all(relative_error(a.float().cpu(), b) < 0.03 for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.gpu

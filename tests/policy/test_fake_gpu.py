@@ -56,8 +56,8 @@ def check_plan(case: FIGURES) -> None:
 # hides some), and the dtype of products beside bfloat16's: of routers, and of adapters.
 PASSES = {
     "dense_tied": (8, ()), "dense_untied": (8, ()), "entropy": (8, ()), "windows": (4, ()), "several_groups": (8, ()),
-    "long_prompt": (8, ()), "mixture": (4, ("float32",)), "sinks": (3, ()), "adapter": (8, ("float32",)),
-    "packed_base": (8, ("float32",)),
+    "many_segments": (8, ()), "long_prompt": (8, ()), "mixture": (4, ("float32",)), "sinks": (3, ()),
+    "adapter": (8, ("float32",)), "packed_base": (8, ("float32",)),
 }  # fmt: skip
 
 
@@ -142,6 +142,11 @@ def test_an_optimizer_s_step_stays_on_the_gpu(cases: dict[str, FIGURES]) -> None
     assert case["devices"] == ["cuda"] and case["waits"] == [] and case["copied"] == 0
     assert case["state"] == 5 * case["weights"]
     assert case["peak"] <= 4 * 4 * GPU_PIECE
+
+
+def test_a_compiled_step_s_constants_are_not_waited_for(cases: dict[str, FIGURES]) -> None:
+    case = found(cases, "compiled_optimizer")
+    assert case["devices"] == ["cuda"] and case["waits"] == [] and 0 < case["copied"] < 2**12
 
 
 def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: dict[str, FIGURES]) -> None:

@@ -17,6 +17,7 @@ import tiny
 import tiny_images
 import torch
 from datasets import Dataset
+from flash_kernels import flash_backward, flash_forward
 from image_cases import (
     GEMMA3,
     OTHERS,
@@ -39,7 +40,7 @@ from colograd.commands import cli
 from colograd.data.images import ImageReader, in_rgb, text_of, with_images
 from colograd.engine.images import check_expanded
 from colograd.memory.shape import Lengths, Tower
-from colograd.policy import attention, images, row_proof
+from colograd.policy import attention, images, merged_attention, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
@@ -209,16 +210,6 @@ def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None])
     tried(family, trl="log-probabilities")
 
 
-def whole_windows(query: Any, key: Any, value: Any, *given: Any, scale: float) -> torch.Tensor:
-    """As torch's variable-length flash attention, not causal."""
-    cu_queries, cu_keys, most_queries, most_keys = given
-    lengths = cu_queries.diff().tolist()
-    assert cu_keys.tolist() == cu_queries.tolist() and max(lengths) == most_queries == most_keys
-    parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True)
-    found = [torch.nn.functional.scaled_dot_product_attention(*each, scale=scale) for each in parts]
-    return torch.cat(found, dim=1).transpose(0, 1)
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features and gradients are those of `sdpa`, window by window: the same bits where there is no flash."""
@@ -226,9 +217,9 @@ def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monke
     model, _ = tiny_images.random_model(family, vision=narrow)
     seen, calls = tiny_images.made_up(model, family, 3).images, []
 
-    def count(*args: Any, **options: Any) -> torch.Tensor:
+    def count(*args: Any, **options: Any) -> Any:
         calls.append(len(args[3]) - 1)
-        return whole_windows(*args, **options)
+        return flash_forward(*args, **options)
 
     def features_and_gradients() -> list[torch.Tensor]:
         model.zero_grad()
@@ -242,7 +233,7 @@ def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     images.set_attention(model, attention.NAME)
     assert all(torch.equal(*pair) for pair in zip(features_and_gradients(), expected, strict=True))
-    monkeypatch.setattr(attention, "_flash", lambda: count)
+    monkeypatch.setattr(merged_attention, "kernels", lambda: (count, flash_backward))
     monkeypatch.setattr(attention, "_flash_takes", lambda query: True)
     torch.testing.assert_close(features_and_gradients(), expected)
     assert calls == ([6, 3] if family == "qwen2_5_vl" else [3, 3]), "windows of each layer"

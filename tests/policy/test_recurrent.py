@@ -14,6 +14,7 @@ import image_cases
 import pytest
 import tiny
 import torch
+import transformers as hf
 from row_cases import RECURRENT, make, make_groups
 
 from colograd import GRPOTrainer
@@ -82,6 +83,39 @@ def test_a_checkpoint_computes_them_again_with_their_row(kind: str) -> None:
         torch.stack(losses).sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None)
+
+
+class LaterConvolution(hf.models.lfm2.modeling_lfm2.Lfm2ShortConv):
+    """LFM2's, by the names that transformers has for its state since 5.24."""
+
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **others: Any) -> torch.Tensor:
+        before, after, inputs = self.in_proj(hidden_states).mT.chunk(3, dim=1)
+        inputs, length = before * inputs, inputs.shape[-1]
+        if cache is not None:
+            assert (cache.get_conv_state(0) is None) == (not cache.has_previous_state(0)) and cache.is_recording_past(0)
+            inputs = cache.update_conv_state(inputs, 0, conv_kernel_size=self.conv_kernel_size)
+        convolved = self.conv(inputs)[..., : inputs.shape[-1]][..., -length:]
+        mixed: torch.Tensor = self.out_proj((after * convolved).mT)
+        return mixed
+
+
+def test_later_transformers_name_a_state_cache() -> None:
+    model = make(RECURRENT["lfm2"])
+    (mixer,) = mixers_of(model)
+    mixer.__class__ = LaterConvolution
+    assert choose_rows(model) == ""
+
+
+def test_a_later_checkpoint_keeps_its_row() -> None:
+    """Since transformers 5.23 a checkpoint doesn't run a layer's hooks again. It repeats the keyword arguments."""
+    model = packed_model("lfm2")
+    (mixer,), inputs = mixers_of(model), torch.randn(1, 9, 64)
+    layouts = [SegmentLayout((4, 2, 3), ((), (0,), (0,))), SegmentLayout((5, 4), ((), (0,)))]
+    mixer.layout = layouts[0]
+    first = mixer.forward(hidden_states=inputs)
+    mixer.layout = layouts[1]
+    assert torch.equal(mixer.forward(hidden_states=inputs, layout=layouts[0]), first)
+    assert not torch.equal(mixer.forward(hidden_states=inputs), first)
 
 
 def test_compiled_layers_leave_them_as_they_are() -> None:

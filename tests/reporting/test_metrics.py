@@ -9,7 +9,7 @@ import torch
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.reporting import metrics as module
-from colograd.reporting.metrics import Metrics, PhaseTimes
+from colograd.reporting.metrics import AllocRetries, Metrics, PhaseTimes
 from colograd.rollout.statistics import RolloutStatistics
 
 
@@ -102,6 +102,15 @@ def test_seconds_can_be_charged_to_another_phase(times: PhaseTimes) -> None:
     with times.phase("generate"):
         times.move("generate", "reward", 0.25)
     assert times.take() == {"time/generate": 0.75, "time/reward": 0.25}
+
+
+def test_retries_of_an_allocator_count_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"num_alloc_retries": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    retries = AllocRetries(torch.device("cuda"))
+    stats["num_alloc_retries"] = 5
+    assert [retries.take(), retries.take()] == [{"train/alloc_retries": 3.0}, {"train/alloc_retries": 0.0}]
+    assert AllocRetries(torch.device("cpu")).take() == {}
 
 
 def test_tokens_that_the_sampler_could_not_score_are_counted() -> None:

@@ -10,6 +10,8 @@ from datasets import Dataset, IterableDataset
 from tool_cases import Counter
 from transformers import AutoModelForCausalLM
 
+from colograd.config import GRPOConfig
+from colograd.policy import attention, row_proof
 from colograd.policy.loading import load_policy
 from colograd.rollout.toolbox import EMPTY, Toolbox
 from colograd.training.prompts import train_prompts_of
@@ -68,3 +70,11 @@ def test_train_resumes_as_the_configuration_says(argument, setting, expected) ->
     with pytest.raises(Searched) as search:
         SeamTrainer.train(trainer, argument)
     assert search.value.args == (expected,)
+
+
+def test_no_row_is_proved_on_a_gpu_s_host(tiny_model, tmp_path, monkeypatch) -> None:
+    """The policy is in host memory then, where forwards of a large model take minutes."""
+    monkeypatch.setattr(row_proof, "differences", lambda *row, **options: pytest.fail("a forward"))
+    monkeypatch.setattr(GRPOConfig, "on_cpu", False)
+    policy = load_policy(tiny_model, None, tiny.config(tmp_path))
+    assert policy.why_padded == "" and policy.model.config._attn_implementation == attention.NAME

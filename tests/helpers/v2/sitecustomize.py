@@ -69,7 +69,22 @@ def _truncate_in_torch(sampler):
     sampler.HAS_TRITON = False
 
 
+def _keep_asynchronous_scheduling(platform):
+    """A GPU's engines have it by default: a step is scheduled before the tokens of the last one are known. vLLM's
+    platform for CPUs switches it off."""
+    cpu = platform.CpuPlatform
+    theirs = cpu.check_and_update_config.__func__
+
+    def check(cls, config):
+        scheduler, before = config.scheduler_config, config.scheduler_config.async_scheduling
+        theirs(cls, config)
+        scheduler.async_scheduling = before
+
+    cpu.check_and_update_config = classmethod(check)
+
+
 AFTER = {
+    "vllm.platforms.cpu": _keep_asynchronous_scheduling,
     "triton.backends": _as_cpu_backend,
     "triton.runtime.interpreter": _change_interpreter,
     "vllm.v1.sample.ops.topk_topp_sampler": _truncate_in_torch,
