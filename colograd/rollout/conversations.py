@@ -221,7 +221,7 @@ class _RunningConversations:
             return True
         room = min(self.sampling.max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
         messages = self.tools.told(answers, self.form.shows_images)
-        if sum(map(_characters, messages)) > CHARACTERS * room:
+        if sum(_characters(message["content"]) for message in messages) > CHARACTERS * room:
             conversation.finish_reason = FinishReason.LENGTH
             return False
         messages, answer = self._answer(conversation, messages)
@@ -268,7 +268,9 @@ class _RunningConversations:
             where = f"environment {name}, prompt {prompt.position}"
             conversation.asked = self._with_observation(conversation, outcome.value, where)
             columns = {**prompt.example, "prompt": conversation.asked}
-            asked = self.rules.changed({name: columns[name] for name in COLUMNS if name in columns}, where)
+            asked = None
+            if _characters(outcome.value) <= CHARACTERS * self.rules.max_prompt_tokens:
+                asked = self.rules.changed({name: columns[name] for name in COLUMNS if name in columns}, where)
             if asked is None:
                 raise ValueError(
                     f"{where}: with what reset returned the prompt has more than "
@@ -290,7 +292,7 @@ class _RunningConversations:
         return [*earlier, {**last, "content": [*last["content"], *parts]}]
 
 
-def _characters(message: dict[str, Any]) -> int:
-    """Characters of the text that a tool's message shows the model."""
-    shown = shown_content(message["content"], images=True)
+def _characters(content: Any) -> int:
+    """Characters of the text that the model is shown of a tool's answer, or of an observation."""
+    shown = shown_content(content, images=True)
     return len(shown) if isinstance(shown, str) else sum(len(part.get("text", "")) for part in shown)

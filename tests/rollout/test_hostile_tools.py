@@ -185,3 +185,22 @@ def test_a_huge_answer_is_not_tokenised(tokenizer: Any, monkeypatch: pytest.Monk
     assert group.rollouts[0].finish_reason is FinishReason.LENGTH and not any(~group.rollouts[0].sampled)
     assert max(lengths) < 1000 and time.process_time() - began < 5
     box.close()
+
+
+class Library:
+    """An environment whose episodes begin with all its books."""
+
+    def reset(self, **row: Any) -> str:
+        return "x " * 10_000_000
+
+    def close_book(self) -> str:
+        """Closes a book."""
+        return ""
+
+
+def test_a_huge_observation_is_not_tokenised(tokenizer: Any) -> None:
+    box, began = Toolbox(environment_factory=Library), time.process_time()
+    with pytest.raises(ValueError, match="with what reset returned the prompt has more than 900 tokens"):
+        run(tokenizer, box, call("{}"))
+    assert time.process_time() - began < 5
+    box.close()
