@@ -229,9 +229,14 @@ def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = T
 
 def with_prompt_text(group: Group, tokenizer: Any) -> Group:
     """Return the group with the column ``prompt_texts`` for reward functions: the prompt as the model reads it, with
-    special tokens and the beginning of the answer that the chat template writes."""
-    text = tokenizer.decode(list(group.rollouts[0].prompt_ids), skip_special_tokens=False)
-    rollouts = (dataclasses.replace(each, columns={**each.columns, "prompt_texts": text}) for each in group.rollouts)
+    special tokens and the beginning of the answer that the chat template writes. Environments may change it for each
+    rollout."""
+    prompts = {each.prompt_ids for each in group.rollouts}
+    texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
+    rollouts = (
+        dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]})
+        for each in group.rollouts
+    )
     return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -194,6 +195,14 @@ def test_prompt_texts_are_what_the_model_read(monkeypatch) -> None:
         group = group_of(tokenizer.encode("a</think>b"), [1] * 10, tokenizer.encode(prompt))
         assert Sampler.begin_scoring(sampler, [group]).result().tolist() == [[expected]]  # type: ignore[arg-type]
     assert with_prompt_text(group, tokenizer).rollouts[0].columns == {"prompt_texts": "so?"}
+
+
+def test_each_environment_s_prompt_has_its_text() -> None:
+    tokenizer = tiny.make_tokenizer()
+    rooms = [group_of([1], [1], tokenizer.encode(room)).rollouts[0] for room in ("room a", "room b", "room a")]
+    group = dataclasses.replace(group_of([1], [1]), rollouts=tuple(rooms))
+    texts = [rollout.columns["prompt_texts"] for rollout in with_prompt_text(group, tokenizer).rollouts]
+    assert texts == ["room a", "room b", "room a"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
