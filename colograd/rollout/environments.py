@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Environments:
         self._factories, self._main_thread, self._advice, self._limit = factories, main_thread, advice, limit
         self._known: dict[int, Environment] = {}  # by the id of the instance
         self._lent: list[Environment] = []
+        self._returning = threading.Lock()  # async reward functions end in a thread of their own
         self._in_scoring: set[int] = set()  # positions of groups
         self._begins = True  # the next one lent is the first of a round
         self.latest: list[Any] | None = None  # instances of the present round's conversations, or of the last one's
@@ -102,16 +104,18 @@ class Environments:
     def end_scoring(self, groups: Sequence[Group]) -> None:
         """Take the groups' environments back: no reward function looks at them any more."""
         scored = {id(rollout.columns.get("environments")) for group in groups for rollout in group.rollouts}
-        for environment in [each for each in self._lent if id(each.instance) in scored]:
-            self._lent.remove(environment)
-            self._take_back(environment)
-        self._in_scoring -= {group.position for group in groups}
+        with self._returning:
+            for environment in [each for each in self._lent if id(each.instance) in scored]:
+                self._lent.remove(environment)
+                self._take_back(environment)
+            self._in_scoring -= {group.position for group in groups}
 
     def take_back(self) -> None:
         """Make all that are lent free again: their conversations are over and scored."""
-        for environment in self._lent:
-            self._take_back(environment)
-        self._lent, self._in_scoring, self._begins = [], set(), True
+        with self._returning:
+            for environment in self._lent:
+                self._take_back(environment)
+            self._lent, self._in_scoring, self._begins = [], set(), True
 
     def _take_back(self, environment: Environment) -> None:
         """Make an environment free, or leave a stuck one to itself."""

@@ -92,18 +92,16 @@ def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> No
 
 
 def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
-    """Call ``tell`` once all calls have ended, in the thread that ends the last one."""
-    waiting = {*calls}
+    """Call ``tell`` once, when all calls have ended, in the thread that ends the last one or in this one."""
+    left = iter(calls)
 
-    def done(call: Future[Outcome]) -> None:
-        waiting.discard(call)
-        if not waiting:
+    def wait_for_next(ended: Future[Outcome] | None = None) -> None:
+        if (call := next(left, None)) is None:
             tell()
+        else:
+            call.add_done_callback(wait_for_next)
 
-    for call in calls:
-        call.add_done_callback(done)
-    if not calls:
-        tell()
+    wait_for_next()
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:

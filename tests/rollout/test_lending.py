@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +133,28 @@ def test_a_factory_that_fails_is_named() -> None:
 def test_as_many_are_lent_as_trl_makes(changes: dict[str, Any], most: int) -> None:
     settings: dict[str, Any] = {"num_generations": 2, "prompts_per_step": None, **changes}
     assert tiny.config(Path("unused"), **settings).environments_at_once == most
+
+
+def test_environments_come_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though an async reward function ends beside the next round's start."""
+    box = Toolbox(None, Counter)
+    environments, taking, goes_on = box.environments, threading.Event(), threading.Event()
+    lent = environments.lend(None)
+    group: Any = SimpleNamespace(position=0, rollouts=[SimpleNamespace(columns={"environments": lent.instance})])
+    take_back = environments._take_back
+
+    def slowly(environment: Any) -> None:
+        taking.set()
+        goes_on.wait(0.2)
+        take_back(environment)
+
+    monkeypatch.setattr(environments, "_take_back", slowly)
+    scored = threading.Thread(target=environments.take_back)
+    scored.start()
+    assert taking.wait(tiny.PATIENCE)
+    environments.end_scoring([group])
+    goes_on.set()
+    scored.join()
+    assert environments.lend(None) is lent
+    assert environments.lend(None) is not lent
+    box.close()
