@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batch import Group
+from ..batch import Group, Rollout
 from ..usercode.calls import place_of
 from ..usercode.copies import own_copy
 from ..usercode.worker_process import PER_TOKEN, CallLog
@@ -74,6 +74,7 @@ def keywords_for(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         names = {name: None for name in names if name in parameters}
     keywords: dict[str, Any] = {name: shared.get(name, []) for name in names}
+    own_names = [name for name in names if name not in shared]
     for group, of_group in zip(groups, texts, strict=True):
         prompt = group.example["prompt"]
         for rollout, text in zip(group.rollouts, of_group, strict=True):
@@ -83,16 +84,26 @@ def keywords_for(
                 "prompts": prompt,
                 "completions": messages if isinstance(prompt, list) else text,
                 **rollout.columns,
-                "completion_ids": rollout.completion_ids,
-                "completion_mask": bytes(rollout.sampled.tolist()),  # 1: the model wrote the token
             }
-            if log is not None:  # a worker makes lists of them itself: on the way there they take 5 bytes per token
-                row |= {name: list(row[name]) for name in PER_TOKEN}
-            for name in names.keys() - shared:
-                keywords[name].append(own_copy(row.get(name)))
+            for name in own_names:
+                keywords[name].append(
+                    _per_token(rollout, name, log is not None) if name in PER_TOKEN else own_copy(row.get(name))
+                )
     if problem := _lacking(reward, keywords, groups[0].example):
         raise RewardError(reward.name, groups[0].position, None, problem)
     return keywords
+
+
+def _per_token(rollout: Rollout, name: str, as_list: bool) -> Any:
+    """A completion's ids, or its mask, in which 1 is a token that the model wrote.
+
+    Args:
+        as_list: else an array or bytes, which take 5 bytes per token on the way to a worker, which makes lists of them.
+    """
+    if name == "completion_ids":
+        return list(rollout.completion_ids) if as_list else rollout.completion_ids
+    mask = rollout.sampled.to(torch.uint8)
+    return mask.tolist() if as_list else mask.numpy().tobytes()
 
 
 def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
