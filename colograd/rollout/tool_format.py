@@ -75,6 +75,7 @@ class ToolFormat:
                 f"nothing is known that reads tool calls as {tokenizer.name_or_path} writes them: set the tokenizer's "
                 "response_template (see response parsing in transformers' documentation)."
             )
+        self._end = self._end_of_turn(call)
         self.answer_ids([answer])
 
     def read(
@@ -118,12 +119,10 @@ class ToolFormat:
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
-        begun = self._read([ASKED], **given, add_generation_prompt=True).ids
         before = self._read([ASKED, call], **given).ids
         whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)
-        end = self._end_of_turn(begun, before)
-        start = self._place(end, before, whole.ids)
-        if whole.ids[start] == (end if last is None else last):
+        start = self._place(before, whole.ids)
+        if whole.ids[start] == (self._end if last is None else last):
             start += 1
         if (images := whole.images) is None:
             return ModelInput(whole.ids[start:])
@@ -132,21 +131,18 @@ class ToolFormat:
         )
         return ModelInput(whole.ids[start:], images)
 
-    def _end_of_turn(self, begun: tuple[int, ...], before: tuple[int, ...]) -> int | None:
+    def _end_of_turn(self, call: dict[str, Any]) -> int | None:
         """The special token that the template ends turns with: the end token, or another one, as ``<|im_end|>`` in
-        ChatML for base models. None: the template writes none.
-
-        Args:
-            begun: the conversation up to where the turn begins.
-            before: the conversation up to the turn's end.
-        """
+        ChatML for base models. None: the template writes none."""
+        begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
         same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
         eos, special = self._tokenizer.eos_token_id, {*self._tokenizer.all_special_ids}
         ends = [token for token in before[same:] if token in special]
         return eos if eos in ends or not ends else ends[-1]
 
-    def _place(self, end: int | None, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
-        """Where in ``whole`` the turn's content ends."""
+    def _place(self, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
+        """Where in ``whole``, which goes on behind ``before``, the turn's content ends."""
+        end = self._end
         if end in before:
             # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
             # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
