@@ -123,7 +123,7 @@ def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> t
     return {name: value for name, value in settings.items() if name not in dropped}, lines
 
 
-def _never_none(cls: type) -> dict[str, Any]:
+def never_none(cls: type) -> dict[str, Any]:
     """The defaults of a dataclass's fields that can't be None.
 
     By the annotations in the classes: transformers' parser changes the fields' types.
@@ -149,7 +149,7 @@ def names_checked(cls: type[T]) -> type[T]:
     Raises:
         ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.
     """
-    plain_init, defaults = cls.__init__, _never_none(cls)
+    plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from .grpo import GRPOConfig
-from .knob import unknown_name, unused_lines, without_removed
+from .knob import never_none, unknown_name, unused_lines, without_nones, without_removed
 from .model import ModelConfig
 from .script import ScriptArguments
 
@@ -72,6 +72,8 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
         ValueError: as `given_settings`.
     """
     settings, rest, _ = _settings(argv)
+    for group in GROUPS:
+        settings, _ = without_nones(settings, never_none(group))
     parser = _parser()
     parser.set_defaults(**settings)
     with _type_errors():

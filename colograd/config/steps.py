@@ -48,11 +48,11 @@ class StepKnobs(TrainingArguments):
         "off",
         "`auto`: a rank that has sampled its groups trains them while other ranks still sample, and finished groups of "
         "these with `balance_ranks`; on a GPU a rank also trains its own between the steps of its engine when a "
-        "quarter of its sequences is left, with one rank too; with `sharding: gradients` and `fsdp` ranks that sample "
-        "take part from a second thread. Still on-policy, as no weight changes before the optimizer's step. What a "
-        "step needs whole waits: a line at start says why. Which micro-batches a rank trains then depends on clocks, "
-        "and with them the last bits of a step; the rollout log has them, so that a resumed or replayed step has the "
-        "same bits. `off`: training begins when all ranks have sampled.",
+        "quarter of its sequences is left, with one rank too. Still on-policy, as no weight changes before the "
+        "optimizer's step. What a step needs whole waits, and all of it where ranks exchange in each backward "
+        "(`sharding: gradients`, `fsdp`): a line at start says why. Which micro-batches a rank trains then depends on "
+        "clocks, and with them the last bits of a step; the rollout log has them, so that a resumed or replayed step "
+        "has the same bits. `off`: training begins when all ranks have sampled.",
     )
     rank_timeout: float | None = knob(
         1500.0,

@@ -362,7 +362,7 @@ def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
     """A group's line in a "groups" event, with the prompt's beginning: the record has it once for each prompt."""
     group, totals = scored.group, combine(scored.rewards.clone())
     size = len(group.rollouts)
-    truncated = sum(rollout.finish_reason.value == "length" for rollout in group.rollouts)
+    truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)
     spread, signal = round(float(group_std(totals)), 4), int(has_signal(scored))
     key, beginning = group.rollouts[0].input.key, prompt_beginning(group.example.get("prompt"))

@@ -321,9 +321,10 @@ def test_a_recipe_without_a_limit_of_prompts_is_told_which_is_assumed(
         {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 2},
         {"per_device_train_batch_size": 8, "generation_batch_size": 32},
         {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "generation_batch_size": 8},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": None},  # its default, as in TRL's files
     ],
 )
-def test_a_recipes_generation_is_that_of_its_run(changes: dict[str, int], tmp_path: Path) -> None:
+def test_a_recipes_generation_is_that_of_its_run(changes: dict[str, Any], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"model_name_or_path": "m", "num_generations": 4} | changes))
     found, _ = recipe_options(["--config", str(recipe)])

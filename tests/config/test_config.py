@@ -215,6 +215,17 @@ def test_a_later_trainer_reads_activation_checkpointing(monkeypatch: pytest.Monk
     checks(made, True, every_n_layers=4)
 
 
+@dataclasses.dataclass
+class OwnConfig(GRPOConfig):
+    bonus: float = 0.5
+
+
+def test_a_dataclass_may_derive_from_the_configuration() -> None:
+    made = OwnConfig(output_dir="unused", report_to="none", vllm_importance_sampling_cap=3.0, bonus=0.25)
+    assert made.bonus == 0.25 and made.vllm_importance_sampling_clip_max == 3.0
+    assert [line for line in made.notes if "vllm_importance_sampling_cap" in line]
+
+
 def test_the_optimizer_and_autocast_follow_the_policy_s_dtype() -> None:
     for dtype, optim, autocast in ((torch.bfloat16, "adamw_split", False), (torch.float32, "adamw_torch", True)):
         made = config(bf16=True)

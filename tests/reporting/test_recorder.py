@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.store import RolloutStore
 from colograd.rollout.tool_format import ToolCall
 from colograd.rollout.toolbox import Toolbox
-from colograd.training.recording import Recorder, shown
+from colograd.training.recording import Recorder, group_row, shown
 from colograd.training.utilisation import peak_flops
 
 # -- the files
@@ -269,6 +270,14 @@ def test_the_groups_that_differ_most_are_chosen() -> None:
 
     assert chosen(1) == [1] and chosen(2) == [1, 2] and chosen(9) == [0, 1, 2] and chosen(0) == []
     assert chosen(2, {}) == [0, 1], "else the first"
+
+
+def test_a_repetition_counts_as_truncated() -> None:
+    found = scored(0, [0.0, 1.0], [2, 2])
+    first, second = found.group.rollouts
+    repeated = dataclasses.replace(first, finish_reason=FinishReason.REPETITION)
+    group = dataclasses.replace(found.group, rollouts=(repeated, second))
+    assert group_row(dataclasses.replace(found, group=group), lambda rewards: rewards[:, 0])[5] == 0.5
 
 
 def test_a_long_completion_is_cut_and_says_so() -> None:
