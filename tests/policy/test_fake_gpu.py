@@ -7,6 +7,7 @@ from typing import Any
 
 import fake_gpu
 import fake_gpu_cases
+import native_library
 import pytest
 from paths import HELPERS
 
@@ -21,7 +22,7 @@ LONG = ("long_sequences", "long_sequences_of_a_packed_base", "long_windows", "lo
 
 def run(*names: str) -> dict[str, FIGURES]:
     """In one process: its imports take longer than most passes."""
-    if reason := fake_gpu.why_not():
+    if reason := native_library.why_not():
         pytest.skip(reason)
     return {case["name"]: case for case in fake_gpu.run(Path(HELPERS) / "fake_gpu_cases.py", *names)}
 

@@ -1,0 +1,203 @@
+"""Runs of a tiny trainer on the device of `host_cuda`, each of which takes other branches that only a GPU takes.
+
+    python tests/helpers/host_cuda_cases.py FOLDER CASE ...      # prints a dictionary per case
+
+FOLDER keeps the random models for the next call. With the variables of a launcher, all ranks run this script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import host_cuda
+
+GIB = host_cuda.GIB
+BASE: dict[str, Any] = {
+    "max_steps": 2, "max_tokens_per_microbatch": 256, "prompts_per_step": 2,
+    "vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": 2**24},
+}  # fmt: skip
+BF16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+STREAMED: dict[str, Any] = {
+    "offload_optimizer": "stream",
+    "offload_gradients": True,
+    "gradient_checkpointing": "offload",
+}
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "loss_eval": True}
+LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+REFERENCE: dict[str, Any] = {"beta": 0.1, "offload_reference": True, "sync_ref_model": True, "ref_model_sync_steps": 1}
+
+# Changes of `BASE`. Besides the fields of `GRPOConfig`: `model` (a name of `_model`), `lora` (a LoraConfig's fields),
+# `quantised`, `teacher`, `images`.
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {"model": "untied"},
+    "bfloat16": BF16,
+    "untied": {**BF16, "model": "untied"},
+    "budget": {**BF16, "max_tokens_per_microbatch": "auto"},
+    "copied": {**BF16, "weights": "copied"},
+    "streamed": {**BF16, **STREAMED},
+    "sampling": {**BF16, "offload_optimizer": "sampling", "gradient_checkpointing": True},
+    "muon": {**BF16, "optim": "muon"},
+    "reference": {**BF16, **REFERENCE},
+    "teacher": {**BF16, "teacher": "llama", "offload_teacher": True},
+    "dropout": {**BF16, "model": "dropout", "disable_dropout": True},
+    "experts": {**BF16, "model": "qwen3_moe"},
+    "hybrid": {"model": "lfm2"},
+    "images": {"model": "idefics3", "images": True},
+    "lora": {**BF16, "lora": LORA},
+    "merged": {**BF16, "lora": LORA, "weights": "copied"},
+    "dora": {**BF16, "lora": {**LORA, "use_dora": True}},
+    "qlora": {**BF16, "lora": LORA, "quantised": NF4},
+    "saved": {**BF16, **SAVED, "save_in_background": True},
+    "streamed saved": {**BF16, **SAVED, **STREAMED},
+    "overlap": {**BF16, "overlap": "auto"},
+    "evaluated": {**BF16, **EVALUATED},
+    "heads": {**BF16, "cast_lm_head_to_fp32": True, "entropy_coef": 0.01, "top_entropy_quantile": 0.5},
+    "iterations": {**BF16, "num_iterations": 2, "top_p": 0.9, "top_k": 20},
+    "carried": {
+        **BF16, "carry_over": 0.6, "generation_kwargs": {"stop_token_ids": [*range(3, 256, 8)]},
+        "max_completion_length": 48, "vllm_importance_sampling_mode": "token_truncate",
+    },
+    "drafts": {**BF16, "drafts": "siblings"},
+    # several branches at once, for the suite that runs each time
+    "all on the host": {**BF16, **SAVED, **STREAMED, **EVALUATED, **REFERENCE, "save_in_background": True},
+    "lora and teacher": {**BF16, **EVALUATED, "lora": LORA, "teacher": "llama", "offload_teacher": True,
+                         "offload_optimizer": "sampling"},
+    # of two ranks
+    "none": {**BF16, "sharding": "none"},
+    "optimizer": {**BF16, "sharding": "optimizer"},
+    "gradients": {**BF16, "sharding": "gradients"},
+    "fsdp": {**BF16, "sharding": "fsdp"},
+    "fsdp saved": {**BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True},
+    "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
+    "sequence": {**BF16, "sequence_parallel_size": 2},
+    "gradients on the host": {**BF16, **SAVED, "sharding": "gradients", "offload_optimizer": "stream",
+                              "offload_gradients": True},
+}  # fmt: skip
+RANKS = ("none", "optimizer", "gradients", "fsdp", "fsdp saved", "tensor", "sequence", "gradients on the host")
+MEASURED = ("loss", "grad_norm", "reward", "sampling/sampling_logp_difference/max", "eval_reward", "eval_loss")
+
+
+def _model(kind: str, folder: Path) -> Path:
+    """The folder of a random model; ranks and later calls share it."""
+    import tiny
+    import tiny_images
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        place = folder / kind.replace(" ", "-")
+        if not (place / "config.json").exists():
+            if kind == "untied":
+                tiny.make_model(place, family="qwen2", tied=False)
+            elif kind == "two key heads":
+                tiny.make_model(place, keys=2)
+            elif kind == "dropout":
+                config = tiny.make_model(place) / "config.json"
+                config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}))
+            elif kind in tiny_images.FAMILIES:
+                tiny_images.make_model(place, kind)
+            else:
+                tiny.make_model(place, family=kind)
+    return place
+
+
+def _trainer(changes: dict[str, Any], models: Path, output: Path) -> Any:
+    import tiny
+    import tiny_images
+    from peft import LoraConfig
+
+    from colograd import GRPOTrainer
+
+    changes, more = dict(changes), dict[str, Any]()
+    model, prompts = _model(changes.pop("model", "llama"), models), tiny.prompts
+    if changes.pop("images", False):
+        prompts = tiny_images.prompts
+    if lora := changes.pop("lora", None):
+        more["peft_config"] = LoraConfig(**lora)
+    if quantised := changes.pop("quantised", None):
+        changes["model_init_kwargs"] = changes["model_init_kwargs"] | {"quantization_config": quantised}
+    if teacher := changes.pop("teacher", None):
+        changes["teacher_model_name_or_path"] = str(_model(teacher, models))
+    if "eval_strategy" in changes:
+        more["eval_dataset"] = prompts(2)
+    config = tiny.config(output, **changes)
+    return GRPOTrainer(model=str(model), reward_funcs=tiny.vowels, args=config, train_dataset=prompts(8), **more)
+
+
+def run(name: str, models: Path, output: Path) -> dict[str, Any]:
+    """Train, save and resume where the case saves, close, and return what was measured."""
+    import torch
+
+    record, changes = host_cuda.install(), BASE | CASES[name]
+    gc.collect()
+    torch.cuda.synchronize()
+    record.clear()
+    torch.cuda.reset_peak_memory_stats()
+    before, started = torch.cuda.memory_allocated(), time.perf_counter()
+    result: dict[str, Any] = {"case": name}
+    trainer = None
+    try:
+        trainer = _trainer(changes, models, output)
+        result["built"] = round(time.perf_counter() - started, 1)
+        record.waits.clear()
+        trainer.train()
+        result["steps"] = [{key: entry[key] for key in MEASURED if key in entry} for entry in trainer.state.log_history]
+        result["differing"] = trainer.weights.differing()
+        result["waits"] = _listed(record.waits)
+        if "save_strategy" in changes:
+            trainer.close()
+            trainer = _trainer({**changes, "max_steps": 3}, models, output)
+            trainer.train(resume_from_checkpoint=True)
+            result["resumed"] = trainer.state.global_step
+    except Exception as error:
+        result["error"] = "".join(traceback.format_exception(error))[-6000:]
+    if trainer is not None:
+        with contextlib.ExitStack() as closing:
+            closing.callback(trainer.close)
+    trainer = None
+    gc.collect()
+    torch.cuda.synchronize()
+    return result | {
+        "races": _listed(record.races), "kernels": dict(record.kernels), "peak": torch.cuda.max_memory_allocated(),
+        "left": torch.cuda.memory_allocated() - before, "seconds": round(time.perf_counter() - started, 1),
+    }  # fmt: skip
+
+
+def _listed(counts: Any) -> list[tuple[str, str, int]]:
+    return [(what, caller, count) for (what, caller), count in counts.most_common()]
+
+
+def main(folder: Path, names: list[str]) -> None:
+    host_cuda.install(total=2 * GIB)
+    import torch
+
+    with mock.patch("torch.cuda.is_available", lambda: False):  # its kernels for CPUs
+        import bitsandbytes  # noqa: F401
+    import host_cuda_engine
+
+    host_cuda_engine.prepare()
+    from colograd.memory import token_budget
+    from colograd.training import utilisation
+
+    utilisation.SIZES["cuda"], utilisation.SECONDS, token_budget.LARGEST = 64, 0.0, 2048  # what takes minutes here
+    for name in names:
+        rank = os.environ.get("RANK", "")
+        print(json.dumps(run(name, folder / "models", folder / f"run-{name}") | {"rank": rank}), flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or [name for name in CASES if name not in RANKS])
