@@ -20,6 +20,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/library.h>
 
 #include <cstdlib>
@@ -296,6 +297,12 @@ struct Hooks : at::CUDAHooksInterface {
 
 // -- kernels
 
+void resize_storage(c10::StorageImpl* storage, int64_t size) {
+  c10::DataPtr data = memory.allocate(size);
+  if (size && storage->nbytes()) memcpy(data.get(), storage->data(), std::min<int64_t>(size, storage->nbytes()));
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(size);
+}
 Tensor with_storage(const c10::Storage& storage, const Tensor& shape, c10::DispatchKey key) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), shape.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes(), shape.strides(), shape.storage_offset());
@@ -369,7 +376,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& [device, host, writes] : lent)
     if (writes && (host.sizes() != device.sizes() || host.strides() != device.strides())) {  // the kernel has changed the shape
       auto* own = device.unsafeGetTensorImpl();
-      if (host.storage().nbytes() > device.storage().nbytes()) at::native::resize_bytes_cpu(own->unsafe_storage().unsafeGetStorageImpl(), host.storage().nbytes());
+      if (host.storage().nbytes() > device.storage().nbytes()) resize_storage(own->unsafe_storage().unsafeGetStorageImpl(), host.storage().nbytes());
       if (host.storage().data() != device.storage().data()) memcpy(device.storage().mutable_data(), host.storage().data(), host.storage().nbytes());
       own->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
     }
@@ -475,7 +482,10 @@ REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &math_attention)
 }
 }  // namespace at
 
-TORCH_LIBRARY(host_cuda, library) { library.def("device_view_of_host(Tensor host) -> Tensor", &device_view_of_host); }
+TORCH_LIBRARY(host_cuda, library) {
+  library.def("device_view_of_host(Tensor host) -> Tensor", &device_view_of_host);
+  library.def("reduce_op", [](const c10::intrusive_ptr<c10d::ReduceOp>& op) { return static_cast<int64_t>(op->op_); });
+}
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
@@ -505,6 +515,7 @@ void host_cuda_pin(const char* data, int64_t size) {
   Own own(mutex);
   if (size) pinned[data] = size; else pinned.erase(data);
 }
+void host_cuda_resize(void* storage, int64_t size) { resize_storage(static_cast<c10::StorageImpl*>(storage), size); }
 int64_t host_cuda_stream() { return current; }
 void host_cuda_synchronize() { Guard().synchronizeDevice(0); }
 }

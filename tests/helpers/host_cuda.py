@@ -158,6 +158,7 @@ def install(total: int = 80 * GIB) -> Record:
     for name in ("bytes", "peak", "capacity", "stream"):
         getattr(device, f"host_cuda_{name}").restype = ctypes.c_int64
     device.host_cuda_pin.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    device.host_cuda_resize.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     device.host_cuda_capacity.argtypes = [ctypes.c_int64]
     record, debug_mode = Record(), ["default"]
 
@@ -280,3 +281,12 @@ def _fill_in(torch: Any, device: Any, record: Record, debug_mode: list[str], ind
         return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
 
     torch.UntypedStorage.__new__ = storage
+    resize_storage = torch.UntypedStorage.resize_
+
+    def resize(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return resize_storage(self, size)
+        device.host_cuda_resize(self._cdata, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize

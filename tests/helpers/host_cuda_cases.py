@@ -181,8 +181,6 @@ def _listed(counts: Any) -> list[tuple[str, str, int]]:
 
 def main(folder: Path, names: list[str]) -> None:
     host_cuda.install(total=2 * GIB)
-    import torch
-
     with mock.patch("torch.cuda.is_available", lambda: False):  # its kernels for CPUs
         import bitsandbytes  # noqa: F401
     import host_cuda_engine

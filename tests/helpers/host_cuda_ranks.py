@@ -6,6 +6,7 @@ wait: `Work.wait` makes the caller's stream wait, and not the host.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,9 @@ class HostNCCL(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, timeout=options._timeout)
 
 
+REDUCTIONS = {int(op): op for op in dist.ReduceOp.RedOpType.__members__.values()}
+
+
 def _options(kind: str, **values: Any) -> Any:
     options = getattr(c10d, kind)()
     for name, value in values.items():
@@ -33,7 +37,7 @@ def _options(kind: str, **values: Any) -> Any:
 
 def _carry(op: str, backend: Any, a: Any) -> Any:
     """Call gloo's method for an operator of c10d, whose arguments ``a`` are by name and in host memory."""
-    reduce = {"reduceOp": dist.ReduceOp.unbox(a["reduce_op"])} if "reduce_op" in a else {}
+    reduce = {"reduceOp": REDUCTIONS[torch.ops.host_cuda.reduce_op(a["reduce_op"])]} if "reduce_op" in a else {}
     root = {"rootRank": a["root_rank"]} if "root_rank" in a else {}
     if op == "allreduce_":
         return backend.allreduce(a["tensors"], _options("AllreduceOptions", **reduce))
@@ -82,22 +86,26 @@ class Collective:
         present, stream = torch.cuda.current_stream(), _stream()
         stream.wait_stream(present)
         with torch.cuda.stream(stream):
-            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-            def to_host(tensor: torch.Tensor) -> torch.Tensor:
-                if tensor.is_cuda:
-                    pairs.append((tensor, self._record.as_kernel(tensor.cpu, "collective")()))
-                    return pairs[-1][1]
-                return tensor
-
-            carried = _carry(self.op, backend, tree_map_only(torch.Tensor, to_host, named))
-            carried.wait()
-            for tensor, host in pairs:
+            def to_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+                if not tensor.is_cuda:
+                    return tensor
                 tensor.record_stream(stream)
+                host = self._record.as_kernel(tensor.cpu, "collective")()
+                if not name.startswith("input") and self.op != "send":
+                    written.append((tensor, host))
+                return host
+
+            on_host = {
+                name: tree_map_only(torch.Tensor, functools.partial(to_host, name), value)
+                for name, value in named.items()
+            }
+            _carry(self.op, backend, on_host).wait()
+            for tensor, host in written:
                 self._record.as_kernel(tensor.copy_, "collective")(host)
             done = torch.futures.Future(devices=[torch.device("cuda", torch.cuda.current_device())])
-            tensors = [tensor for tensor, _ in pairs]
-            done.set_result(tensors)
+            done.set_result([tensor for tensor, _ in written])
         work = _create_work_from_future(done)
         if not named.get("async_op", True):
             work.wait()
@@ -121,6 +129,7 @@ def install(record: Any) -> None:
     HostNCCL.__module__ = c10d.__name__
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = HostNCCL  # type: ignore[misc]
     c10d.is_nccl_available = dist.is_nccl_available = lambda: True
+    torch.cuda.nccl.version = lambda: (2, 28, 0)
     kernels = torch.library.Library("c10d", "IMPL", "CUDA")
     for op in OPERATORS:
         kernels.impl(op, Collective(op, record), allow_override=True)
