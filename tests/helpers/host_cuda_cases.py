@@ -23,7 +23,7 @@ import host_cuda
 
 GIB = host_cuda.GIB
 BASE: dict[str, Any] = {
-    "max_steps": 2, "max_tokens_per_microbatch": 256, "prompts_per_step": 2,
+    "max_steps": 2, "max_tokens_per_microbatch": 256, "prompts_per_step": 2, "reward_workers": 0,
     "vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": 2**24},
 }  # fmt: skip
 BF16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
@@ -154,8 +154,8 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
         record.waits.clear()
         trainer.train()
         result["steps"] = [{key: entry[key] for key in MEASURED if key in entry} for entry in trainer.state.log_history]
-        result["differing"] = trainer.weights.differing()
         result["waits"] = _listed(record.waits)
+        result["differing"] = trainer.weights.differing()
         if "save_strategy" in changes:
             trainer.close()
             trainer = _trainer({**changes, "max_steps": 3}, models, output)
@@ -184,12 +184,17 @@ def main(folder: Path, names: list[str]) -> None:
     with mock.patch("torch.cuda.is_available", lambda: False):  # its kernels for CPUs
         import bitsandbytes  # noqa: F401
     import host_cuda_engine
+    import launcher
 
     host_cuda_engine.prepare()
+    launcher.preload()
+    gc.collect()
+    gc.freeze()  # see `vllm_imported` of conftest.py
+    gc.freeze = gc.unfreeze = lambda: None
     from colograd.memory import token_budget
     from colograd.training import utilisation
 
-    utilisation.SIZES["cuda"], utilisation.SECONDS, token_budget.LARGEST = 64, 0.0, 2048  # what takes minutes here
+    utilisation.SIZES["cuda"], token_budget.LARGEST = 64, 2048  # what takes minutes here
     for name in names:
         rank = os.environ.get("RANK", "")
         print(json.dumps(run(name, folder / "models", folder / f"run-{name}") | {"rank": rank}), flush=True)
