@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import hashlib
 import json
 import os
 import sys
@@ -23,11 +24,11 @@ import host_cuda
 
 GIB = host_cuda.GIB
 BASE: dict[str, Any] = {
-    "max_steps": 2, "max_tokens_per_microbatch": 256, "prompts_per_step": 2, "reward_workers": 0,
+    "max_steps": 3, "max_tokens_per_microbatch": 256, "prompts_per_step": 2, "reward_workers": 0, "lr_scheduler_type": "constant",
     "vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": 2**24},
 }  # fmt: skip
 BF16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
-SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}  # resumed for the third
 STREAMED: dict[str, Any] = {
     "offload_optimizer": "stream",
     "offload_gradients": True,
@@ -155,12 +156,14 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
         trainer.train()
         result["steps"] = [{key: entry[key] for key in MEASURED if key in entry} for entry in trainer.state.log_history]
         result["waits"] = _listed(record.waits)
+        trainer.publish()
         result["differing"] = trainer.weights.differing()
         if "save_strategy" in changes:
             trainer.close()
             trainer = _trainer({**changes, "max_steps": 3}, models, output)
             trainer.train(resume_from_checkpoint=True)
             result["resumed"] = trainer.state.global_step
+        result["digest"] = _digest(trainer.model)
     except Exception as error:
         result["error"] = "".join(traceback.format_exception(error))[-6000:]
     if trainer is not None:
@@ -175,11 +178,21 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _digest(model: Any) -> str:
+    """A digest of the weights, whole on every rank."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        whole = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
+        digest.update(whole.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _listed(counts: Any) -> list[tuple[str, str, int]]:
     return [(what, caller, count) for (what, caller), count in counts.most_common()]
 
 
-def main(folder: Path, names: list[str]) -> None:
+def prepare() -> None:
+    """Install the device and import what trainers import."""
     host_cuda.install(total=2 * GIB)
     with mock.patch("torch.cuda.is_available", lambda: False):  # its kernels for CPUs
         import bitsandbytes  # noqa: F401
@@ -191,16 +204,21 @@ def main(folder: Path, names: list[str]) -> None:
     gc.collect()
     gc.freeze()  # see `vllm_imported` of conftest.py
     gc.freeze = gc.unfreeze = lambda: None
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run cases and print their results."""
     from colograd.memory import token_budget
     from colograd.training import utilisation
 
-    utilisation.SIZES["cuda"], token_budget.LARGEST = 64, 2048  # what takes minutes here
+    # what takes minutes here
+    utilisation.SIZES["cuda"], utilisation.SECONDS, token_budget.LARGEST = 64, 0.0, 2048
     for name in names:
         rank = os.environ.get("RANK", "")
         print(json.dumps(run(name, folder / "models", folder / f"run-{name}") | {"rank": rank}), flush=True)
-    sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
+    prepare()
     main(Path(sys.argv[1]), sys.argv[2:] or [name for name in CASES if name not in RANKS])
