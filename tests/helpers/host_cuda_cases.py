@@ -24,7 +24,8 @@ import host_cuda
 
 GIB = host_cuda.GIB
 BASE: dict[str, Any] = {
-    "max_steps": 3, "max_tokens_per_microbatch": 256, "prompts_per_step": 2, "reward_workers": 0, "lr_scheduler_type": "constant",
+    "max_steps": 3, "max_tokens_per_microbatch": 256, "prompts_per_step": 2, "reward_workers": 0,
+    "lr_scheduler_type": "constant",
     "vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": 2**24},
 }  # fmt: skip
 BF16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
@@ -87,7 +88,26 @@ CASES: dict[str, dict[str, Any]] = {
                               "offload_gradients": True},
 }  # fmt: skip
 RANKS = ("none", "optimizer", "gradients", "fsdp", "fsdp saved", "tensor", "sequence", "gradients on the host")
-MEASURED = ("loss", "grad_norm", "reward", "sampling/sampling_logp_difference/max", "eval_reward", "eval_loss")
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.03}  # nats between sampler and trainer, at most
+LEFT = 2**19  # bytes that the process keeps after a trainer has closed, at most
+# Functions in which the host may wait for the device during a run. None of them runs between two tokens. vLLM's own
+# waits are those of its runner for CPUs, and don't count.
+WAITS = {
+    # once in a step, or less often
+    "loop.py Loop._log", "loop.py Loop._prepare", "memory/device_turns.py OptimizerOffload._wait",
+    "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
+    "sharding/host_sums.py HostSums.squared_norm", "sharding/on_host.py OnHost.clip",
+    "sharding/strategy.py squared_norm", "trainer.py GRPOTrainer.training_step",
+    "training/adamw_fused.py step_constants", "training/recording.py by_completion",
+    "training/transformers_seam.py SeamTrainer._finalize_training", "training/utilisation.py _measured",
+    # with a reference that follows the policy, and with checkpoints
+    "checkpoint/host_files.py HostFiles.take", "policy/reference.py FrozenCopy.mix", "rollout/store.py digest_of",
+    "training/checkpointer.py Checkpointer._write_contents", "weights/shared.py state_dict_on_host",
+    # in a micro-batch: transformers looks for images that are padding
+    "policy/images.py _features",
+}  # fmt: skip
+MEASURED = ("loss", "grad_norm", "reward", DIFFERENCE, "eval_reward", "eval_loss")
 
 
 def _model(kind: str, folder: Path) -> Path:
@@ -153,7 +173,10 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
         trainer = _trainer(changes, models, output)
         result["built"] = round(time.perf_counter() - started, 1)
         record.waits.clear()
+        complaints: list[str] = []
+        trainer.console.warn = complaints.append
         trainer.train()
+        result["complaints"] = [line for line in complaints if "please report this" in line]
         result["steps"] = [{key: entry[key] for key in MEASURED if key in entry} for entry in trainer.state.log_history]
         result["waits"] = _listed(record.waits)
         trainer.publish()
@@ -176,6 +199,30 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
         "races": _listed(record.races), "kernels": dict(record.kernels), "peak": torch.cuda.max_memory_allocated(),
         "left": torch.cuda.memory_allocated() - before, "seconds": round(time.perf_counter() - started, 1),
     }  # fmt: skip
+
+
+def faults(result: dict[str, Any]) -> list[str]:
+    """What a result breaks of the rules that hold for every case."""
+    if "error" in result:
+        return [result["error"]]
+    case, broken = CASES[result["case"]], []
+    dtype = case.get("model_init_kwargs", {}).get("dtype", "float32")
+    differences = [step[DIFFERENCE] for step in result["steps"] if DIFFERENCE in step]
+    if len(differences) != case.get("max_steps", BASE["max_steps"]) or not max(differences) < ROUNDING[dtype]:
+        broken.append(f"sampler and trainer differ by {differences} nats")
+    if result["races"]:
+        broken.append(f"races: {result['races']}")
+    if result["differing"]:
+        broken.append(f"the engine hasn't the policy's {result['differing']}")
+    if result["left"] > LEFT:
+        broken.append(f"{result['left']} bytes are left after the trainer closed")
+    if waits := [wait for wait in result["waits"] if wait[1] not in WAITS and not wait[1].startswith("vllm: ")]:
+        broken.append(f"the host waits in a step: {waits}")
+    if result["complaints"]:
+        broken.append(str(result["complaints"]))
+    if "save_strategy" in case and result["resumed"] != 3:
+        broken.append(f"the resumed run ended at step {result['resumed']}")
+    return broken
 
 
 def _digest(model: Any) -> str:
@@ -206,13 +253,17 @@ def prepare() -> None:
     gc.freeze = gc.unfreeze = lambda: None
 
 
-def main(folder: Path, names: list[str]) -> None:
-    """Run cases and print their results."""
+def shorten() -> None:
+    """Let measurements that take minutes here take a moment."""
     from colograd.memory import token_budget
     from colograd.training import utilisation
 
-    # what takes minutes here
     utilisation.SIZES["cuda"], utilisation.SECONDS, token_budget.LARGEST = 64, 0.0, 2048
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run cases and print their results."""
+    shorten()
     for name in names:
         rank = os.environ.get("RANK", "")
         print(json.dumps(run(name, folder / "models", folder / f"run-{name}") | {"rank": rank}), flush=True)

@@ -36,7 +36,7 @@ def prepare() -> None:
         config.device_config.device_type = "cuda"
 
     cpu.CpuPlatform.check_and_update_config = classmethod(check)
-    _keep_weights()
+    _keep_weights(record)
     from vllm.v1.worker import cpu_worker, gpu_model_runner
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -69,21 +69,23 @@ def prepare() -> None:
         interpreter.GridExecutor.__call__ = record.as_kernel(interpreter.GridExecutor.__call__, "triton")
 
 
-def _keep_weights() -> None:
+def _keep_weights(record: host_cuda.Record) -> None:
     """Leave linear layers and experts as they were loaded, as on a GPU; the CPU's layers pack them away."""
     import torch
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
+    from colograd.engine.cpu_layers import mend_cpu_layers
     from colograd.engine.experts import apply_experts
 
     def keep(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     def keep_experts(self: Any, layer: Any) -> None:
-        self.apply = functools.partial(apply_experts, self)
+        self.apply = record.as_kernel(functools.partial(apply_experts, self), "experts")
 
     unquantized.map_unquantized_backend = lambda name: unquantized.UnquantizedMoeBackend.CPU
+    mend_cpu_layers()
     utils.dispatch_cpu_unquantized_gemm = keep
     CPUUnquantizedExperts.process_weights_after_loading = keep_experts

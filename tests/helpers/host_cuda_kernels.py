@@ -80,6 +80,11 @@ def _histc(values: T, bins: int = 100, low: float = 0, high: float = 0) -> T:
     return values.cpu().float().histc(bins, low, high).to(values.device, values.dtype)
 
 
+def _grouped_mm(a: T, b: T, offs: T | None = None, bias: T | None = None, out_dtype: Any = None) -> T:
+    factors = [None if tensor is None else tensor.cpu() for tensor in (a, b, offs, bias)]
+    return torch.ops.aten._grouped_mm(*factors, out_dtype).to(a.device)
+
+
 def install(record: Any) -> None:
     varlen._should_use_cudnn = lambda device: False
     kernels = torch.library.Library("aten", "IMPL", "CUDA")
@@ -92,4 +97,5 @@ def install(record: Any) -> None:
     )
     kernels.impl("bmm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
     kernels.impl("histc", record.as_kernel(_histc, "histc"))  # the CPU's takes no integers
+    kernels.impl("_grouped_mm", record.as_kernel(_grouped_mm, "_grouped_mm"))  # the CPU's asks for the offsets
     record._kernel_library = kernels
