@@ -83,7 +83,12 @@ CASES: dict[str, dict[str, Any]] = {
     "optimizer": {**BF16, "sharding": "optimizer"},
     "gradients": {**BF16, "sharding": "gradients"},
     "fsdp": {**BF16, "sharding": "fsdp"},
-    "fsdp saved": {**BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True},
+    "fsdp saved": {
+        **BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True,
+        # parameters of ordinary host memory: `?` is FSDP's thread of the backward
+        "waits": {"?", "sharding/rows.py _exchange", "sharding/fsdp.py FullySharded.state_dict",
+                  "sharding/fsdp.py FullySharded._taker.<locals>.take"},
+    },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
     "sequence": {**BF16, "sequence_parallel_size": 2},
     "gradients on the host": {**BF16, **SAVED, "sharding": "gradients", "offload_optimizer": "stream",
@@ -100,7 +105,8 @@ WAITS = {
     "loop.py Loop._log", "loop.py Loop._prepare", "memory/device_turns.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
     "sharding/host_sums.py HostSums.squared_norm", "sharding/on_host.py OnHost.clip",
-    "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm", "trainer.py GRPOTrainer.training_step",
+    "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",
+    "sharding/tensor.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "training/adamw_fused.py step_constants", "training/recording.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "training/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints

@@ -44,7 +44,6 @@ def test_a_trainer_runs_on_the_device(tmp_path: Path) -> None:
         assert not faults(result), faults(result)
 
 
-@pytest.mark.slow
 def test_ranks_run_on_devices_of_their_own(tmp_path: Path) -> None:
     for result in run(tmp_path, *FAST_RANKS, ranks=2):
         assert not faults(result), faults(result)
