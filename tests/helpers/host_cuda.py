@@ -10,8 +10,8 @@ process, so tests run it in child processes (`run`). It raises the errors that C
 device's. It counts the bytes of its memory and the places where the host waits. It records races: memory that two
 streams, or a stream and the host, use without an order.
 
-It can't see what real kernels compute and how long they take, races inside Triton's kernels, CUDA graphs,
-`torch.compile`, vLLM's sleep mode, or the fragmentation of torch's memory pool.
+It can't show the numbers and times of real kernels, races inside Triton's kernels, CUDA graphs, `torch.compile`,
+vLLM's sleep mode, or the fragmentation of torch's memory pool.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def run(script: Path, *arguments: str, ranks: int = 1, patience: float = 900) ->
 class Record:
     """What happened on the device, by operation and by the function of this project that called it."""
 
-    waits: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # for which the host waits until the device is done
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # places where the host waits for the device
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)  # calls of kernels that only CUDA has
     _inside_kernel: threading.local = field(default_factory=threading.local)
@@ -178,10 +176,9 @@ def install(total: int = 80 * GIB) -> Record:
     import host_cuda_kernels
 
     host_cuda_kernels.install(record)
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        import host_cuda_ranks
+    import host_cuda_ranks
 
-        host_cuda_ranks.install(record)
+    host_cuda_ranks.install(record)
     _installed.append(record)
     return record
 

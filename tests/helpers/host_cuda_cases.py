@@ -1,4 +1,4 @@
-"""Runs of a tiny trainer on the device of `host_cuda`, each of which takes other branches that only a GPU takes.
+"""Runs of a tiny trainer on the device of `host_cuda`. Each takes other branches of a GPU.
 
     python tests/helpers/host_cuda_cases.py FOLDER CASE ...      # prints a dictionary per case
 
@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap": {**BF16, "overlap": "auto"},
     "evaluated": {**BF16, **EVALUATED},
     "heads": {**BF16, "cast_lm_head_to_fp32": True, "entropy_coef": 0.01, "top_entropy_quantile": 0.5},
-    "iterations": {**BF16, "num_iterations": 2, "max_steps": 4, "top_p": 0.9, "top_k": 20},
+    "iterations": {**BF16, "num_iterations": 2, "max_steps": 4},
     "carried": {
         **BF16, "carry_over": 0.6, "nats": math.inf, "generation_kwargs": {"stop_token_ids": [*range(3, 256, 8)]},
         "max_completion_length": 48, "vllm_importance_sampling_mode": "token_truncate",
@@ -98,8 +98,8 @@ RANKS = ("none", "optimizer", "gradients", "fsdp", "fsdp saved", "tensor", "sequ
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.03}  # nats between sampler and trainer, at most
 LEFT = 2**19  # bytes that the process keeps after a trainer has closed, at most
-# Functions in which the host may wait for the device during a run. None of them runs between two tokens. vLLM's own
-# waits are those of its runner for CPUs, and don't count.
+# Functions that may let the host wait for the device during a run. None of them runs between two tokens. vLLM's waits
+# don't count, since its runner here is the one for CPUs.
 WAITS = {
     # once in a step, or less often
     "loop.py Loop._log", "loop.py Loop._prepare", "memory/device_turns.py OptimizerOffload._wait",
@@ -164,7 +164,7 @@ def _trainer(changes: dict[str, Any], models: Path, output: Path) -> Any:
 
 
 def run(name: str, models: Path, output: Path) -> dict[str, Any]:
-    """Train, save and resume where the case saves, close, and return what was measured."""
+    """Train, save and resume if the case saves, close, and return measurements."""
     import torch
 
     record, changes = host_cuda.install(), BASE | CASES[name]
@@ -209,7 +209,7 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """What a result breaks of the rules that hold for every case."""
+    """List the rules that a result breaks."""
     if "error" in result:
         return [result["error"]]
     case, broken = CASES[result["case"]], []
@@ -248,7 +248,7 @@ def _listed(counts: Any) -> list[tuple[str, str, int]]:
 
 
 def prepare() -> None:
-    """Install the device and import what trainers import."""
+    """Install the device, and import the packages that trainers import."""
     host_cuda.install(total=2 * GIB)
     with mock.patch("torch.cuda.is_available", lambda: False):  # its kernels for CPUs
         import bitsandbytes  # noqa: F401

@@ -90,7 +90,7 @@ def install(record: Any) -> None:
     kernels = torch.library.Library("aten", "IMPL", "CUDA")
     for name, kernel in (("_flash_attention_forward", _forward), ("_flash_attention_backward", _backward)):
         kernels.impl(name, record.as_kernel(kernel, name))
-    # products whose result has another dtype than their factors
+    # products in another dtype than their factors
     kernels.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
     kernels.impl(
         "addmm.dtype", lambda c, a, b, dtype, beta=1, alpha=1: beta * c.to(dtype) + alpha * (a.to(dtype) @ b.to(dtype))

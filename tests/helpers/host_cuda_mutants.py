@@ -101,7 +101,7 @@ def changed_package(mutant: Mutant, folder: Path) -> Path:
 
 
 def run(mutant: Mutant, folder: Path) -> dict[str, str]:
-    """Run the mutant's case in a fork, and return what showed the change; empty: nothing did."""
+    """Run the mutant's case in a fork. `shown` is the rule it breaks, or the error; empty: neither."""
     package, models = changed_package(mutant, folder / "mutant"), folder / "models"
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:

@@ -1,7 +1,7 @@
 """NCCL for the devices of `host_cuda`: collectives on a stream of their own, carried by gloo through host memory.
 
-As with NCCL, a collective begins when the caller's stream has come to it, and what it writes is there for those who
-wait: `Work.wait` makes the caller's stream wait, and not the host.
+As with NCCL, a collective runs after the earlier work of the caller's stream. `Work.wait` makes the caller's stream
+wait for the collective, and not the host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _options(kind: str, **values: Any) -> Any:
 
 
 def _carry(op: str, backend: Any, a: Any) -> Any:
-    """Call gloo's method for an operator of c10d, whose arguments ``a`` are by name and in host memory."""
+    """Call gloo's method for an operator of c10d. The arguments ``a`` are by name, and in host memory."""
     reduce = {"reduceOp": REDUCTIONS[torch.ops.host_cuda.reduce_op(a["reduce_op"])]} if "reduce_op" in a else {}
     root = {"rootRank": a["root_rank"]} if "root_rank" in a else {}
     if op == "allreduce_":

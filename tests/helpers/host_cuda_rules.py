@@ -1,4 +1,4 @@
-"""What the device of `host_cuda` refuses, counts and records, each shown once; prints a line at its end."""
+"""Show each rule of the device of `host_cuda` once: errors, counts, races. Prints a line at its end."""
 
 from __future__ import annotations
 

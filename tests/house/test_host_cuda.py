@@ -1,6 +1,6 @@
 """The trainer's path on a CUDA device in host memory: the branches that only a GPU takes, with values.
 
-What the device enforces and what it can't see: `tests/helpers/host_cuda.py`. One process runs many cases.
+`tests/helpers/host_cuda.py` describes the device and its limits. One process runs many cases.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ FAST = ("float32", "all on the host", "lora and teacher")
 FAST_RANKS = ("fsdp saved",)
 OTHERS = tuple(name for name in CASES if name not in (*FAST, *RANKS))
 
-# Variants that leave the same bits as `bfloat16`: a checkpoint's too, from which the last step is trained.
-SAME_BITS = ("bfloat16", "streamed", "sampling", "copied", "saved", "streamed saved")
+# Variants that leave the same bits as `bfloat16`. Runs that save train the last step from a checkpoint.
+SAME_BITS = ("bfloat16", "budget", "streamed", "sampling", "copied", "saved", "streamed saved", "overlap", "evaluated")
+SAME_BITS_ON_RANKS = ("none", "optimizer", "gradients", "fsdp", "gradients on the host", "fsdp saved")
 MUTANTS = HELPERS / "host_cuda_mutants.py"
 
 
@@ -66,5 +67,7 @@ def test_mistakes_of_ten_kinds_are_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_sharding_runs_on_the_device(tmp_path: Path) -> None:
-    broken = {result["case"]: faults(result) for result in run(tmp_path, *RANKS, ranks=2)}
+    results = run(tmp_path, *RANKS, ranks=2)
+    broken = {result["case"]: faults(result) for result in results}
     assert not any(broken.values()), {name: lines for name, lines in broken.items() if lines}
+    assert len({result["digest"] for result in results if result["case"] in SAME_BITS_ON_RANKS}) == 1
