@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import cuda_places
 import native_library
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -59,7 +60,7 @@ def guard() -> Path:
 
 def run(script: Path, *arguments: str, patience: float = 600) -> list[dict[str, Any]]:
     """What a script with a fake GPU printed: a dictionary per line."""
-    environment = os.environ | {"LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"} | cuda_places.WATCHED
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

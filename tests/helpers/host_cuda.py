@@ -31,6 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cuda_places
 import native_library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -45,11 +46,12 @@ def library() -> Path:
     return native_library.build("host-cuda", SOURCE.read_text(), "-lc10", "-ltorch_cpu")
 
 
-def run(script: Path, *arguments: str, ranks: int = 1, patience: float = 900) -> list[Any]:
+def run(script: Path, *arguments: str, ranks: int = 1, attempt: int = 0, patience: float = 900) -> list[Any]:
     """Run a script that installs the device, and return the JSON values it printed, one per line.
 
     Args:
         ranks: how many processes run it, with the variables of a launcher if there are several.
+        attempt: how many times torchrun has started the ranks before.
 
     Raises:
         AssertionError: with the script's output, if it failed.
@@ -58,7 +60,8 @@ def run(script: Path, *arguments: str, ranks: int = 1, patience: float = 900) ->
     import tiny
 
     library()
-    environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | cuda_places.WATCHED
+    environment |= {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
     command = [sys.executable, str(script), *arguments]
     with contextlib.ExitStack() as processes:
         started = [

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import cuda_places
 import host_cuda
 
 GIB = host_cuda.GIB
@@ -41,6 +42,11 @@ LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 REFERENCE: dict[str, Any] = {"beta": 0.1, "offload_reference": True, "sync_ref_model": True, "ref_model_sync_steps": 1}
 
+EARLY: dict[str, Any] = {  # groups are trained before all are sampled
+    "overlap": "auto", "prompts_per_step": 8, "max_tokens_per_microbatch": 64, "max_completion_length": 48,
+    "generation_kwargs": {"stop_token_ids": [*range(3, 256, 8)]},
+}  # fmt: skip
+
 # Changes of `BASE`. Besides the fields of `GRPOConfig`: `model` (a name of `_model`), `lora` (a LoraConfig's fields),
 # `quantised`, `teacher`, `images`; `nats` replaces `ROUNDING`, and `waits` adds to `WAITS`.
 CASES: dict[str, dict[str, Any]] = {
@@ -54,8 +60,15 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {**BF16, "optim": "muon"},
     "reference": {**BF16, **REFERENCE},
     "teacher": {**BF16, "teacher": "llama", "offload_teacher": True},
+    "teacher's tokens": {
+        **BF16, "teacher": "llama", "distillation_kl": "top_k", "distillation_top_k": 4,
+        "waits": {"policy/second_models.py _top"},
+    },
     "dropout": {**BF16, "model": "dropout", "disable_dropout": True},
     "experts": {**BF16, "model": "qwen3_moe", "nats": 0.1},  # of a token between two experts
+    "lora on experts": {
+        **BF16, "model": "qwen3_moe", "lora": {**LORA, "target_modules": ["q_proj", "v_proj"]}, "nats": 0.1,
+    },
     # in each micro-batch transformers asks whether a hybrid's mask hides a token, and looks for images that are padding
     "hybrid": {"model": "lfm2", "waits": {"policy/logprobs.py _states_and_routers"}},
     "images": {"model": "idefics3", "images": True, "waits": {"policy/images.py _features"}},
@@ -74,6 +87,11 @@ CASES: dict[str, dict[str, Any]] = {
         "max_completion_length": 48, "vllm_importance_sampling_mode": "token_truncate",
     },
     "drafts": {**BF16, "drafts": "siblings"},
+    "planned": {
+        **BF16, "sharding": "auto", "offload_optimizer": "auto", "vllm_engine_kwargs": {"enforce_eager": True},
+        "reward_workers": None,
+    },
+    "early": {**BF16, **EARLY},
     # several branches at once, for the suite that runs each time
     "all on the host": {**BF16, **SAVED, **STREAMED, **EVALUATED, **REFERENCE, "save_in_background": True},
     "lora and teacher": {**BF16, **EVALUATED, "lora": LORA, "teacher": "llama", "offload_teacher": True,
@@ -91,10 +109,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
     "sequence": {**BF16, "sequence_parallel_size": 2},
+    "early on ranks": {**BF16, **EARLY, "sharding": "gradients"},
     "gradients on the host": {**BF16, **SAVED, "sharding": "gradients", "offload_optimizer": "stream",
                               "offload_gradients": True},
 }  # fmt: skip
-RANKS = ("none", "optimizer", "gradients", "fsdp", "fsdp saved", "tensor", "sequence", "gradients on the host")
+RANKS = (
+    "none", "optimizer", "gradients", "fsdp", "fsdp saved", "tensor", "sequence", "early on ranks",
+    "gradients on the host",
+)  # fmt: skip
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.03}  # nats between sampler and trainer, at most
 LEFT = 2**19  # bytes that the process keeps after a trainer has closed, at most
@@ -205,6 +227,7 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
     return result | {
         "races": _listed(record.races), "kernels": dict(record.kernels), "peak": torch.cuda.max_memory_allocated(),
         "left": torch.cuda.memory_allocated() - before, "seconds": round(time.perf_counter() - started, 1),
+        "reached": cuda_places.reached(),
     }  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import cuda_places
 import fake_gpu
 import fake_gpu_cases
 import native_library
@@ -182,3 +184,8 @@ def test_a_tower_s_windows_are_one_flash_call_per_layer(cases: dict[str, FIGURES
     case = found(cases, "tower")
     check_on_the_gpu(case)
     assert case["flash"] == {"forward": 2, "backward": 2}
+
+
+def test_fakes_run_the_places_of_their_table(cases: dict[str, FIGURES]) -> None:
+    reached = sum((Counter(case.get("reached", {})) for case in cases.values()), Counter[str]())
+    assert not cuda_places.listed("fake").keys() - reached.keys()
