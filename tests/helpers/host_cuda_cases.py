@@ -66,9 +66,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "dropout": {**BF16, "model": "dropout", "disable_dropout": True},
     "experts": {**BF16, "model": "qwen3_moe", "nats": 0.1},  # of a token between two experts
-    "lora on experts": {
-        **BF16, "model": "qwen3_moe", "lora": {**LORA, "target_modules": ["q_proj", "v_proj"]}, "nats": 0.1,
-    },
     # in each micro-batch transformers asks whether a hybrid's mask hides a token, and looks for images that are padding
     "hybrid": {"model": "lfm2", "waits": {"policy/logprobs.py _states_and_routers"}},
     "images": {"model": "idefics3", "images": True, "waits": {"policy/images.py _features"}},

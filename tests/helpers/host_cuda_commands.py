@@ -25,9 +25,11 @@ def main(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     from colograd.commands import cli
+    from colograd.runtime import bus
     from colograd.usercode.threads import EnvironmentThread
 
     host_cuda_cases.shorten()
+    bus.bus_speed.__defaults__ = (2**20,)  # bytes
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
     model, judge, run = tiny.make_model(folder / "model"), folder / "judge", folder / "run"
@@ -36,6 +38,7 @@ def main(folder: Path) -> None:
     LlamaForSequenceClassification(LlamaConfig(**shape, **heads)).save_pretrained(judge)
     tiny.make_tokenizer().save_pretrained(judge)
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
+    flags = [text for name, value in engine.items() for text in (f"--vllm_engine_kwargs.{name}", json.dumps(value))]
     recipe = folder / "recipe.yaml"
     settings = {
         "output_dir": str(run),
@@ -54,7 +57,7 @@ def main(folder: Path) -> None:
             ("doctor", "--config", recipe),
             ("train", "--config", recipe),
             ("replay", run, "--step", 1),
-            ("eval", model, "--on", f"gsm8k={exam}", "--max-tokens", 4, "--vllm_engine_kwargs.enforce_eager", "true"),
+            ("eval", model, "--on", f"gsm8k={exam}", "--max-tokens", 4, *flags),
         )
     }
     thread = EnvironmentThread()
