@@ -1,5 +1,6 @@
 """Writes the generated pages: docs/configuration.md from the configuration's own help, docs/trl.md from TRL's fields,
-docs/alarms.md from the advisor's rules, the tables of docs/models.md from what tests wrote into docs/models.json.
+docs/alarms.md from the advisor's rules, the tables of docs/models.md from what tests wrote into docs/models.json, the
+list of docs/performance.md from tests/helpers/cuda_places.toml.
 
     python docs/generate.py            (make docs)
     python docs/generate.py --check    exit status 1 if a page isn't what would be written
@@ -17,6 +18,7 @@ import inspect
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
 from colograd.training.trl_names import ABSENT, DIFFERENT, HOOKS
 
 DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 TRL = "1.16"  # whose fields the page accounts for
 NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it reads, not this page. -->"
 
@@ -59,7 +62,8 @@ METRIC_NOTES = {
     "step_time": "The whole step; `time/*` are its phases",
 }
 
-# Around the tables of docs/models.md.
+# Around the tables of docs/models.md and docs/performance.md.
+PLACES = ("<!-- places: written by docs/generate.py -->", "<!-- end of places -->")
 FAMILIES = ("<!-- families: written by docs/generate.py -->", "<!-- end of families -->")
 
 ALARMS = f"""# Alarms
@@ -493,12 +497,34 @@ def alarms() -> str:
 
 def models() -> str:
     """The page of model families, with fresh tables."""
-    page = (DOCS / "models.md").read_text(encoding="utf-8")
-    before, _, rest = page.partition(FAMILIES[0])
-    _, _, after = rest.partition(FAMILIES[1])
     record = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))
-    tables = "\n\n".join((families_table(record), tests_table(record)))
-    return f"{before}{FAMILIES[0]}\n\n{tables}\n\n{FAMILIES[1]}{after}"
+    return between("models.md", FAMILIES, "\n\n".join((families_table(record), tests_table(record))))
+
+
+def performance() -> str:
+    """The page of performance, with a fresh list of the places that only a GPU runs."""
+    ways = tomllib.loads((ROOT / "tests/helpers/cuda_places.toml").read_text(encoding="utf-8"))
+    counts = {
+        way: sum(each["places"] if isinstance(each, dict) else each for each in ways[way].values()) for way in ways
+    }
+    rows = [(code(f"colograd/{file}"), code(function), ways["gpu"][place]["why"])
+            for place in sorted(ways["gpu"]) for file, _, function in [place.partition(" ")]]  # fmt: skip
+    text = (
+        f"`tests/helpers/cuda_places.toml` lists the {sum(counts.values())} places of the package that check the "
+        "device (`on_cpu`, `.is_cuda`, `device.type`, `torch.cuda`), and a test fails for a place without an entry. "
+        f"Of these, {counts['device']} run on the device in host memory, {counts['fake']} on CUDA tensors without "
+        f"numbers, {counts['v2']} by Model Runner V2, and {counts['arguments']} in tests that describe a GPU in "
+        f"arguments. The other {counts['gpu']} need a GPU:"
+    )
+    return between("performance.md", PLACES, f"{text}\n\n{table(('File', 'Function', 'Why'), rows)}")
+
+
+def between(name: str, markers: tuple[str, str], text: str) -> str:
+    """A page with new text between two markers."""
+    page = (DOCS / name).read_text(encoding="utf-8")
+    before, _, rest = page.partition(markers[0])
+    _, _, after = rest.partition(markers[1])
+    return f"{before}{markers[0]}\n\n{text}\n\n{markers[1]}{after}"
 
 
 def families_table(record: dict[str, Any]) -> str:
@@ -537,6 +563,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield DOCS / "alarms.md", alarms()
     yield DOCS / "configuration.md", configuration()
     yield DOCS / "models.md", models()
+    yield DOCS / "performance.md", performance()
     yield DOCS / "trl.md", moving()
 
 

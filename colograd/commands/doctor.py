@@ -149,7 +149,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
-        plan.fits or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
+        trainer.args.on_cpu or plan.fits,  # on a CPU pages can be swapped and caches dropped
         f"Remedies: {plan.remedies or REMEDIES}, or lower vllm_gpu_memory_utilization.",
     )
     trainer.publish()

@@ -30,7 +30,7 @@ def apply_experts(
     activate = ACTIVATIONS[str(activation.value)]
     experts, order = topk_ids.flatten().sort(stable=True)
     inputs = hidden_states[order // chosen].split(torch.bincount(experts, minlength=count).tolist())
-    found = torch.empty(tokens * chosen, w2.shape[1], dtype=hidden_states.dtype)
+    found = hidden_states.new_empty(tokens * chosen, w2.shape[1])
 
     def one(e: int, x: torch.Tensor) -> torch.Tensor:
         return linear(activate(linear(x, w1[e], _of(kernel.w1_bias, e))), w2[e], _of(kernel.w2_bias, e))

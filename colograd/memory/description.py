@@ -253,7 +253,7 @@ def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
         name, available = torch.cuda.get_device_name(device), free + torch.cuda.memory_reserved(device)
     else:
         memory, sharing = psutil.virtual_memory(), process.local_world_size()
-        loaded = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
+        loaded = sum(p.nbytes for p in model.parameters() if not p.is_meta)
         name = "cpu" if sharing == 1 else f"cpu, shared by {sharing} ranks"
         total = memory.total // sharing
         available = min(memory.total, memory.available + loaded * sharing) // sharing

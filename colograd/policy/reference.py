@@ -131,7 +131,7 @@ def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> tor
     # `deepcopy` finds each tensor's copy made, so that none exists twice on the way.
     made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     for parameter in model.parameters():
-        place = torch.empty_like(parameter, device=device, pin_memory=pin and device.type == "cpu")
+        place = torch.empty_like(parameter, device=device, pin_memory=pin)
         made[id(parameter)] = torch.nn.Parameter(place.copy_(parameter.detach()), requires_grad=False)
     return copy.deepcopy(model, made).eval()
 

@@ -126,7 +126,7 @@ def _packed_fault(model: Any, own: str, device: torch.device, asked: Sequence[Mo
     except (TypeError, ValueError, RuntimeError) as refusal:
         return f"{name}: {str(refusal).splitlines()[0]}"
     if error:
-        return f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device.type}"
+        return f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device}"
     if lost := windows.asked - windows.applied:
         return f"{name} doesn't tell its attention of the window of {lost.pop()} tokens"
     return ""

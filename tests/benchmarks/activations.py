@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1] / "helpers"), str(HERE.parents[2])]
 
 import fake_gpu  # noqa: E402
+import native_library  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -64,7 +65,7 @@ def main() -> None:
             for again in (False, True):
                 print(json.dumps(cell(args.inside, tokens, again)), flush=True)
         return
-    if reason := fake_gpu.why_not():
+    if reason := native_library.why_not():
         raise SystemExit(f"activations: there can't be a fake GPU here: {reason}")
     found = []
     heads = [f"{tokens // 1024}k {way}" for tokens in args.tokens for way in ("", "again")]

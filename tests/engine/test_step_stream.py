@@ -113,7 +113,10 @@ def test_an_engine_is_built_on_its_stream_and_makes_streams_of_its_priority(monk
 @pytest.mark.gpu
 @pytest.mark.engine
 def test_on_a_gpu_a_micro_batch_runs_beside_the_tail_to_the_same_weights(tmp_path: Path) -> None:
-    """An eighth of the tokens ends a completion, so that lengths differ; in bfloat16, so within its rounding."""
+    """An eighth of the tokens ends a completion, so that lengths differ; in bfloat16, so within its rounding.
+
+    Rewards are computed in this process: a worker takes seconds to start, when a tiny model has long sampled.
+    """
     from colograd import GRPOTrainer
 
     model, found = tiny.make_model(tmp_path / "model"), []
@@ -121,7 +124,7 @@ def test_on_a_gpu_a_micro_batch_runs_beside_the_tail_to_the_same_weights(tmp_pat
         args = tiny.config(
             tmp_path / overlap, overlap=overlap, max_steps=1, prompts_per_step=16, max_completion_length=128,
             max_tokens_per_microbatch=256, generation_kwargs={"stop_token_ids": [*range(3, 256, 8)]},
-            model_init_kwargs={}, bf16=True,
+            model_init_kwargs={}, bf16=True, reward_workers=0,
         )  # fmt: skip
         trainer = GRPOTrainer(model, tiny.vowels, args, tiny.prompts(16))
         trainer.train()

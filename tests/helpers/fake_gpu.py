@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +28,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import cuda_places
+import native_library
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,38 +52,15 @@ KERNELS = ("silu_backward",)  # without a kernel for CUDA autograd takes them ap
 # -- for the test: a process that has the guard
 
 
-def why_not() -> str:
-    """Why there can't be a fake GPU here; empty: there can be one."""
-    if torch.version.cuda is not None:
-        return "this torch is built for CUDA, and asks a real driver"
-    return "" if _compiler() else "there is no C++ compiler"
-
-
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
 @functools.cache
 def guard() -> Path:
-    """The library with the guard: built once per machine, user and torch."""
-    key = hashlib.sha256(f"{GUARD}{torch.__version__}{torch.__file__}".encode()).hexdigest()[:16]
-    built = Path(tempfile.gettempdir()) / f"colograd-fake-gpu-{os.getuid()}" / f"{key}.so"
-    if not built.is_file():
-        built.parent.mkdir(mode=0o700, exist_ok=True)
-        parts = Path(torch.__file__).parent
-        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-            source, made = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
-            source.write_text(GUARD)
-            libraries = [f"-L{parts / 'lib'}", "-lc10", f"-Wl,-rpath,{parts / 'lib'}"]
-            options = ["-std=c++20", "-shared", "-fPIC", "-O1", f"-I{parts / 'include'}", "-o", str(made)]
-            subprocess.run([_compiler(), str(source), *options, *libraries], check=True, capture_output=True)
-            made.replace(built)  # whole or not at all, whoever else builds it
-    return built
+    """The library with the guard."""
+    return native_library.build("fake-gpu", GUARD, "-lc10")
 
 
 def run(script: Path, *arguments: str, patience: float = 600) -> list[dict[str, Any]]:
     """What a script with a fake GPU printed: a dictionary per line."""
-    environment = os.environ | {"LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"} | cuda_places.WATCHED
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import cuda_places
 import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit
@@ -498,7 +499,7 @@ def main() -> None:
                 found = CASES[name](gpu)
             except Exception:
                 found = {"error": traceback.format_exc()}
-        print(json.dumps({"name": name, **found}), flush=True)
+        print(json.dumps({"name": name, **found, "reached": cuda_places.reached()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_the_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.Capt
 def test_a_stale_page_is_noticed_and_left_alone(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("models.md", "models.json"):
+    for name in ("models.md", "models.json", "performance.md"):
         shutil.copy(ROOT / "docs" / name, tmp_path)
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     (tmp_path / "trl.md").write_text("old\n")

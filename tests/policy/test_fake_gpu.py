@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import cuda_places
 import fake_gpu
 import fake_gpu_cases
+import native_library
 import pytest
 from paths import HELPERS
 
@@ -21,7 +24,7 @@ LONG = ("long_sequences", "long_sequences_of_a_packed_base", "long_windows", "lo
 
 def run(*names: str) -> dict[str, FIGURES]:
     """In one process: its imports take longer than most passes."""
-    if reason := fake_gpu.why_not():
+    if reason := native_library.why_not():
         pytest.skip(reason)
     return {case["name"]: case for case in fake_gpu.run(Path(HELPERS) / "fake_gpu_cases.py", *names)}
 
@@ -186,3 +189,8 @@ def test_a_tower_s_windows_are_one_flash_call_per_layer(cases: dict[str, FIGURES
     case = found(cases, "tower")
     check_on_the_gpu(case)
     assert case["flash"] == {"forward": 2, "backward": 2}
+
+
+def test_fakes_run_the_places_of_their_table(cases: dict[str, FIGURES]) -> None:
+    reached = sum((Counter(case.get("reached", {})) for case in cases.values()), Counter[str]())
+    assert not cuda_places.listed("fake").keys() - reached.keys()

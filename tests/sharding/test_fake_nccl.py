@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_gpu
+import native_library
 import pytest
 from paths import HELPERS
 
@@ -17,7 +18,7 @@ Steps = dict[tuple[str, int], dict[str, Any]]
 @pytest.fixture(scope="module", params=[pytest.param(8, marks=pytest.mark.slow), 64])
 def steps(request: pytest.FixtureRequest) -> Steps:
     """By way, of the first rank (0) and of the last (-1)."""
-    if reason := fake_gpu.why_not():
+    if reason := native_library.why_not():
         pytest.skip(reason)
     done = fake_gpu.run(Path(HELPERS) / "fake_nccl.py", str(request.param))
     assert not [case["error"] for case in done if "error" in case]
