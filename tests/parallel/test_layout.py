@@ -74,8 +74,8 @@ def test_the_ranks_of_an_engine_are_on_one_machine() -> None:
 
     check_engines(RankLayout(7, 8), places(*["one"] * 3, *["two"] * 5))
     for rank in (0, 7):  # on all ranks, whosever engine it is
-        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(one, two\): start"):
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3 .* different machines \(one, two\)\. Start"):
             check_engines(RankLayout(rank, 8, 2, ranks_per_node=8), places(*["one"] * 3, *["two"] * 5))
-        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(localhost\): start"):
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3 .* different machines \(localhost\)\. Start"):
             check_engines(RankLayout(rank % 6, 6, 2, ranks_per_node=3), places(*["localhost"] * 6))
     check_engines(RankLayout(5, 8, 4, ranks_per_node=4), places(*["one"] * 4, *["two"] * 4))
