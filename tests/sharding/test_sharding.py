@@ -239,7 +239,7 @@ def test_a_missing_file_is_named_unless_the_rank_s_own_has_all_it_needs(tmp_path
 
 def test_the_state_of_another_model_is_refused_by_name(tmp_path) -> None:
     optimizer, owned = saved(tmp_path)
-    with pytest.raises(ValueError, match="has nothing of 1 trained parameters \\(other\\)"):
+    with pytest.raises(ValueError, match="lacks 1 trained parameters \\(other\\)"):
         optimizer_state.load(optimizer, [Owned("other", owned[0].part, 0, 4)], tmp_path)
     longer = torch.nn.Parameter(torch.zeros(6))
     with pytest.raises(ValueError, match="lacks elements of weight"):
