@@ -171,13 +171,13 @@ def test_a_weight_that_moved_is_an_error_on_either_side(tiny_model: Path, tmp_pa
         parameter = model.get_parameter(name)
         kept = parameter.data
         parameter.data = kept.clone()
-        with pytest.raises(RuntimeError, match=rf"1 weights lie elsewhere .*\({side} {re.escape(name)}\)"):
+        with pytest.raises(RuntimeError, match=rf"1 weights have moved .*\({side} {re.escape(name)}\)"):
             trainer.weights.publish(1)
         parameter.data = kept
     layer = trainer.engine.model.get_submodule("model.layers.0.self_attn.o_proj")
     kept = layer.weight
     layer.weight = torch.nn.Parameter(kept.detach().clone(), requires_grad=False)  # as a layer-wise reload does
-    with pytest.raises(RuntimeError, match="1 weights lie elsewhere"):
+    with pytest.raises(RuntimeError, match="1 weights have moved"):
         trainer.weights.publish(1)
     layer.weight = kept
     assert trainer.weights.publish(1) == 0
@@ -221,7 +221,7 @@ def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tin
         assert "copied, 20 parameters" in trainer.weights.describe()
         assert "the engine has it in bfloat16, the policy in float32" in trainer.weights.describe()
         assert trainer.weights.publish(0) == nbytes and trainer.weights.differing() == []
-        with pytest.raises(ValueError, match=r"weights: shared can't be had for 20 of 20 .*bfloat16.* weights: auto"):
+        with pytest.raises(ValueError, match=r"weights is 'shared', but 20 of 20 .*bfloat16.* weights: auto"):
             weight_sync("shared", trainer.model, trainer.engine, untouched=True, device=torch.device("cpu"))
         trainer.model.resize_token_embeddings(300)
         with pytest.raises(ValueError, match=r"has 300 embeddings, but the checkpoint that vLLM loaded has 258: save"):

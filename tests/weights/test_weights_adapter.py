@@ -131,7 +131,7 @@ def test_a_slot_that_moved_or_another_adapter_in_it_raises(trained) -> None:
     holder = trained.weights.slots[0].holder
     kept = holder.layer.lora_b_stacked
     holder.layer.lora_b_stacked = tuple(stack.clone() for stack in kept)
-    with pytest.raises(RuntimeError, match="slot of the engine lies elsewhere"):
+    with pytest.raises(RuntimeError, match="slot of the engine has moved"):
         trained.weights.publish(3)
     assert trained.engine.version is None, "nothing is sampled afterwards"
     holder.layer.lora_b_stacked = kept
