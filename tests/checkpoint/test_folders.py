@@ -184,7 +184,9 @@ def test_of_several_nodes_the_last_that_all_have_is_found(tmp_path: Path) -> Non
     assert complete_steps(str(tmp_path)) == [2, 4, 6]
     assert find_resume("auto", str(tmp_path), [[2, 4, 6], [2, 4]]) == str(tmp_path / "checkpoint-4")
     assert find_resume("auto", str(tmp_path), [[2, 4, 6], []]) is None
-    with pytest.raises(ValueError, match=r"no complete checkpoint that all 2 nodes have \(theirs: \[\[6\], \[4\]\]\)"):
+    with pytest.raises(
+        ValueError, match=r"no complete checkpoint that all 2 nodes have \(steps per node: \[\[6\], \[4\]\]\)"
+    ):
         find_resume(True, str(tmp_path), [[6], [4]])
 
 
@@ -192,22 +194,20 @@ def test_the_one_before_a_damaged_one_is_found_and_nothing_starts_anew_over_dama
     for step in (2, 4):
         write(tmp_path / f"checkpoint-{step}")
     assert find_resume("auto", str(tmp_path), damaged={4}) == str(tmp_path / "checkpoint-2")
-    with pytest.raises(
-        ValueError, match=r"is auto, but each checkpoint in .* is damaged \(steps 2, 4\): bring one back"
-    ):
+    with pytest.raises(ValueError, match=r"is auto, but each checkpoint in .* is damaged \(steps 2, 4\)\. Restore one"):
         find_resume("auto", str(tmp_path), damaged={4, 2})
 
 
 @pytest.mark.parametrize("missing", ["empty", "absent"])
 def test_true_wants_a_checkpoint(tmp_path: Path, missing: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=rf"is true, but '.*{missing}' holds no complete checkpoint: use `auto`"):
+    with pytest.raises(ValueError, match=rf"is true, but '.*{missing}' holds no complete checkpoint\. Use `auto`"):
         find_resume(True, str(tmp_path / missing))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"no complete checkpoint \(trainer_state.json is missing\): give a checkpoint-N"
+        ValueError, match=r"isn't a complete checkpoint \(trainer_state.json is missing\)\. Set it to a checkpoint-N"
     ):
         find_resume(str(tmp_path), "unused")
 

@@ -61,6 +61,6 @@ def test_a_folder_that_some_share_is_an_error(tmp_path: Path, monkeypatch) -> No
     folders = [tmp_path / name for name in "aab"]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    said = r"node 0 sees what \[0, 1\] write; node 1 sees what \[0, 1\] write; node 2 sees what \[2\] write"
+    said = r"node 0 sees files of nodes \[0, 1\]; node 1 sees files of nodes \[0, 1\]; node 2 sees files of nodes \[2\]"
     with pytest.raises(ValueError, match=said):
         Ranks(folders).ask(0, monkeypatch)
