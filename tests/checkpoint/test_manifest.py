@@ -43,7 +43,7 @@ def test_all_files_but_itself_are_in_it(folder: Path) -> None:
     assert check(folder), "what was added later is nobody's business"
 
 
-def test_a_checkpoint_that_lost_its_state_is_still_one_that_can_be_refused(folder: Path) -> None:
+def test_checkpoint_without_trainer_state_is_still_checked(folder: Path) -> None:
     (folder / "trainer_state.json").unlink()
     assert complete_steps(str(folder.parent)) == [3]
     with pytest.raises(ValueError, match=r"trainer_state\.json is missing"):
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_named(folder: Path, name: str, damage: Any, said: str
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_in_a_file_s_place_is_no_file(folder: Path) -> None:
+def test_folder_with_a_files_name_counts_as_missing(folder: Path) -> None:
     (folder / "rng_state_0.pth").unlink()
     (folder / "rng_state_0.pth").mkdir()
     with pytest.raises(ValueError, match=r"rng_state_0\.pth is missing"):

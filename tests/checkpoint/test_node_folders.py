@@ -49,7 +49,7 @@ def test_of_one_node_nothing_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("apart", [True, False])
-def test_all_ranks_find_the_same_and_leave_nothing_behind(tmp_path: Path, monkeypatch, rank: int, apart: bool) -> None:
+def test_all_ranks_agree_and_remove_their_marks(tmp_path: Path, monkeypatch, rank: int, apart: bool) -> None:
     folders = [tmp_path / ("a" if node and apart else "b") for node in range(2)]
     for folder in folders:
         folder.mkdir(exist_ok=True)

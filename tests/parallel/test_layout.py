@@ -42,7 +42,7 @@ def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
     assert all(layout.rank in layout.engine_group and layout.rank in layout.shard_group for layout in ranks)
 
 
-def test_vllm_has_its_usual_algorithms_where_training_is_deterministic() -> None:
+def test_vllm_runs_without_deterministic_algorithms() -> None:
     """Also after an error; and nothing is switched on that nobody asked for."""
     for asked in (False, True):
         torch.use_deterministic_algorithms(asked, warn_only=asked)
@@ -56,7 +56,7 @@ def test_vllm_has_its_usual_algorithms_where_training_is_deterministic() -> None
             torch.use_deterministic_algorithms(False)
 
 
-def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_the_index_of_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it does to the launcher's variables is undone."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -68,7 +68,7 @@ def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: py
         assert os.environ["LOCAL_RANK"] == "3"
 
 
-def test_the_ranks_of_an_engine_are_on_one_machine() -> None:
+def test_ranks_of_an_engine_share_a_machine() -> None:
     def places(*hosts: str) -> list[Place]:
         return [Place(host, 0, 4) for host in hosts]
 
