@@ -93,14 +93,14 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_
         useful = [option for option in options if 0.0 < option[0] < gap]
         if not useful or gap < 0.01 * loads[slow]:
             break
-        moved, give, take = min(useful, key=lambda option: abs(option[0] - gap / 2))
+        gain, give, take = min(useful, key=lambda option: abs(option[0] - gap / 2))
         assigned[slow].remove(give)
         assigned[fast].append(give)
         if take:
             assigned[fast].remove(take)
             assigned[slow].append(take)
-        loads[slow] -= moved
-        loads[fast] += moved
+        loads[slow] -= gain
+        loads[fast] += gain
     return [sorted(row) for row in assigned] if slowest - max(loads) > MIN_GAIN * slowest else initial
 
 
@@ -129,8 +129,8 @@ def balance(
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
     me, near = rank(), math.lcm(ranks_per_engine, ranks_per_row)
-    moved = sum(owner // near != me // near for owner, _ in assignment[me])
-    return exchange(groups, assignment), moved
+    num_moved = sum(owner // near != me // near for owner, _ in assignment[me])
+    return exchange(groups, assignment), num_moved
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:

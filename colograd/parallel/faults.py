@@ -492,8 +492,8 @@ def _server() -> socket.socket:
 def _notice_silence(connection: socket.socket, seconds: int) -> None:
     """Let the system probe the other machine, and close the connection after so many seconds without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every = max(1, seconds // 6)
-    options = {"TCP_KEEPIDLE": every, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
+    pause = max(1, seconds // 6)
+    options = {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
     for option, value in options.items():
         if hasattr(socket, option):  # some systems lack some options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -54,7 +54,7 @@ def sum_over_ranks(
     Returns:
         Bytes of the collectives.
     """
-    moved = 0
+    nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
         alone = len(bucket) == 1 and bucket[0].is_contiguous()  # a copy of the embedding's would take gigabytes
@@ -65,12 +65,12 @@ def sum_over_ranks(
         else:
             among.sum_(flat)
         watchdog.progress()
-        moved += flat.nbytes
+        nbytes += flat.nbytes
         if alone and flat.device == bucket[0].device:
             continue
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
-    return moved
+    return nbytes
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:

@@ -153,8 +153,8 @@ def buckets_of(
     """
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
-    for _, alike in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
-        for members in in_buckets(alike, elements, lambda item: item[1].numel()):
+    for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
+        for members in in_buckets(same_kind, elements, lambda item: item[1].numel()):
             names, parameters = zip(*members, strict=True)
             buckets.append(Bucket(names, parameters, rank, ranks, group))
     return buckets
