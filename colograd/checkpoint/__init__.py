@@ -1,6 +1,6 @@
-"""Checkpoints on disk: written whole or not at all, beside the training, and checked before anything is loaded.
+"""Checkpoints on disk: written whole or not at all, in parallel to training, and checked before they are loaded.
 
-`search` finds the checkpoint to resume from, `manifest` and `reading` check its files, `folders` commits and deletes
-whole folders, `writing` is the thread that writes them, from `host_files` in memory, where `background` allows
-it. `node_folders` tests whether nodes share a folder, `stop_signal` notices SIGTERM.
+`search` finds the checkpoint to resume from. `manifest` and `reading` check its files. `folders` commits and deletes
+whole folders. `writing` writes files from memory (`host_files`) in a thread, if `background` allows it. `node_folders`
+tests whether nodes share a folder. `stop_signal` handles SIGTERM and Ctrl-C.
 """

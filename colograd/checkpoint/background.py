@@ -1,4 +1,4 @@
-"""Whether a checkpoint may be written beside the training, and if not, why."""
+"""The decision whether a checkpoint may be written in parallel to training."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from transformers.trainer_utils import HubStrategy
 from ..config import GRPOConfig
 from ..runtime import process
 
-SPARE = 0.8  # share of the free host memory that the copies may take
+SPARE = 0.8  # largest share of the free host memory for the copies
 
 
 def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
-    """Why training has to wait for the files; empty: it doesn't.
+    """Return the reason why training must wait while a checkpoint is written; empty if it needn't wait.
 
     Args:
-        optimizer_is_cut: whether the optimizer's state is written as tensors by their names.
+        config: the run's configuration.
+        callbacks: the trainer's callbacks.
+        optimizer_is_cut: whether the optimizer's state is written as named tensors.
         copies: bytes of this rank's part of a checkpoint.
-        held: bytes of them that are there from an earlier save.
+        held: bytes of copies that an earlier save has allocated.
     """
     if not config.save_in_background:
         return "save_in_background is false"
@@ -39,12 +41,12 @@ def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut
 
 
 def _reads_files(callback: TrainerCallback) -> bool:
-    """Whether a callback does something at `on_save`, which for all we know is about the checkpoint's files."""
+    """Return whether a callback may read the checkpoint's files in `on_save`."""
     if getattr(type(callback), "on_save", None) is TrainerCallback.on_save:
         return False
     switches = {"WandbCallback": "_log_model", "MLflowCallback": "_log_artifacts", "CometCallback": "_log_checkpoints"}
     name = type(callback).__name__
-    if name == "TrackioCallback":  # does nothing there
+    if name == "TrackioCallback":  # its on_save does nothing
         return False
     if name == "WandbCallback":
         switch = getattr(callback, switches[name], None)

@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or not there: written aside, flushed, renamed; and SIGTERM, which asks for one.
+"""Folders of checkpoints: written under another name, flushed, and renamed when complete.
 
-A folder named ``checkpoint-N`` that is written here is complete by construction.
+So a folder ``checkpoint-N`` that is written here is always complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DISCARDED = ".discarded"
 REPLACED = ".replaced"
 REFUSED = "refused"
 PROMPTS, SETTINGS = "prompts.json", "run_settings.json"
-# What a checkpoint holds beside the model, as patterns of names.
+# Name patterns of a checkpoint's files that don't belong to the model.
 STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
     "lengths_*.json", "in_flight_*.records", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
@@ -33,16 +33,18 @@ STATE = (
 
 
 def aside_folder(run_dir: str | Path) -> Path:
-    """Where a checkpoint is written before it counts. On the same file system, so that renaming is atomic."""
+    """Return the folder of incomplete checkpoints. It is on the same file system, so that renaming is atomic."""
     return Path(run_dir) / ASIDE
 
 
 def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:
-    """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after.
+    """Rename the finished folder ``aside`` to the checkpoint ``final``, so that it survives a crash of the machine.
 
     Args:
-        files: what was written there, down to the disk; default: read and flushed now.
-        keeps_old: what has the name now is damaged, and stays under another one.
+        aside: the folder with all files.
+        final: the checkpoint's folder.
+        files: entries of the manifest, if all files are flushed to the disk; default: read and flush them here.
+        keeps_old: the present folder ``final`` is damaged; keep it under another name.
     """
     if files is None:
         files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
@@ -50,12 +52,12 @@ def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: b
             flush(aside / name)
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
-    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # they hold the names
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # file names are stored in folders
         flush(path)
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
     if final.exists():  # the same step saved twice (a save on request after a scheduled one)
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)  # should the process die before the next line, `sweep` brings it back
+        os.rename(final, old)  # if the process dies before the next line, `sweep` renames it back
     os.rename(aside, final)
     flush(final.parent)
     if not keeps_old:
@@ -63,15 +65,15 @@ def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: b
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint so that a half-deleted one never looks complete."""
-    gone = folder.with_name(f"{DISCARDED}-{folder.name}")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    """Delete a checkpoint under another name, so that a half-deleted one never looks complete."""
+    discarded = folder.with_name(f"{DISCARDED}-{folder.name}")
+    shutil.rmtree(discarded, ignore_errors=True)
+    os.rename(folder, discarded)
+    shutil.rmtree(discarded, ignore_errors=True)
 
 
 def sweep(run_dir: str | Path) -> None:
-    """Remove what an interrupted save or deletion left behind; bring back what was about to be replaced."""
+    """Remove the remains of interrupted saves and deletions, and restore a checkpoint that wasn't replaced yet."""
     for replaced in Path(run_dir).glob(f"{REPLACED}-*"):
         final = replaced.with_name(replaced.name.removeprefix(f"{REPLACED}-"))
         if final.exists():
@@ -90,19 +92,22 @@ def rotate(
     newest: int | None = None,
     damaged: Collection[int] = (),
 ) -> None:
-    """Keep the newest ``limit`` checkpoints, and the best one.
+    """Delete checkpoints except the newest ``limit`` ones and the best one.
 
     Args:
-        newest: the step of the one just written. Those of later steps are of a run that was gone back from: they go
-            first.
-        damaged: steps of damaged checkpoints. They don't count, and are kept for whoever looks into the damage.
+        run_dir: the run's folder.
+        limit: number of checkpoints to keep; None or 0: keep all.
+        best: folder of the best checkpoint.
+        newest: step of the checkpoint just written. Checkpoints of later steps are from before the run resumed at an
+            earlier step, and are deleted first.
+        damaged: steps of damaged checkpoints. They don't count, and are kept so that the damage can be examined.
     """
     if limit is None or limit <= 0:
         return
-    found = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
-    ordered = [folder for folder in found if step_of(folder) not in damaged]
+    checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
+    ordered = [folder for folder in checkpoints if step_of(folder) not in damaged]
     if newest is not None:
-        ordered.sort(key=lambda folder: step_of(folder) <= newest)  # stable: otherwise as they were
+        ordered.sort(key=lambda folder: step_of(folder) <= newest)  # stable: keeps the order within both groups
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
     for folder in ordered[:-keep]:
         if best is None or folder.resolve() != Path(best).resolve():
@@ -110,23 +115,25 @@ def rotate(
 
 
 def step_of(folder: str | Path) -> int:
-    """The step after which a checkpoint was written."""
+    """Return the step of a checkpoint, from its name."""
     return int(str(folder).rpartition("-")[2])
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """The steps of the checkpoints that have a last file, be it of an older version; transformers itself may leave
-    half-deleted ones."""
-    found = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    last = (MANIFEST, "trainer_state.json")
-    return [step_of(path) for path in found if any(os.path.isfile(os.path.join(path, name)) for name in last)]
+    """Return the steps of the complete checkpoints: those have a manifest, or the last file of older versions.
+
+    transformers may leave half-deleted checkpoints.
+    """
+    paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
+    last_files = (MANIFEST, "trainer_state.json")
+    return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
 
 
 def check(folder: str | Path) -> bool:
-    """Compare all files of a checkpoint with its manifest. False: it has none, as an older version wrote it.
+    """Compare all files of a checkpoint with its manifest. Return False if it has none (from an older version).
 
     Raises:
-        ValueError: one differs.
+        ValueError: a file differs.
     """
     try:
         files = manifest.read(Path(folder))
@@ -138,58 +145,67 @@ def check(folder: str | Path) -> bool:
 
 
 def write_index(checkpoint: Path, names: Iterable[str]) -> None:
-    """Say which tensors are the model's. Without it vLLM takes all files' tensors for weights, so also the optimizer's
-    state (an error) and the reference (in the policy's place)."""
+    """Write an index of the model's tensors.
+
+    Without an index vLLM loads the tensors of all files as weights: the optimizer's state (an error) and the reference
+    (instead of the policy).
+    """
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
     (checkpoint / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
 def write_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Write the run's settings into a checkpoint."""
     (checkpoint / SETTINGS).write_text(json.dumps(settings, indent=1))
 
 
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """(value in the checkpoint, value now) of the settings that differ, by name; empty of one that holds none."""
+    """Return (value in the checkpoint, present value) by name, for settings that differ.
+
+    The result is empty if the checkpoint has no settings.
+    """
     path = Path(checkpoint) / SETTINGS
     if not path.is_file():  # an older version wrote it
         return {}
     with reading(checkpoint, SETTINGS):
-        found = dict(json.loads(path.read_text()))
-    pairs = {name: (found.get(name), settings.get(name)) for name in sorted(found.keys() | settings.keys())}
-    return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
+        saved = dict(json.loads(path.read_text()))
+    pairs = {name: (saved.get(name), settings.get(name)) for name in sorted(saved.keys() | settings.keys())}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:
-    """What a streamed dataset had handed out by then, or a curriculum's record."""
+    """Write the state of the prompts: the position in a streamed dataset, or a curriculum's record."""
     (checkpoint / PROMPTS).write_text(json.dumps(state))
 
 
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
-    """The same again.
+    """Read the state that `write_prompts` wrote.
 
     Args:
-        otherwise: what the run's dataset must have been if there is none: ``wasn't streamed``.
+        checkpoint: the checkpoint's folder.
+        otherwise: end of a sentence about the run's dataset, for the error: ``wasn't streamed``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the checkpoint has no such state.
     """
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint!r} is of a run whose dataset {otherwise}: its prompts came in another order, so that "
-            "resuming can't go on where it stopped. Choose prompts as that run did, or set ignore_data_skip: true."
+            f"{checkpoint!r} is from a run with a dataset that {otherwise}: its prompts had another order, so this run "
+            "can't continue there. Choose prompts as that run did, or set ignore_data_skip: true."
         )
     with reading(checkpoint, PROMPTS):
         state: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(state, dict):
-            raise TypeError(f"a {type(state).__name__}, and not an object")
+            raise TypeError(f"it is a {type(state).__name__}, not an object")
     return state
 
 
 def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
-    """Names and tensors of a checkpoint's float32 weights, read one at a time; one file or shards, on the CPU.
+    """Yield names and tensors of a checkpoint's float32 weights, one at a time, on the CPU.
 
-    Weights in another precision aren't read, nor is a checkpoint without safetensors files.
+    The weights may be in one file or in shards. Weights of another dtype are left out, as are checkpoints without
+    safetensors files.
     """
     whole, index = Path(checkpoint) / SAFE_WEIGHTS_NAME, Path(checkpoint) / SAFE_WEIGHTS_INDEX_NAME
     files = [whole] if whole.is_file() else []
@@ -204,16 +220,16 @@ def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def open_to_readers(folder: str | Path) -> None:
-    """Give a folder's safetensors files the mode of any new file: the library makes them their owner's alone."""
+    """Give a folder's safetensors files the mode of a usual new file. The library lets only their owner read them."""
     probe = Path(folder, f".mode-{os.getpid()}")
-    probe.touch()  # as the umask can't be read without setting it, for all threads
+    probe.touch()  # the umask itself can't be read without changing it for all threads
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(probe.stat().st_mode)
     probe.unlink()
 
 
 def flush(path: Path) -> None:
-    """Have a file or a folder on the disk."""
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

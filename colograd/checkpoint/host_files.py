@@ -1,9 +1,9 @@
-"""Files as they will lie on the disk, kept in host memory: what a checkpoint is written from while training goes on.
+"""Images of files in host memory. A thread writes a checkpoint from them while training continues.
 
-The image of a safetensors file is its header and then its tensors, one after the other. Copying tensors into their
-places is all that a save costs the training; a thread then writes the bytes as they are, past the system's page cache
-where the file system can (`O_DIRECT`), which takes hardly any time of a processor. Buffers are kept from save to save:
-fresh pages cost more than the copy. For a GPU they are page-locked: its copies are queued, and waited for once.
+The image of a safetensors file is its header, followed by its tensors. Training only waits for the copies of tensors
+into the image. A thread then writes the bytes, around the system's page cache if the file system allows that
+(`O_DIRECT`), which takes little processor time. Buffers are kept from save to save, because fresh pages cost more than
+the copy. For a GPU they are page-locked: all its copies are queued, with one wait at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import modeling_utils
 from ..runtime.page_locked import PAGE, host_pages
 from .manifest import CHUNK, Entry
 
-BLOCK = PAGE  # which O_DIRECT asks of addresses, offsets and lengths, on any disk of today
+BLOCK = PAGE  # alignment in bytes of addresses, offsets and lengths that O_DIRECT requires on today's disks
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -31,10 +31,12 @@ NAMES = {
 
 
 class Image:
-    """One file's bytes. ``layout`` is the safetensors header without offsets: tensors of the same one fit again.
+    """The bytes of one safetensors file.
 
     Args:
-        device: from where values will come; a GPU has the memory page-locked.
+        layout: the header without offsets. Tensors with the same layout fit into the image.
+        tensors: the tensors by name.
+        device: the device of later values; for a GPU the memory is page-locked.
     """
 
     def __init__(
@@ -48,15 +50,17 @@ class Image:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the present values; those of a GPU are there when it was waited for (`HostFiles.take`). A tensor that is
-        a place of this image has them already."""
+        """Copy the present values of tensors. Copies from a GPU are complete after `HostFiles.take`.
+
+        A tensor that is a view of this image needs no copy.
+        """
         for name, place in self.tensors.items():
             if place.numel() and tensors[name].data_ptr() != place.data_ptr():
                 place.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
 
     @property
     def bytes(self) -> memoryview:
-        """Whole blocks: the last one ends with zeros that are no part of the file."""
+        """The file's bytes, padded with zeros to whole blocks."""
         return self._buffer
 
 
@@ -64,17 +68,17 @@ class HostFiles:
     """The images of one rank's files, by name.
 
     Args:
-        device: as of `Image`.
+        device: the device of the tensors, see `Image`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.kept: dict[str, Image] = {}
         self._device = device
-        self._present: dict[Path, Image] = {}
-        self._queued = False  # copies that nobody has waited for
+        self._present: dict[Path, Image] = {}  # images since the last `take`
+        self._queued = False  # whether copies from a GPU may still be queued
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """As `safetensors.torch.save_file`, but into memory. Values of a GPU are on their way until `take`."""
+        """Save tensors as `safetensors.torch.save_file` does, but in memory. `take` waits for copies from a GPU."""
         path = Path(path)
         layout = _layout(tensors, metadata)
         image = self.kept.get(path.name)
@@ -85,42 +89,43 @@ class HostFiles:
         self._present[path] = image
 
     def take(self) -> dict[Path, Image]:
-        """What was put since the last call, with all its values: waits for a GPU's copies."""
+        """Wait for copies from a GPU, and return the images since the last call."""
         if self._queued:
             torch.cuda.synchronize()
             self._queued = False
-        taken, self._present = self._present, {}
-        return taken
+        images, self._present = self._present, {}
+        return images
 
     def places(self, name: str) -> Mapping[str, torch.Tensor]:
-        """Where a file's tensors lie since it was put last: who writes there spares `put` the copy."""
+        """Return the tensors in a file's image, from its last `put`. Values written there need no copy in `put`."""
         return self.kept[name].tensors if name in self.kept else {}
 
     @property
     def nbytes(self) -> int:
-        """In host memory."""
+        """Bytes of host memory."""
         return sum(image.size for image in self.kept.values())
 
 
 @contextlib.contextmanager
 def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Within it ``model.save_pretrained`` does two things for which it takes no arguments.
+    """Change ``model.save_pretrained`` in two ways that it has no arguments for.
 
-    Each rank that calls it writes, where transformers lets rank 0 alone write: nodes may have folders of their own.
+    Each rank that calls it writes, because nodes may have separate folders; transformers lets only rank 0 write.
 
     Args:
-        write: writes a file of tensors in the place of `safetensors.torch.save_file`.
+        model: the model.
+        write: writes a file of tensors instead of `safetensors.torch.save_file`.
     """
-    usual = getattr(modeling_utils, "safe_save_file", None)  # another transformers may have none: files are written
+    original = getattr(modeling_utils, "safe_save_file", None)  # None in some versions, which then write files
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
-    if write is not None and usual is not None:
+    if write is not None and original is not None:
         modeling_utils.safe_save_file = write
     try:
         yield
     finally:
         del model.should_save_on_this_rank
-        if usual is not None:
-            modeling_utils.safe_save_file = usual
+        if original is not None:
+            modeling_utils.safe_save_file = original
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -132,16 +137,16 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
 
 
 def _header(layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """The bytes before the first tensor, each tensor's place in the file, and the file's size."""
+    """Return the bytes before the first tensor, each tensor's offset in the file, and the file's size."""
     offsets, end = {}, 0
     entries: dict[str, Any] = {}
-    for name, said in layout.items():
-        entries[name] = said
+    for name, entry in layout.items():
+        entries[name] = entry
         if name in tensors:
             offsets[name], end = end, end + tensors[name].numel() * tensors[name].element_size()
-            entries[name] = {**said, "data_offsets": [offsets[name], end]}
+            entries[name] = {**entry, "data_offsets": [offsets[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    first = -(-(8 + len(text)) // BLOCK) * BLOCK  # blanks after the header are allowed
+    first = -(-(8 + len(text)) // BLOCK) * BLOCK  # the format allows blanks after the header
     header = (first - 8).to_bytes(8, "little") + text.ljust(first - 8)
     return header, {name: first + offset for name, offset in offsets.items()}, first + end
 
@@ -156,38 +161,38 @@ def _view(buffer: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def write_image(image: Image, path: Path) -> Entry:
-    """Write a file, down to the disk; what the manifest says of it."""
+    """Write an image to the disk and flush it. Return the file's entry for the manifest."""
     return _write(path, image.bytes, image.size)
 
 
 def write_bytes(content: bytes, path: Path) -> Entry:
-    """The same for a few bytes."""
+    """Write a few bytes as `write_image` does."""
     return _write(path, memoryview(content), len(content))
 
 
 def _write(path: Path, content: memoryview, size: int) -> Entry:
-    """``content`` may go beyond ``size`` to the end of a block."""
-    hashed = xxhash.xxh3_128()
+    """Write ``size`` bytes of ``content``, which may be longer, up to the end of a block."""
+    digest = xxhash.xxh3_128()
     direct = getattr(os, "O_DIRECT", 0) if len(content) % BLOCK == 0 else 0
     descriptor = _open(path, direct)
     try:
         done = 0
         while done < size:
             chunk = content[done : done + CHUNK]
-            hashed.update(chunk[: size - done])
+            digest.update(chunk[: size - done])
             _write_all(descriptor, chunk)
             done += len(chunk)
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Entry(size, hashed.hexdigest())
+    return Entry(size, digest.hexdigest())
 
 
 def _open(path: Path, direct: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     if direct:
-        with contextlib.suppress(OSError):  # a file system that can't; any other reason comes again
+        with contextlib.suppress(OSError):  # the file system may not support it; any other error recurs below
             return os.open(path, flags | direct, 0o666)
     return os.open(path, flags, 0o666)
 
@@ -200,13 +205,13 @@ def _write_all(descriptor: int, chunk: memoryview) -> None:
             if error.errno != errno.EINVAL or not _stop_direct(descriptor):
                 raise
             continue
-        if written % BLOCK:  # what is left isn't aligned
+        if written % BLOCK:  # the rest isn't aligned
             _stop_direct(descriptor)
         chunk = chunk[written:]
 
 
 def _stop_direct(descriptor: int) -> bool:
-    """Go on through the page cache; False: it was so already."""
+    """Continue through the page cache. Return False if the file is already written in that way."""
     import fcntl
 
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

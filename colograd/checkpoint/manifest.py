@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: the size and checksum of each of its files, written last and checked before any is read.
+"""A checkpoint's manifest: size and checksum of each file, written last and checked before any file is read.
 
-The checksum is XXH3 (128 bits): it finds what disks, networks and copies do to a file, at the speed of memory. It is no
-signature: whoever may write into the folder may write a manifest that fits.
+The checksum is XXH3 (128 bits). It detects changes by disks, networks and copies, at the speed of memory. It isn't a
+signature: a process that can write into the folder can also write a matching manifest.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import xxhash
 
 MANIFEST = "manifest.json"
 VERSION = 1
-LARGEST = 2**24  # bytes of a manifest: a hundred thousand files
-CHUNK = 2**24  # bytes that are read at a time
+LARGEST = 2**24  # most bytes of a manifest, enough for a hundred thousand files
+CHUNK = 2**24  # bytes per read
 OF_A_RANK = re.compile(r"(?:optimizer-(\d+)-of-\d+|rng_state_(\d+)|lengths_(\d+)|in_flight_(\d+))\.\w+")
 
 
 class Damaged(ValueError):
-    """A checkpoint isn't what was written; the text says which file and why, in one line."""
+    """A checkpoint's files aren't the written ones. The text names the first such file and the reason, in one line."""
 
 
 class Entry(NamedTuple):
-    """A file as it was written."""
+    """Size and checksum of a file when it was written."""
 
     size: int
     checksum: str  # hexadecimal
@@ -37,32 +37,32 @@ Manifest = Mapping[str, Entry]  # by path in the folder, with slashes
 
 
 def entry_of(path: Path) -> Entry:
-    """Of a file, by reading it."""
-    size, hashed = 0, xxhash.xxh3_128()
+    """Read a file and return its entry."""
+    size, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
-            hashed.update(chunk)
+            digest.update(chunk)
             size += len(chunk)
-    return Entry(size, hashed.hexdigest())
+    return Entry(size, digest.hexdigest())
 
 
 def files_of(folder: Path) -> list[str]:
-    """The paths of all files below a folder, but for its manifest."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+    """Return the relative paths of all files below a folder, except its manifest."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def as_text(files: Manifest) -> str:
-    """What goes into the manifest's file."""
+    """Return the content of the manifest's file."""
     entries = {name: {"size": size, "xxh3_128": checksum} for name, (size, checksum) in sorted(files.items())}
     return json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n"
 
 
 def read(folder: Path) -> Manifest | None:
-    """A checkpoint's manifest; None: an older version wrote it, without one.
+    """Read a checkpoint's manifest. Return None if it has none (from an older version).
 
     Raises:
-        Damaged: it is unreadable, or names something outside of the folder.
+        Damaged: the manifest is unreadable, or names a file outside of the folder.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -70,25 +70,25 @@ def read(folder: Path) -> Manifest | None:
     try:
         if path.stat().st_size > LARGEST:
             raise Damaged(f"{MANIFEST} has {path.stat().st_size:,} bytes, more than any checkpoint's")
-        said = json.loads(path.read_text())
-        return {_inside(name): _entry(name, value) for name, value in _entries(said).items()}
+        content = json.loads(path.read_text())
+        return {_inside(name): _entry(name, value) for name, value in _entries(content).items()}
     except (OSError, ValueError, RecursionError) as error:
         raise error if isinstance(error, Damaged) else Damaged(f"{MANIFEST} can't be read ({error})") from None
 
 
-def _entries(said: Any) -> dict[str, Any]:
-    if not isinstance(said, dict) or not isinstance(said.get("files"), dict):
+def _entries(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
         raise Damaged(f"{MANIFEST} has no list of files")
-    if said.get("version") != VERSION:
-        raise Damaged(f"{MANIFEST} has version {said.get('version')!r}, and this Colograd reads version {VERSION}")
-    files: dict[str, Any] = said["files"]
+    if content.get("version") != VERSION:
+        raise Damaged(f"{MANIFEST} has version {content.get('version')!r}, but this Colograd reads version {VERSION}")
+    files: dict[str, Any] = content["files"]
     return files
 
 
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
-        raise Damaged(f"{MANIFEST} names {name!r}, which is no file of the folder")
+        raise Damaged(f"{MANIFEST} names {name!r}, which isn't a file in the folder")
     return name
 
 
@@ -100,37 +100,46 @@ def _entry(name: str, value: Any) -> Entry:
 
 
 def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -> None:
-    """Compare a folder with its manifest: sizes of all files, checksums of those ``to_read`` (default: of all).
+    """Compare a folder with its manifest.
+
+    Args:
+        folder: the checkpoint's folder.
+        files: the manifest. The sizes of all its files are compared.
+        to_read: files to compare checksums of; default: all files.
 
     Raises:
-        Damaged: the first file that differs.
+        Damaged: a file differs.
     """
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
             raise Damaged(f"{name} is missing")
         if (present := path.stat().st_size) != size:
-            raise Damaged(f"{name} has {present:,} bytes, and {size:,} were written")
+            raise Damaged(f"{name} has {present:,} bytes, but {size:,} were written")
     for name in files if to_read is None else to_read:
         try:
-            found = entry_of(folder / name).checksum
+            checksum = entry_of(folder / name).checksum
         except OSError as error:
             raise Damaged(f"{name} can't be read ({os.strerror(error.errno or 0)})") from None
-        if found != files[name].checksum:
+        if checksum != files[name].checksum:
             raise Damaged(f"{name} was changed after it was written (its checksum differs)")
 
 
 def shares(files: Iterable[str], rank: int, ranks: int, ranks_per_node: int, apart: bool) -> list[str]:
-    """The files whose checksums this rank compares, so that each node reads once what its ranks will load.
+    """Return the files that this rank compares, so that each node reads its ranks' files once.
 
     Args:
-        apart: nodes have folders of their own, with the files of their own ranks.
+        files: all files of the checkpoint.
+        rank: this rank.
+        ranks: number of ranks.
+        ranks_per_node: number of ranks of each node.
+        apart: each node has a separate folder, with the files of its ranks.
     """
-    first = rank - rank % ranks_per_node  # of this node
-    mine = []
+    first = rank - rank % ranks_per_node  # the node's first rank
+    names = []
     for index, name in enumerate(sorted(files)):
-        of_rank = None if apart else OF_A_RANK.fullmatch(name)
-        number = None if of_rank is None else int(next(filter(None, of_rank.groups())))
+        match = None if apart else OF_A_RANK.fullmatch(name)
+        number = None if match is None else int(next(filter(None, match.groups())))
         if (first + index % ranks_per_node if number is None else number % ranks) == rank:
-            mine.append(name)
-    return mine
+            names.append(name)
+    return names

@@ -1,4 +1,4 @@
-"""Whether nodes share a file system: whether what one writes into the run's folder is there on the others."""
+"""The test whether nodes share a file system: whether a file of one node in the run's folder exists on the others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..parallel.ranks import gather, on_all_ranks
 
 
 def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
-    """Whether each node has a folder of its own under this name. A collective; of one node never.
+    """Return whether each node has a separate folder of this name. A collective. False with one node.
 
     Raises:
-        ValueError: some nodes share one and others don't.
+        ValueError: some nodes share a folder and others don't.
     """
     if layout.nodes == 1:
         return False
@@ -25,19 +25,19 @@ def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
             if layout.leads_node:
                 marks[layout.node].parent.mkdir(parents=True, exist_ok=True)
                 marks[layout.node].touch()
-        # By name: a listing may be older than the file, in a network's file system.
-        seen = gather([node for node, mark in enumerate(marks) if mark.exists()])
+        # Test each name, because a folder's listing may be outdated in a network file system.
+        visible = gather([node for node, mark in enumerate(marks) if mark.exists()])
     finally:
         if layout.leads_node:
             with contextlib.suppress(OSError):
                 marks[layout.node].unlink()
-    everything = list(range(layout.nodes))
-    if all(nodes == everything for nodes in seen):
+    all_nodes = list(range(layout.nodes))
+    if all(nodes == all_nodes for nodes in visible):
         return False
-    if all(nodes == [rank // layout.ranks_per_node] for rank, nodes in enumerate(seen)):
+    if all(nodes == [rank // layout.ranks_per_node] for rank, nodes in enumerate(visible)):
         return True
-    found = "; ".join(f"node {n} sees what {seen[n * layout.ranks_per_node]} write" for n in everything)
+    sharing = "; ".join(f"node {n} sees files of nodes {visible[n * layout.ranks_per_node]}" for n in all_nodes)
     raise ValueError(
-        f"output_dir is {str(run_dir)!r}, which some nodes share and others don't ({found}): give a folder that all of "
-        "them share, or one that is local on each."
+        f"output_dir is {str(run_dir)!r}, which some nodes share and others don't ({sharing}). Set it to a folder that "
+        "all nodes share, or to one that is local on each node."
     )

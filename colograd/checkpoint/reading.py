@@ -1,8 +1,8 @@
-"""What is read from a checkpoint is looked at first, whoever wrote it: one clear error, and no memory without bounds.
+"""Validation of a checkpoint's files before they are loaded, with one clear error and bounded memory.
 
-A manifest that fits says that files are what was written, not that a Colograd wrote them. Nothing is unpickled but
-torch's own containers with ``weights_only``; those must say their sizes truly before torch unpacks them. Whatever a
-loader still trips over is told with the file's name.
+Checkpoints are untrusted input: a matching manifest only shows that the files are unchanged, not who wrote them. Only
+torch's containers are unpickled, with ``weights_only``, and only after their sizes are checked. If a loader fails
+anyway, the error names the file.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from transformers import TrainerState
 from ..parallel.ranks import RankError, on_all_ranks
 
 STATE_FILE = "trainer_state.json"
-LARGEST_JSON = 2**30  # bytes; a log of many thousand steps has a few million
+LARGEST_JSON = 2**30  # most bytes of a JSON file; a log of many thousand steps has a few million
 PICKLED = ("rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt")
 JSON = (STATE_FILE, "prompts.json", "lengths_*.json", "model.safetensors.index.json", "adapter_config.json")
-COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # of the trainer's state
+COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # integer fields of the trainer's state
 
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """A body that reads ``what`` of a checkpoint. Whatever fails there is one error that names both.
+    """Run a body that reads ``what`` of a checkpoint, so that its error names both.
 
     Raises:
-        ValueError: the body failed. Its own ValueErrors stay as they are.
+        ValueError: the body failed. ValueErrors of the body are passed on unchanged.
     """
     try:
         yield
@@ -47,32 +47,32 @@ def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
-    """A body that loads ``part`` of a checkpoint on all ranks (see `on_all_ranks`), with the errors of `reading`."""
+    """Run a body that loads ``part`` of a checkpoint on all ranks (`on_all_ranks`), with the errors of `reading`."""
     with on_all_ranks(f"loading {part}"), reading(checkpoint, part):
         yield
 
 
 def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) -> ValueError:
-    """The error that says so."""
+    """Return the error about a part of a checkpoint that can't be read."""
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     line = " ".join(str(reason).split())
     return ValueError(
         f"{what} of {str(checkpoint)!r} can't be read ({line[:300]}): it is damaged, or another program or version "
-        "wrote it. Name another checkpoint."
+        "wrote it. Use another checkpoint."
     )
 
 
 def look(checkpoint: str | Path) -> None:
-    """Look at each file that a run goes on with, without loading its tensors.
+    """Check the format of each file that a resumed run reads, without loading tensors.
 
     Raises:
-        ValueError: the first that isn't what its name says.
+        ValueError: a file has another format than its name implies.
     """
     folder = Path(checkpoint)
     checks = (
-        *((path, _look_at_json) for pattern in JSON for path in folder.glob(pattern)),
-        *((path, _look_at_pickled) for pattern in PICKLED for path in folder.glob(pattern)),
-        *((path, _look_at_tensors) for path in folder.glob("*.safetensors")),
+        *((path, _check_json) for pattern in JSON for path in folder.glob(pattern)),
+        *((path, _check_pickled) for pattern in PICKLED for path in folder.glob(pattern)),
+        *((path, _check_tensors) for path in folder.glob("*.safetensors")),
     )
     for path, check in checks:
         try:
@@ -83,10 +83,10 @@ def look(checkpoint: str | Path) -> None:
 
 
 def trainer_state(checkpoint: str | Path) -> TrainerState:
-    """transformers' state of a run, each of its values of the type that it has there.
+    """Read transformers' state of a run and check the types of its values.
 
     Raises:
-        ValueError: it isn't there, or isn't one.
+        ValueError: the file is missing, or has wrong values.
     """
     path = Path(checkpoint) / STATE_FILE
     try:
@@ -94,60 +94,60 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
         for name in COUNTS:
             value = getattr(state, name)
             if type(value) is not int or not 0 <= value < 2**53:
-                raise TypeError(f"{name} is {value!r:.50}, and not a count")
+                raise TypeError(f"{name} is {value!r:.50}, not a count")
         for name in ("epoch", "total_flos", "best_metric"):
             value = getattr(state, name)
             finite = name == "best_metric" or type(value) not in (int, float) or math.isfinite(value)
             if value is not None and (type(value) not in (int, float) or not finite):
-                raise TypeError(f"{name} is {value!r:.50}, and not a number")
+                raise TypeError(f"{name} is {value!r:.50}, not a number")
         if state.best_global_step is not None and type(state.best_global_step) is not int:
-            raise TypeError(f"best_global_step is {state.best_global_step!r:.50}, and not a step")
+            raise TypeError(f"best_global_step is {state.best_global_step!r:.50}, not a step")
         if not isinstance(state.best_model_checkpoint, str | None):
-            raise TypeError("best_model_checkpoint is no path")
+            raise TypeError("best_model_checkpoint isn't a path")
         if not (isinstance(state.log_history, list) and all(isinstance(entry, dict) for entry in state.log_history)):
             raise TypeError("log_history isn't a list of entries")
         if not isinstance(state.stateful_callbacks, dict):
-            raise TypeError("stateful_callbacks aren't told by name")
+            raise TypeError("stateful_callbacks isn't an object")
     except (Exception, RecursionError) as error:
         raise unreadable(checkpoint, STATE_FILE, error) from error
     return state
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """A file that another one of the folder names, such as a shard of the weights.
+    """Return the path of a file that another file in the folder names, such as a shard of the weights.
 
     Raises:
-        ValueError: it isn't of the folder.
+        ValueError: the name is no file name, or would be outside of the folder.
     """
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
-        raise ValueError(f"{str(folder)!r} names {name!r:.100} as one of its files, which is none.")
+        raise ValueError(f"A file in {str(folder)!r} names {name!r:.100}, which isn't a file in that folder.")
     return folder / name
 
 
-def _look_at_json(path: Path) -> None:
+def _check_json(path: Path) -> None:
     if path.stat().st_size > LARGEST_JSON:
-        raise TypeError(f"{path.stat().st_size:,} bytes")
-    said = json.loads(path.read_text())
-    if not isinstance(said, dict):
-        raise TypeError(f"a {type(said).__name__}, and not an object")
+        raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise TypeError(f"it is a {type(content).__name__}, not an object")
     if path.name == "model.safetensors.index.json":
-        for name in said["weight_map"].values():
+        for name in content["weight_map"].values():
             inside(path.parent, name)
-    if path.name.startswith("lengths_") and not all(type(value) in (int, float) for value in said.values()):
-        raise TypeError("lengths that are no numbers")
+    if path.name.startswith("lengths_") and not all(type(value) in (int, float) for value in content.values()):
+        raise TypeError("a length isn't a number")
 
 
-def _look_at_tensors(path: Path) -> None:
+def _check_tensors(path: Path) -> None:
     with safe_open(path, framework="pt", device="cpu") as file:
         if path.name.startswith("optimizer-"):
             json.loads((file.metadata() or {})["param_groups"])
 
 
-def _look_at_pickled(path: Path) -> None:
-    """Whether torch's container holds what it says, and nothing packed: a small file could fill the memory."""
+def _check_pickled(path: Path) -> None:
+    """Check that torch's container isn't compressed and has true sizes: else a small file could fill the memory."""
     with zipfile.ZipFile(path) as file:
         entries = file.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise TypeError("it is compressed, which torch.save doesn't do")
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise TypeError("it says that it holds more than it has bytes")
+            raise TypeError("its entries claim more bytes than the file has")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the last complete one that isn't damaged, or the one that was named."""
+"""The search for the checkpoint to resume from: the last complete, undamaged one, or the one in the settings."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ WEIGHTS = (
 
 
 def is_wanted(wanted: str | bool | None) -> bool:
-    """Whether ``resume_from_checkpoint`` asks for a checkpoint."""
+    """Return whether ``resume_from_checkpoint`` requests a checkpoint."""
     return wanted is not None and wanted is not False and str(wanted).lower() not in ("false", "none", "")
 
 
 def is_search(wanted: str | bool | None) -> bool:
-    """Whether ``resume_from_checkpoint`` asks for the last checkpoint and names none."""
+    """Return whether ``resume_from_checkpoint`` requests the last checkpoint, not a certain one."""
     return str(wanted).lower() in ("true", "auto")
 
 
 def nothing_left(checkpoint: str, max_steps: int) -> str:
-    """A line on a run that has trained all of its steps."""
+    """Return a line about a run that has trained all of its steps."""
     return (
-        f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train. A larger "
-        "max_steps trains on; resume_from_checkpoint: false trains anew, and this run's files move to _earlier/"
+        f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train. Raise max_steps "
+        "to train on. Set resume_from_checkpoint: false to start again; this run's files then move to _earlier/"
     )
 
 
@@ -51,9 +51,9 @@ def model_folder(folder: str) -> str | None:
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
-    """The last checkpoint of a run that has trained ``max_steps`` and saved its model; None: there may be work left."""
+    """Return the last checkpoint of a run that has trained ``max_steps`` and saved its model; None if it hasn't."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # written after the model
+        state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes it after the model
         if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
             return os.path.join(run_dir, f"checkpoint-{state['global_step']}")
     return None
@@ -62,33 +62,42 @@ def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int)
 def search(
     wanted: str | bool | None, run_dir: str, layout: RankLayout, nodes_are_apart: bool, console: Console
 ) -> tuple[str | None, set[int]]:
-    """The checkpoint that ``resume_from_checkpoint`` asks for, and the steps of damaged ones. A collective.
+    """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective.
 
-    A damaged checkpoint is passed over with a warning if the last one is wanted.
+    In a search for the last checkpoint, damaged ones are skipped with a warning.
 
     Args:
-        nodes_are_apart: nodes share no file system: the last checkpoint that each of them has is taken.
+        wanted: the setting ``resume_from_checkpoint``.
+        run_dir: the run's folder.
+        layout: this rank's layout.
+        nodes_are_apart: nodes don't share a file system. The search then finds the last checkpoint that all nodes have.
+        console: prints warnings.
+
+    Returns:
+        The checkpoint's folder, or None for a new start; and the steps of damaged checkpoints.
 
     Raises:
-        ValueError: the checkpoint that is named is missing or damaged, or all are damaged.
+        ValueError: the requested checkpoint is missing or damaged, or all are damaged.
     """
     damaged: set[int] = set()
     with on_all_ranks("the search for a checkpoint"):
         steps = complete_steps(run_dir)
-    of_ranks = gather(steps)
-    of_nodes = of_ranks[:: layout.ranks_per_node] if nodes_are_apart else of_ranks[:1]
+    rank_steps = gather(steps)
+    node_steps = rank_steps[:: layout.ranks_per_node] if nodes_are_apart else rank_steps[:1]
     while True:
         with on_all_ranks("the search for a checkpoint"):
-            found = find_resume(wanted, run_dir, of_nodes, damaged)
+            checkpoint = find_resume(wanted, run_dir, node_steps, damaged)
         # Ranks may see different folders for a moment on a shared file system: rank 0 decides.
-        found = found if nodes_are_apart else gather(found)[0]
-        damage = None if found is None else find_damage(found, layout, nodes_are_apart, console)
-        if found is None or damage is None:
-            return found, damaged
+        checkpoint = checkpoint if nodes_are_apart else gather(checkpoint)[0]
+        damage = None if checkpoint is None else find_damage(checkpoint, layout, nodes_are_apart, console)
+        if checkpoint is None or damage is None:
+            return checkpoint, damaged
         if not is_search(wanted):
-            raise ValueError(f"resume_from_checkpoint is {found!r}, which is damaged: {damage}. Name another one.")
-        console.warn(f"checkpoints: {os.path.relpath(found)} is damaged and isn't taken: {damage}")
-        damaged.add(step_of(found))
+            raise ValueError(
+                f"resume_from_checkpoint is {checkpoint!r}, which is damaged: {damage}. Use another checkpoint."
+            )
+        console.warn(f"checkpoints: {os.path.relpath(checkpoint)} is damaged and isn't taken: {damage}")
+        damaged.add(step_of(checkpoint))
 
 
 def find_resume(
@@ -97,17 +106,17 @@ def find_resume(
     steps: Sequence[Sequence[int]] | None = None,
     damaged: Collection[int] = (),
 ) -> str | None:
-    """The folder of the checkpoint that ``resume_from_checkpoint`` asks for.
-
-    ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is
-    itself.
+    """Return the folder of the checkpoint that ``resume_from_checkpoint`` requests.
 
     Args:
-        steps: of the complete checkpoints in each folder that must hold it; default: in ``run_dir``.
-        damaged: steps of checkpoints that aren't taken. A run that has no others doesn't start anew.
+        wanted: ``True``: the last checkpoint, or an error if there is none; ``"auto"``: the last checkpoint, or None;
+            a path: that checkpoint.
+        run_dir: the run's folder.
+        steps: steps of the complete checkpoints of each node; default: the steps in ``run_dir``.
+        damaged: steps of checkpoints to skip. It is an error if there are no others.
 
     Raises:
-        ValueError: no such checkpoint.
+        ValueError: there is no such checkpoint.
     """
     if not is_wanted(wanted):
         return None
@@ -115,8 +124,8 @@ def find_resume(
     if not is_search(wanted):
         if not os.path.isfile(os.path.join(text, reading.STATE_FILE)):
             raise ValueError(
-                f"resume_from_checkpoint is {text!r}, which is no complete checkpoint (trainer_state.json is missing): "
-                "give a checkpoint-N folder, `true`, or `auto`."
+                f"resume_from_checkpoint is {text!r}, which isn't a complete checkpoint (trainer_state.json is "
+                "missing). Set it to a checkpoint-N folder, `true`, or `auto`."
             )
         return text
     folders = [complete_steps(run_dir)] if steps is None else steps
@@ -125,34 +134,33 @@ def find_resume(
     if damaged:
         raise ValueError(
             f"resume_from_checkpoint is {text.lower()}, but each checkpoint in {run_dir!r} is damaged (steps "
-            f"{', '.join(map(str, sorted(damaged)))}): bring one back from a copy, or start anew with another "
-            "output_dir."
+            f"{', '.join(map(str, sorted(damaged)))}). Restore one from a copy, or start anew with another output_dir."
         )
     if text.lower() == "true":
-        on_nodes = f" that all {len(folders)} nodes have (theirs: {folders})" if len(folders) > 1 else ""
+        on_nodes = f" that all {len(folders)} nodes have (steps per node: {folders})" if len(folders) > 1 else ""
         raise ValueError(
-            f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint{on_nodes}: use `auto` "
-            "to start anew in that case."
+            f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint{on_nodes}. Use `auto` to "
+            "start anew in that case."
         )
     return None
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """The damage that any rank finds in a checkpoint; None: it is whole. A collective: ranks share the checksums."""
+    """Return a description of a checkpoint's damage; None if it is undamaged. A collective: ranks divide the files."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)
         if files is not None:
-            mine = manifest.shares(files, layout.rank, layout.world_size, layout.ranks_per_node, nodes_are_apart)
-            manifest.check(folder, files, mine)
+            names = manifest.shares(files, layout.rank, layout.world_size, layout.ranks_per_node, nodes_are_apart)
+            manifest.check(folder, files, names)
         reading.look(folder)
     except (ValueError, OSError) as error:
         damage = str(error)
-    of_ranks = gather((damage, files is None))
-    found = next(((number, text) for number, (text, _) in enumerate(of_ranks) if text), None)
-    if found is not None:
-        return found[1] + (f" (rank {found[0]} found it)" if len(of_ranks) > 1 else "")
-    if of_ranks[0][1]:
+    reports = gather((damage, files is None))
+    for number, (text, _) in enumerate(reports):
+        if text:
+            return text + (f" (rank {number} found it)" if len(reports) > 1 else "")
+    if reports[0][1]:
         console.say(
             f"checkpoints: {os.path.relpath(checkpoint)} has no {manifest.MANIFEST} (an older version wrote it): it is "
             "taken unchecked"

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: noticed here, acted on by the trainer at the end of a step."""
+"""SIGTERM and Ctrl-C. They are recorded here, and the trainer acts on them at the end of a step."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class StopSignal:
-    """Notices a signal and leaves the stopping to the trainer, which first writes a checkpoint.
+    """A handler that records a signal, so that the trainer can write a checkpoint before it stops.
 
-    A second Ctrl-C interrupts at once, as it would without this.
+    A second Ctrl-C interrupts at once, as it would without the handler.
 
     Args:
-        speaks: answer Ctrl-C with a line, as the end of the round may be far.
+        speaks: answer Ctrl-C with a line, because the end of the round may take a while.
     """
 
     def __init__(self, speaks: bool = False) -> None:
-        self.received = ""  # the first signal's name
+        self.received = ""  # name of the first signal
         self._speaks = speaks
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Start listening. Only the main thread may; elsewhere (a notebook's worker) nothing is changed."""
+        """Install the handlers. Only the main thread can; in another (a notebook's worker) this does nothing."""
         self.received = ""
         if threading.current_thread() is threading.main_thread() and not self._previous:
             self._previous = {number: signal.signal(number, self._notice) for number in NAMES}
 
     def remove(self) -> None:
-        """Restore the handlers that were there before."""
+        """Restore the former handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
@@ -42,5 +42,5 @@ class StopSignal:
             self.remove()
             raise KeyboardInterrupt
         self.received = self.received or NAMES[signal.Signals(number)]
-        if number == signal.SIGINT and self._speaks:  # not by print: the signal may have come within one
-            os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; once more ends it at once\n")
+        if number == signal.SIGINT and self._speaks:  # not with print: the signal may interrupt one
+            os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")

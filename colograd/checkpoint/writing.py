@@ -1,8 +1,8 @@
-"""A checkpoint's way to the disk, beside the training: one at a time, whole or not there, on all ranks alike.
+"""The writer of checkpoints in parallel to training: one at a time, and complete on all ranks or on none.
 
-A rank hands over its files, as images in memory or as files that lie ready, and a thread writes them. The rank that
-leads (or of each node the one that does) waits for the others' notes, then writes the manifest and gives the folder its
-name. What became of it the ranks tell each other at the end of a step, where they meet anyway.
+A thread of each rank writes the rank's files, from images in memory or from temporary files. The leading rank (of the
+run, or of each node) waits for the notes of the others, then writes the manifest and renames the folder. Ranks exchange
+the result at the end of a step, where they exchange anyway.
 """
 
 from __future__ import annotations
@@ -22,77 +22,82 @@ from . import folders, manifest
 from .host_files import Image, write_bytes, write_image
 from .manifest import Entry
 
-ALONE = 5.0  # seconds that are left to other ranks where this one ends by an error
-LONGEST = 900.0  # seconds that the end of a run waits for a save
-EVERY = 30.0  # seconds between two lines about a save that is waited for
+ALONE = 5.0  # seconds to wait for other ranks' parts when this rank ends by an error
+LONGEST = 900.0  # most seconds that the end of a run waits for a save
+EVERY = 30.0  # seconds between two lines about waiting for a save
 
 Source = Image | bytes | Path  # a file's content, or a file that is moved
 
 
 class PartFailed(RuntimeError):
-    """A rank couldn't write its part: its error's name and text."""
+    """A rank couldn't write its part. The text is the rank's error."""
 
 
 @dataclass
 class Save:
-    """One checkpoint on its way."""
+    """The state of one checkpoint that is being written."""
 
     step: int
-    final: Path
-    aside: Path
+    final: Path  # the checkpoint's folder
+    aside: Path  # the folder that files are written into
     sources: Mapping[str, Source]  # this rank's files, by path in the checkpoint
-    leads: bool
-    leaders: Sequence[int]  # ranks that lead; several where nodes share no file system
-    members: Sequence[int]  # ranks whose files come into this folder
-    afterwards: Callable[[], None]  # in the thread of a rank that leads, when every folder is there
-    keeps_old: bool = False  # the folder that has the name now is damaged, and stays under another
+    leads: bool  # whether this rank completes the folder
+    leaders: Sequence[int]  # ranks that complete a folder; several if nodes don't share a file system
+    members: Sequence[int]  # ranks that write files into this folder
+    afterwards: Callable[[], None]  # is called in the thread of a leading rank when every folder is complete
+    keeps_old: bool = False  # the present folder ``final`` is damaged, and is kept under another name
     started: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
     ended: float = 0.0
-    processor: float = 0.0  # seconds that the thread took of one
-    error: str = ""
+    processor: float = 0.0  # processor seconds of the thread
+    error: str = ""  # empty: no error
 
     @property
     def seconds(self) -> float:
-        """Since it was begun, or that it took."""
+        """Seconds from the start to the end of the save, or until now."""
         return (self.ended or time.monotonic()) - self.started
 
 
 class Writer:
-    """The saves of a run, of which at most one is under way."""
+    """The writer of a run's checkpoints, with at most one save at a time."""
 
     def __init__(self) -> None:
         self.present: Save | None = None
         self._board = RankNotes()
         self._count = 0
-        self._left: list[str] = []  # subjects of this rank's notes
-        self._gives_up_at = float("inf")
+        self._subjects: list[str] = []  # subjects of this rank's notes
+        self._deadline = float("inf")  # time at which waiting for other ranks' notes ends
 
     @property
     def number(self) -> int:
-        """Of the next one: names what belongs to it."""
+        """The number of the next save, for names that belong to it."""
         return self._count + 1
 
     def begin(self, save: Save, in_background: bool) -> None:
-        """Write it: beside what comes next, or now."""
+        """Write a checkpoint, in a thread or before this returns."""
         self._count += 1
-        self.present, self._gives_up_at = save, float("inf")
-        for subject in self._left:  # which all have read, or never will
+        self.present, self._deadline = save, float("inf")
+        for subject in self._subjects:  # all ranks have read these notes, or never will
             self._board.clear(subject)
-        self._left = []
+        self._subjects = []
         if in_background:
             threading.Thread(target=self._run, args=(save, self._count), name="colograd-save", daemon=True).start()
         else:
             self._run(save, self._count)
 
     def state(self) -> str | None:
-        """What became of this rank's part of the present save: an error, "" if it is done, None if it isn't yet."""
+        """Return the result of this rank's part of the present save: an error, "" if it succeeded, None if it runs."""
         if self.present is None:
             return ""
         return self.present.error if self.present.done.is_set() else None
 
     def wait(self, say: Callable[[str], None], limit: float | None = None) -> None:
-        """Until this rank's part is done, or ``limit`` seconds have passed (default: as the end of a run waits)."""
+        """Wait for the end of this rank's part.
+
+        Args:
+            say: prints a line about the wait.
+            limit: most seconds to wait; default: the limit at the end of a run.
+        """
         save = self.present
         until = time.monotonic() + (_longest() if limit is None else limit)
         while save is not None and not save.done.wait(max(0.0, min(EVERY, until - time.monotonic()))):
@@ -101,11 +106,14 @@ class Writer:
             say(f"checkpoints: {save.final.name} is still being written, after {save.seconds:.0f} s: waiting for it")
 
     def finish_alone(self) -> bool:
-        """Let the present save end where the other ranks may be gone: this rank's part is written, theirs are waited
-        for a few seconds only. False: it doesn't end."""
+        """Finish the present save when other ranks may be gone: write this rank's part, and wait briefly for theirs.
+
+        Returns:
+            False if the save doesn't end in time.
+        """
         if self.present is None:
             return True
-        self._gives_up_at = time.monotonic() + ALONE
+        self._deadline = time.monotonic() + ALONE
         done = self.present.done.wait(_longest())
         self.present = None
         return done
@@ -133,6 +141,7 @@ class Writer:
             save.done.set()
 
     def _complete(self, save: Save, number: int) -> None:
+        """Wait for all parts, commit the folder, and wait for the other folders, on a leading rank."""
         try:
             files = self._all_written(save, number)
             folders.commit(save.aside, save.final, files, save.keeps_old)
@@ -147,24 +156,25 @@ class Writer:
         save.afterwards()
 
     def _all_written(self, save: Save, number: int) -> dict[str, Entry]:
-        """The files of this folder; waits for all ranks, as a checkpoint counts only if each has written its part."""
+        """Wait until every rank has written its part, and return the manifest of this folder."""
         notes = [self._read(f"{number}/written", other) for other in range(world_size())]
         for other, note in enumerate(notes):
             if isinstance(note, str):
                 raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
         files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
-        manifest.check(save.aside, files, to_read=())  # another node's files may not have come here
+        manifest.check(save.aside, files, to_read=())  # another node's files may not be visible here
         return files
 
     def _leave(self, subject: str, note: Any) -> None:
-        self._left.append(subject)
+        self._subjects.append(subject)
         self._board.leave(subject, note)
 
     def _read(self, subject: str, of: int) -> Any:
+        """Wait for the note of rank ``of``, up to the deadline or `ddp_timeout`."""
         began, limit = time.monotonic(), time_limit().total_seconds() if world_size() > 1 else 0.0
 
         def stop() -> str:
-            if time.monotonic() > self._gives_up_at:
+            if time.monotonic() > self._deadline:
                 return "this one ends by an error"
             return "ddp_timeout has passed" if time.monotonic() - began > limit else ""
 
@@ -172,11 +182,12 @@ class Writer:
 
 
 def _longest() -> float:
-    """Less than other ranks wait in the exchange that follows."""
+    """Return how many seconds to wait for a save: less than other ranks wait in the collective that follows."""
     return min(LONGEST, time_limit().total_seconds() / 2) if world_size() > 1 else LONGEST
 
 
 def _write(source: Source, path: Path) -> Entry:
+    """Write a file, or move it, and flush it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(source, Image):
         return write_image(source, path)
@@ -189,7 +200,7 @@ def _write(source: Source, path: Path) -> Entry:
 
 
 def _remove_others(aside: Path) -> None:
-    """What a save that failed may have left: its ranks may have written on when it was given up."""
+    """Delete the folders of failed saves. Their ranks may have written after the save was given up."""
     for folder in aside.parent.glob("checkpoint-*"):
         if folder != aside:
             shutil.rmtree(folder, ignore_errors=True)
@@ -201,10 +212,10 @@ def _text(error: BaseException) -> str:
 
 
 def files_in(folder: Path) -> dict[str, Source]:
-    """The files below a folder, where they lie."""
+    """Return the files below a folder, to be moved."""
     return {name: folder / name for name in manifest.files_of(folder)}
 
 
 def contents_of(folder: Path) -> dict[str, Source]:
-    """The same, read into memory."""
+    """Return the files below a folder, read into memory."""
     return {name: (folder / name).read_bytes() for name in manifest.files_of(folder)}

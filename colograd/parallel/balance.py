@@ -1,8 +1,8 @@
-"""Which ranks train which group. Ranks of one engine share out its groups; ranks that train each row together, with
-parts of the policy or of the row, are a team, and count as one. Groups move from slow teams to fast ones.
+"""Assignment of groups to the ranks that train them. The ranks of one engine divide its groups. Ranks that train each
+row together, with parts of the policy or of the row, are a team and count as one. Groups move from slow teams to fast.
 
 A step is as slow as its slowest rank, and lengths differ by luck. The denominators are global and gradients are summed,
-so where a group is trained changes nothing but rounding.
+so moving a group to another rank changes only rounding.
 """
 
 from __future__ import annotations
@@ -16,30 +16,46 @@ from ..runtime.sizes import size_of
 from .ranks import gather, rank
 
 Place = tuple[int, int]  # (the rank that sampled a group, its index there)
-MIN_GAIN = 0.1  # of the slowest rank's cost: below, nothing moves
+MIN_GAIN = 0.1  # least saving that justifies moves, as a fraction of the slowest team's cost
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Of one query-key pair, in tokens: 4 * heads * head_dim FLOPs per layer against a token's 2 per parameter."""
+    """Return the cost of one query-key pair, in tokens.
+
+    A pair takes 4 * heads * head_dim FLOPs per layer, a token 2 FLOPs per parameter.
+    """
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
     size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
 
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
-    """In tokens: those that go through the model, and ``pair`` for each query-key pair."""
+    """Return the cost of training a group, in tokens: its tokens, plus ``pair`` for each query-key pair.
+
+    Args:
+        pair: cost of a query-key pair in tokens, from `pair_cost`.
+        share_prompts: a prompt is computed once per group, not once per completion.
+    """
     rollouts = group.group.rollouts
     sizes = [(p, b.length) for r in rollouts for p, b in zip(r.seen, r.tree, strict=True)]
     if not share_prompts:
         return sum(p + c + pair * (p + c) ** 2 / 2 for p, c in sizes)
-    prompts = [len(asked) for asked in {rollout.input for rollout in rollouts}]
+    prompts = [len(prompt) for prompt in {rollout.input for rollout in rollouts}]
     pairs = sum(p**2 / 2 for p in prompts) + sum(c * p + c**2 / 2 for p, c in sizes)
     return sum(prompts) + sum(c for _, c in sizes) + pair * pairs
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """For each team the groups that it trains, from the ``costs`` of each rank's own: an engine's groups go to the
-    teams of its ranks, the costliest first, each to the one with the least yet. A team may have several engines."""
+    """Divide each engine's groups among the teams of its ranks: the costliest first, each to the least loaded team.
+
+    Args:
+        costs: cost of each group, per rank that sampled it.
+        ranks_per_engine: ranks that share an engine. A team may have several engines.
+        ranks_per_row: ranks of a team.
+
+    Returns:
+        The places of the groups that each team trains.
+    """
     near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # teams that share engines
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
@@ -53,15 +69,17 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """`share_out`, and then moves and swaps between the slowest and the fastest team while they bring these together,
-    if the slowest gains more than `MIN_GAIN`."""
-    own = share_out(costs, ranks_per_engine, ranks_per_row)
-    assigned = [list(row) for row in own]
+    """Divide groups as `share_out` does, then move and swap groups between the slowest and the fastest team.
+
+    Moves end when none narrows the gap. All are dropped if the slowest team gains no more than `MIN_GAIN`.
+    """
+    initial = share_out(costs, ranks_per_engine, ranks_per_row)
+    assigned = [list(row) for row in initial]
 
     def cost_of(place: Place) -> float:
         return costs[place[0]][place[1]]
 
-    loads = [sum(map(cost_of, row)) for row in own]
+    loads = [sum(map(cost_of, row)) for row in initial]
     slowest = max(loads)
     for _ in range(sum(len(row) for row in costs)):
         slow, fast = loads.index(max(loads)), loads.index(min(loads))
@@ -75,15 +93,15 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_
         useful = [option for option in options if 0.0 < option[0] < gap]
         if not useful or gap < 0.01 * loads[slow]:
             break
-        moved, give, take = min(useful, key=lambda option: abs(option[0] - gap / 2))
+        gain, give, take = min(useful, key=lambda option: abs(option[0] - gap / 2))
         assigned[slow].remove(give)
         assigned[fast].append(give)
         if take:
             assigned[fast].remove(take)
             assigned[slow].append(take)
-        loads[slow] -= moved
-        loads[fast] += moved
-    return [sorted(row) for row in assigned] if slowest - max(loads) > MIN_GAIN * slowest else own
+        loads[slow] -= gain
+        loads[fast] += gain
+    return [sorted(row) for row in assigned] if slowest - max(loads) > MIN_GAIN * slowest else initial
 
 
 def balance(
@@ -94,26 +112,38 @@ def balance(
     between_engines: bool = True,
     ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:
-    """The groups that this rank trains, and how many of them others sampled than its engine and those of its team. A
-    collective.
+    """Exchange groups so that each rank has the groups that it trains. A collective.
 
     Args:
-        between_engines: also move groups from slow teams to fast ones; a team's own engines share theirs anyway.
+        groups: groups that this rank sampled.
+        pair: cost of a query-key pair in tokens, from `pair_cost`.
+        share_prompts: a prompt is computed once per group, not once per completion.
+        ranks_per_engine: ranks that share an engine.
+        between_engines: also move groups from slow teams to fast ones. The engines of a team share groups anyway.
+        ranks_per_row: ranks that train each row together (a team).
+
+    Returns:
+        The groups that this rank trains, and how many of them came from engines outside its team.
     """
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
     me, near = rank(), math.lcm(ranks_per_engine, ranks_per_row)
-    moved = sum(owner // near != me // near for owner, _ in assignment[me])
-    return exchange(groups, assignment), moved
+    num_moved = sum(owner // near != me // near for owner, _ in assignment[me])
+    return exchange(groups, assignment), num_moved
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
-    """This rank's groups in an assignment of all ranks' ``groups``, which is the same on all. A collective."""
+    """Return the groups that the assignment has for this rank. A collective.
+
+    Args:
+        groups: groups that this rank sampled.
+        assignment: places of the groups of each rank; the same on all ranks.
+    """
     me = rank()
-    if all(owner == train for train, row in enumerate(assignment) for owner, _ in row):
+    if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]
-    places = {place for train, row in enumerate(assignment) for place in row if place[0] == me != train}
-    leaving = {place: groups[place[1]].for_training() for place in sorted(places)}
-    moved = {place: group for sent in gather(leaving) for place, group in sent.items()}
-    return [groups[index] if owner == me else moved[owner, index] for owner, index in assignment[me]]
+    places = {place for trainer, row in enumerate(assignment) for place in row if place[0] == me != trainer}
+    outgoing = {place: groups[place[1]].for_training() for place in sorted(places)}
+    incoming = {place: group for message in gather(outgoing) for place, group in message.items()}
+    return [groups[index] if owner == me else incoming[owner, index] for owner, index in assignment[me]]

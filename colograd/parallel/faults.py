@@ -1,12 +1,13 @@
-"""Ranks end together, even where one fails or dies while the others wait for it in the middle of an exchange.
+"""Ends all ranks together when one fails or dies while the others wait for it inside a collective.
 
-`on_all_ranks` (in `ranks`) agrees between exchanges. Within one nobody can be asked, and a rank that waits can't be
-woken. So each rank keeps a TCP connection to rank 0, over which signs of life go. A rank that fails says so there, and
-so does one that makes no progress (see `watchdog`), which ends itself. Of one that dies the system closes the
-connection, of a machine that is gone nothing answers, of a process that is stopped the signs of life are missed. All
-others are told, and end: by themselves, or `GRACE` seconds later by force, with the failed rank's message.
+`on_all_ranks` (in `ranks`) agrees between collectives. Inside a collective ranks can't agree, and a waiting rank can't
+be woken. So each rank keeps a TCP connection to rank 0, over which both send signs of life. A rank that fails reports
+its failure there; so does a rank that makes no progress (see `watchdog`), and it ends itself. If a process dies, the
+system closes its connection. If a machine is lost, its connection times out. If a process is stopped, its signs of life
+stop. Rank 0 sends the failure to all others, and they end: by themselves, or after `GRACE` seconds by force, with the
+failed rank's message.
 
-There is one `FailureDetector` per process, from the first `waiting` to `leave`; one rank alone has a watchdog only.
+There is one `FailureDetector` per process, from the first `waiting` to `leave`. One rank alone has only a watchdog.
 """
 
 from __future__ import annotations
@@ -37,29 +38,33 @@ from .ranks import RankError, part, rank, time_limit, world_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-GRACE = 10.0  # seconds in which a rank may end by itself, or come to where ranks agree
-GRACE_OF_HANGING = 5.0  # likewise, where the one they wait for has been waited for long enough
-DELIVERY = 0.5  # seconds in which last words are read, before their connection is gone
-CAUSE = 5.0  # seconds in which the reason for a lost connection comes to be known
-SILENCE = 30  # seconds after which a machine that doesn't answer is gone
-GONE = ""  # in place of a body: the rank's process has ended
+GRACE = 10.0  # seconds for a rank to end by itself, or to reach the next agreement of ranks
+GRACE_OF_HANGING = 5.0  # the same after a rank hung: the others have waited for it already
+DELIVERY = 0.5  # seconds for rank 0 to read a final message before its connection closes
+CAUSE = 5.0  # seconds to wait for the reason of a lost connection
+SILENCE = 30  # seconds after which a machine that doesn't answer counts as lost
+GONE = ""  # value of `Fault.body` if the rank's process has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is known of a rank that failed."""
+    """The failure of a rank."""
 
     rank: int
-    body: str  # which decorated function it left by an exception, and the how many-th of its name; or GONE
+    body: str  # the section that the rank left by an exception, such as "training 3", or GONE
     text: str
-    hangs: bool = False  # it lives, and makes no progress
+    hangs: bool = False  # the process exists, but makes no progress
 
 
 def ends_together(what: str) -> Callable[[F], F]:
-    """Decorate a function that all ranks are in together, and that can't end on one without the others.
+    """Decorate a function that all ranks run together, so that it ends on all ranks if one fails in it.
 
-    Where one rank leaves it by an exception, dies, or makes no progress in it for `rank_timeout` seconds, it ends on
-    all: by `RankError` with that rank's message, or with the process. A decorated function in another is part of it.
+    A rank fails if it raises, dies, or makes no progress for `rank_timeout` seconds. The function then ends on all
+    ranks: by `RankError` with that rank's message, or with the process. A decorated function called by another one is
+    part of the outer one.
+
+    Args:
+        what: the name of the function in messages, such as "training".
     """
 
     def decorate(function: F) -> F:
@@ -74,17 +79,17 @@ def ends_together(what: str) -> Callable[[F], F]:
 
 
 _present: FailureDetector | None = None
-_alone = watchdog.Watchdog(end=lambda said: _exit(f"The only rank {said}"))
-_numbers = itertools.count(1)  # of the watches of this process: all ranks begin and end theirs at the same places
+_alone = watchdog.Watchdog(end=lambda description: _exit(f"The only rank {description}"))
+_numbers = itertools.count(1)  # one per detector; all ranks create and leave them in the same order
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
-    """`ends_together` for a body."""
+    """Return a context that does for its body what `ends_together` does for a function."""
     global _present
     if world_size() == 1:
         return _alone.inside(what)
     if _present is None:
-        atexit.unregister(part)  # once, and before the watch's: what is registered last is called first
+        atexit.unregister(part)  # registered once, and before `leave`: atexit calls the last function first
         atexit.register(part)
         _present = FailureDetector()
         atexit.register(_present.leave)
@@ -93,20 +98,25 @@ def waiting(what: str) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """A part of a body in which the other ranks wait: if this one fails in it, they learn it at once, and not only when
-    the exception has left the body."""
+    """Report a failure in this part of a section at once, not only when the exception leaves the section.
+
+    Needed where other ranks wait for this part.
+
+    Args:
+        what: the name of the part in messages.
+    """
     try:
         yield
     except RankError:
-        raise  # all know
+        raise  # all ranks know it
     except Exception as error:
-        if _present is not None and not is_lost_connection(error):  # which is another rank's to tell
-            _present.tell(what, error)
+        if _present is not None and not is_lost_connection(error):  # a lost connection is another rank's failure
+            _present.report(what, error)
         raise
 
 
 def leave() -> None:
-    """No exchange follows: from here on ranks may end when they like, or another watch begins."""
+    """End the failure detection: no collective follows, and ranks may end at any time. A new `waiting` restarts it."""
     global _present
     if _present is not None:
         atexit.unregister(_present.leave)
@@ -115,14 +125,14 @@ def leave() -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an exchange failed, which says that another rank is gone and not why."""
+    """Return whether a collective failed because another rank is gone. Such an error doesn't name the reason."""
     text = str(error)
     names_library = "/gloo/" in text or "NCCL" in text or "ProcessGroup" in text
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and names_library)
 
 
 class FailureDetector:
-    """Says that this rank failed, and ends it when another one did."""
+    """Reports failures of this rank to the others, and ends this rank when another one failed."""
 
     def __init__(self) -> None:
         self.rank = rank()
@@ -131,64 +141,66 @@ class FailureDetector:
         self._key = f"colograd/watch/{next(_numbers)}"
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
-        self._counts: collections.Counter[str] = collections.Counter()  # bodies so far, by what they do
-        self._entered = ""  # the last one: what it does, and its number
-        self._inside = ""  # what the present body does; empty: there is none
+        self._counts: collections.Counter[str] = collections.Counter()  # number of sections entered, by name
+        self._section = ""  # name and number of the last section, such as "training 3"
+        self._inside = ""  # name of the present section; empty outside of sections
         self._has_left = False
         self._hub: _Coordinator | None = None
         self._connection: socket.socket | None = None
         self._is_connected = threading.Event()
         self._sending = threading.Lock()
-        self._signs = 0  # of life, of rank 0, since it was reached
-        self._last_stage = "the start"  # of rank 0, as the last of them said
-        self._since_sign = watchdog.Idle()  # likewise
+        self._signs = 0  # number of rank 0's signs of life; 0: not connected, or no longer expected
+        self._last_stage = "the start"  # rank 0's stage in its last sign of life
+        self._since_sign = watchdog.Idle()  # time since rank 0's last sign of life
         self._watchdog = watchdog.Watchdog(self._end_hanging, self._exchange_signs)
         if self.rank == 0:
-            self._hub = _Coordinator(self.silence, self._hear)
+            self._hub = _Coordinator(self.silence, self._receive)
             dist.distributed_c10d._get_default_store().set(self._key, self._hub.address)
         else:
             threading.Thread(target=self._listen, name="colograd-ranks", daemon=True).start()
-            self._is_connected.wait(CAUSE)  # who dies before that isn't missed; but rank 0 may come late
+            # A rank that dies unconnected isn't missed, but rank 0 may take longer to start than this.
+            self._is_connected.wait(CAUSE)
         self._watchdog.start()
 
-    # -- the thread that trains
+    # -- the training thread
 
     @contextlib.contextmanager
     def body(self, what: str) -> Iterator[None]:
+        """Run a section that ends on all ranks together. A section inside a section is part of the outer one."""
         if self._inside:
             watchdog.progress(what)
             yield
             return
         with self._changed:
             self._counts[what] += 1
-            self._entered, self._inside = f"{what} {self._counts[what]}", what
+            self._section, self._inside = f"{what} {self._counts[what]}", what
         try:
-            if (fault := self._fault()) is not None:  # a rank that will not come
+            if (fault := self._fault()) is not None:  # a rank that won't enter this section
                 raise RankError(fault.text)
             with self._watchdog.inside(what):
                 yield
         except RankError:
-            raise  # all know
+            raise  # all ranks know it
         except BaseException as error:
             if (cause := self._cause(error)) is not None:
                 raise RankError(cause.text) from error
-            self.tell(what, error)
+            self.report(what, error)
             raise
         finally:
             with self._changed:
                 self._inside = ""
 
-    def tell(self, what: str, error: BaseException) -> None:
-        """Let the other ranks know what will keep them waiting in the present body."""
+    def report(self, what: str, error: BaseException) -> None:
+        """Send a failure of this rank to the ranks that wait for it in the present section."""
         text = f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
-        self._say(Fault(self.rank, self._entered, text))
+        self._send_fault(Fault(self.rank, self._section, text))
 
     def _fault(self) -> Fault | None:
-        """The first one of a rank that the present body needs and that isn't in it any more."""
-        return next((fault for fault in self._faults if fault.body in (GONE, self._entered)), None)
+        """Return the first fault of a rank that has left the present section or has ended."""
+        return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def _cause(self, error: BaseException) -> Fault | None:
-        """The failure of another rank that this one's failure comes from."""
+        """Return the other rank's fault that caused this rank's exception, if there is one."""
         if not is_lost_connection(error):
             return None
         with self._changed:
@@ -196,9 +208,10 @@ class FailureDetector:
             return self._fault()
 
     def leave(self) -> None:
-        error = getattr(sys, "last_value", None)  # of an exception that ends the process
+        """Tell rank 0 that this rank's process may end, or that an exception ends it, and close the connection."""
+        error = getattr(sys, "last_value", None)  # the exception that ends the process
         if error is not None:
-            self._say(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
+            self._send_fault(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
         self._has_left = True
         self._watchdog.close()
         if self._hub is not None:
@@ -208,95 +221,98 @@ class FailureDetector:
                 self._send(bye=True)
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _say(self, fault: Fault) -> None:
+    def _send_fault(self, fault: Fault) -> None:
+        """Send a fault to all other ranks."""
         if self._hub is not None:
-            self._hub.tell(fault)
+            self._hub.broadcast(fault)
         elif self._is_connected.wait(CAUSE):
-            with contextlib.suppress(OSError):  # rank 0 is gone, which all see
+            with contextlib.suppress(OSError):  # rank 0 is gone, and all ranks detect that
                 self._send(**asdict(fault))
 
     def _send(self, **message: Any) -> None:
-        """To rank 0, if it has been reached."""
+        """Send a message to rank 0, if there is a connection."""
         with self._sending:
             if self._connection is not None:
                 self._connection.sendall(_line(**message))
 
     # -- other threads
 
-    def _hear(self, fault: Fault) -> None:
+    def _receive(self, fault: Fault) -> None:
+        """Record a fault of another rank. If the present section needs that rank, end this process after a while."""
         with self._changed:
             self._faults.append(fault)
             self._changed.notify_all()
-            entered, is_first = self._entered, self._fault() is fault
+            section, is_first = self._section, self._fault() is fault
         if is_first:
-            threading.Thread(target=self._end, args=(fault, entered), name="colograd-ranks-end", daemon=True).start()
+            threading.Thread(target=self._end, args=(fault, section), name="colograd-ranks-end", daemon=True).start()
 
-    def _end(self, fault: Fault, entered: str) -> None:
-        """End the process, unless it leaves the body of the fault by itself."""
+    def _end(self, fault: Fault, section: str) -> None:
+        """End the process after the grace period, unless it has left the section by then."""
         time.sleep(min(self.grace, GRACE_OF_HANGING) if fault.hangs else self.grace)
         with self._changed:
-            waits = self._inside if self._entered == entered else ""
+            waits = self._inside if self._section == section else ""
         if waits:
-            waited = "" if fault.rank == self.rank else f" (rank {self.rank} waited for it in {waits})"
-            _exit(fault.text + waited)
+            suffix = "" if fault.rank == self.rank else f" (rank {self.rank} waited for it in {waits})"
+            _exit(fault.text + suffix)
 
-    def _end_hanging(self, said: str) -> None:
-        """This rank makes no progress: nothing but force ends it."""
-        text = f"Rank {self.rank} {said}"
-        self._say(Fault(self.rank, GONE, text, hangs=True))
+    def _end_hanging(self, description: str) -> None:
+        """End this rank by force, because it makes no progress."""
+        text = f"Rank {self.rank} {description}"
+        self._send_fault(Fault(self.rank, GONE, text, hangs=True))
         time.sleep(DELIVERY)
         _exit(text)
 
     def _exchange_signs(self, passed: float) -> None:
-        """Give a sign of life, and look whether the others have, where this rank can have waited for them."""
+        """Send a sign of life and check the others' signs. Time counts only in a section, where ranks wait."""
         passed = passed if self._inside else 0.0
         if self._hub is not None:
             for lost in self._hub.exchange_signs(passed):
-                self._hub.tell(lost)
-                self._hear(lost)
+                self._hub.broadcast(lost)
+                self._receive(lost)
             return
-        with contextlib.suppress(OSError):  # rank 0 is gone, which this one sees
+        with contextlib.suppress(OSError):  # rank 0 is gone; `_listen` detects it
             self._send(stage=watchdog.stage())
         if self._signs and self._since_sign.is_silent(self._signs, passed):
             lost = _silent(0, self._since_sign.seconds, self._last_stage)
-            self._signs = 0  # said once
-            with contextlib.suppress(OSError):  # it will read it when it goes on
+            self._signs = 0  # report it once
+            with contextlib.suppress(OSError):  # a stopped rank 0 reads it when it continues
                 self._send(**asdict(lost))
-            self._hear(lost)
+            self._receive(lost)
 
     def _listen(self) -> None:
-        """On every rank but 0: until this one leaves, or rank 0 is gone."""
+        """Read rank 0's messages, on all other ranks, until this rank leaves or rank 0 is gone."""
         try:
             self._connection, self._signs = self._connect(), 1
         except (OSError, RuntimeError) as error:
             if not self._has_left:
-                print(f"ranks: rank {self.rank} isn't told of others' failures: {error}", file=sys.stderr)
+                print(f"ranks: rank {self.rank} can't receive failures of other ranks: {error}", file=sys.stderr)
             return
         finally:
             self._is_connected.set()
-        why = ""
+        reason = ""
         try:
             for line in self._connection.makefile("rb"):
-                said = json.loads(line)
-                if "bye" in said:
-                    self._signs = 0  # it may rest from here on
+                message = json.loads(line)
+                if "bye" in message:
+                    self._signs = 0  # rank 0 sends no more signs of life
                     return
-                if "stage" in said:
-                    self._last_stage = said["stage"]
+                if "stage" in message:
+                    self._last_stage = message["stage"]
                     self._signs += 1
                 else:
-                    self._hear(Fault(**said))
+                    self._receive(Fault(**message))
         except OSError as error:
-            why = str(error)
+            reason = str(error)
         if not self._has_left:
-            self._hear(_missed(0, why))
+            self._receive(_missed(0, reason))
 
     def _connect(self) -> socket.socket:
+        """Connect to rank 0's hub, with the address from the rendezvous store."""
         store = dist.distributed_c10d._get_default_store()
         until = time.monotonic() + time_limit().total_seconds()
-        while not store.check([self._key]):  # and not `get`, which keeps the store from the thread that trains
+        while not store.check([self._key]):  # not `get`, which would block the store for the training thread
             if self._has_left or time.monotonic() > until:
-                raise RuntimeError("rank 0 didn't say where it listens")
+                raise RuntimeError("rank 0 didn't publish its address")
             time.sleep(0.1)
         host, port, token = store.get(self._key).decode().split()
         connection = socket.create_connection((host, int(port)), self.silence)
@@ -308,70 +324,78 @@ class FailureDetector:
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """Another rank's connection, as rank 0 has it."""
+    """Rank 0's state of another rank's connection."""
 
     connection: socket.socket
-    rank: int = -1  # hasn't been said yet
-    pending: bytes = b""
-    last_words: str = ""
-    signs: int = 0  # of life
-    stage: str = "the start"  # as the last of them said
+    rank: int = -1  # -1 until the first message
+    pending: bytes = b""  # the start of an incomplete line
+    last_words: str = ""  # text of the last fault it reported
+    signs: int = 0  # number of signs of life
+    stage: str = "the start"  # stage in its last sign of life
     silence: watchdog.Idle = field(default_factory=watchdog.Idle)
 
 
 class _Coordinator:
-    """On rank 0: tells all ranks what one of them says, or that one hasn't answered for ``silence`` seconds. ``hear``
-    is called, in a thread of its own, with what other ranks say."""
+    """Rank 0's hub: sends the faults of each rank to all others.
 
-    def __init__(self, silence: int, hear: Callable[[Fault], None]) -> None:
-        self._silence, self._hear_here = silence, hear
+    Args:
+        silence: seconds after which a machine that doesn't answer counts as lost.
+        receive: is called with each fault of another rank, in the hub's thread.
+    """
+
+    def __init__(self, silence: int, receive: Callable[[Fault], None]) -> None:
+        self._silence, self._receive = silence, receive
         several_nodes = process.local_world_size() < world_size()
         host = os.environ["MASTER_ADDR"] if several_nodes else "127.0.0.1"
         self._server = _server() if several_nodes else socket.create_server((host, 0))
-        self._token = secrets.token_hex(16)  # others may find the port, too
+        self._token = secrets.token_hex(16)  # other programs can connect to the port as well
         self.address = f"{host} {self._server.getsockname()[1]} {self._token}"
         self._callers: list[_Caller] = []
-        self._told: list[Fault] = []
+        self._faults: list[Fault] = []  # all faults so far, for ranks that connect later
         self._lock = threading.Lock()
         self._stop, self._stopped = socket.socketpair()
         threading.Thread(target=self._run, name="colograd-ranks-hub", daemon=True).start()
 
-    def tell(self, fault: Fault) -> None:
-        """Let all other ranks know, but one that failed itself."""
+    def broadcast(self, fault: Fault) -> None:
+        """Send a fault to all other ranks except the failed one."""
         with self._lock:
-            self._told.append(fault)
+            self._faults.append(fault)
             for caller in self._callers:
-                self._tell(caller, fault)
+                self._send_fault(caller, fault)
 
     def exchange_signs(self, passed: float) -> list[Fault]:
-        """Give all other ranks a sign of life, and find those of which none has come for too long, ``passed`` seconds
-        after the last look."""
+        """Send a sign of life to all other ranks, and return the faults of ranks that sent none for too long.
+
+        Args:
+            passed: seconds since the last call.
+        """
         lost = []
         with self._lock:
             for caller in self._callers:
                 self._send(caller, stage=watchdog.stage())
                 if caller.signs and caller.silence.is_silent(caller.signs, passed):
                     lost.append(_silent(caller.rank, caller.silence.seconds, caller.stage))
-                    caller.signs = 0  # said once
+                    caller.signs = 0  # report it once
         return lost
 
     def close(self) -> None:
-        """Rank 0 is done. The others go on without being told of failures."""
+        """Close the hub when rank 0 leaves. The others continue without failure detection."""
         with self._lock:
             for caller in self._callers:
                 self._send(caller, bye=True)
         self._stop.close()
 
     def _spread(self, fault: Fault) -> None:
-        self.tell(fault)
-        self._hear_here(fault)
+        """Send a fault to the other ranks and to this one."""
+        self.broadcast(fault)
+        self._receive(fault)
 
-    def _tell(self, caller: _Caller, fault: Fault) -> None:
-        if caller.rank != fault.rank or fault.hangs:  # a stopped process learns why the others are gone
+    def _send_fault(self, caller: _Caller, fault: Fault) -> None:
+        if caller.rank != fault.rank or fault.hangs:  # a stopped process reads why the others ended when it continues
             self._send(caller, **asdict(fault))
 
     def _send(self, caller: _Caller, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # it is about to be missed itself
+        with contextlib.suppress(OSError):  # the hub's thread will report this rank as lost
             caller.connection.sendall(_line(**message))
 
     def _run(self) -> None:
@@ -384,69 +408,72 @@ class _Coordinator:
                         return
                     if key.fileobj is self._server:
                         connection, _ = self._server.accept()
-                        connection.settimeout(CAUSE)  # for one that doesn't read
+                        connection.settimeout(CAUSE)  # limits a send to a process that doesn't read
                         _notice_silence(connection, self._silence)
                         selector.register(connection, selectors.EVENT_READ, _Caller(connection))
-                    elif not self._listens_on(key.data):
+                    elif not self._read(key.data):
                         selector.unregister(key.data.connection)
                         key.data.connection.close()
 
-    def _listens_on(self, caller: _Caller) -> bool:
-        """Take what a caller has sent; False: it is no rank, or has left, or is gone."""
-        why = ""
+    def _read(self, caller: _Caller) -> bool:
+        """Read a connection's messages. Return False to close it: the process is no rank, has left, or is gone."""
+        reason = ""
         try:
-            received = caller.connection.recv(65536)
+            data = caller.connection.recv(65536)
         except OSError as error:
-            received, why = b"", str(error)
-        *lines, caller.pending = (caller.pending + received).split(b"\n")
+            data, reason = b"", str(error)
+        *lines, caller.pending = (caller.pending + data).split(b"\n")
         try:
-            if not all(self._understands(caller, json.loads(line)) for line in lines):
+            if not all(self._handle(caller, json.loads(line)) for line in lines):
                 return False
-        except (ValueError, TypeError, KeyError):  # not one of ours
+        except (ValueError, TypeError, KeyError):  # a process that is no rank of this run
             return False
-        if not received and caller in self._callers:
+        if not data and caller in self._callers:
             with self._lock:
                 self._callers.remove(caller)
-            known = Fault(caller.rank, GONE, caller.last_words)
-            self._spread(known if caller.last_words else _missed(caller.rank, why))
-        return bool(received)
+            last_fault = Fault(caller.rank, GONE, caller.last_words)
+            self._spread(last_fault if caller.last_words else _missed(caller.rank, reason))
+        return bool(data)
 
-    def _understands(self, caller: _Caller, said: dict[str, Any]) -> bool:
+    def _handle(self, caller: _Caller, message: dict[str, Any]) -> bool:
+        """Handle a message. Return False to close the connection."""
         if caller.rank < 0:
-            if said["token"] != self._token:
+            if message["token"] != self._token:
                 return False
             with self._lock:
-                caller.rank, caller.signs = said["rank"], 1
+                caller.rank, caller.signs = message["rank"], 1
                 self._callers.append(caller)
-                for fault in self._told:
-                    self._tell(caller, fault)
-        elif "bye" in said:
+                for fault in self._faults:
+                    self._send_fault(caller, fault)
+        elif "bye" in message:
             with self._lock:
                 self._callers.remove(caller)
             return False
-        elif "stage" in said:
-            caller.stage = said["stage"]
+        elif "stage" in message:
+            caller.stage = message["stage"]
             caller.signs += 1
         else:
-            fault = Fault(**said)
+            fault = Fault(**message)
             caller.last_words = fault.text
             self._spread(fault)
         return True
 
 
-def _missed(lost: int, why: str) -> Fault:
-    reason = f" ({why})" if why else ""
+def _missed(lost: int, reason: str) -> Fault:
+    """Return the fault of a rank after its connection closed, with the ``reason`` if it is known."""
+    detail = f" ({reason})" if reason else ""
     text = (
-        f"Rank {lost} ended without a word{reason}: it was killed, ran out of memory, or its machine is gone. Its own "
-        "output may say more."
+        f"Rank {lost} ended without a word{detail}: it was killed, ran out of memory, or its machine is gone. See also "
+        "that rank's output."
     )
     return Fault(lost, GONE, text)
 
 
 def _silent(lost: int, seconds: float, stage: str) -> Fault:
+    """Return the fault of a rank that sent its last sign of life ``seconds`` ago, in ``stage``."""
     text = (
         f"Rank {lost} hasn't been heard of for {seconds:,.0f} s (rank_timeout), last in {stage}: its process is "
-        "stopped, or in a call that lets none of its threads run."
+        "stopped, or in a call that blocks all of its threads."
     )
     return Fault(lost, GONE, text, hangs=True)
 
@@ -456,24 +483,24 @@ def _line(**message: Any) -> bytes:
 
 
 def _server() -> socket.socket:
-    """A port on all addresses of this machine."""
+    """Open a server socket on all addresses of this machine."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
 def _notice_silence(connection: socket.socket, seconds: int) -> None:
-    """Have the system ask now and then whether the other machine is there, and close the connection if it isn't."""
+    """Let the system probe the other machine, and close the connection after so many seconds without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every = max(1, seconds // 6)
-    options = {"TCP_KEEPIDLE": every, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
+    pause = max(1, seconds // 6)
+    options = {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
     for option, value in options.items():
-        if hasattr(socket, option):  # not on every system
+        if hasattr(socket, option):  # some systems lack some options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _exit(message: str) -> NoReturn:
-    """End this process although a thread of it waits in an exchange."""
+    """End this process by force, even while one of its threads waits in a collective."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,5 +1,5 @@
-"""The one exchange of gradients between ranks, in buckets, once per optimizer step. (DistributedDataParallel refuses
-float32 gradients on bfloat16 parameters, and would reduce once per micro-batch.)"""
+"""Sums of gradients over ranks, in buckets, once per optimizer step. (DistributedDataParallel rejects float32 gradients
+on bfloat16 parameters, and would reduce once per micro-batch.)"""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from .shards import RankGroup
 
 T = TypeVar("T")
 
-BUCKET = 64 * 2**20  # bytes of a collective
+BUCKET = 64 * 2**20  # bytes per collective
 
 
 def sum_gradients(
     parameters: Sequence[torch.Tensor], bucket_bytes: int = BUCKET, among: RankGroup | None = None
 ) -> int:
-    """Sum ``.grad`` over ranks (all, or those ``among`` it), in place; a missing one counts as zeros. Returns the bytes
-    of the collectives."""
+    """Sum ``.grad`` of the parameters over ranks, in place. A missing gradient counts as zeros.
+
+    Args:
+        parameters: the model's parameters, in the same order on all ranks.
+        bucket_bytes: bytes per collective.
+        among: the ranks that sum; None: all.
+
+    Returns:
+        Bytes of the collectives.
+    """
     if (world_size() if among is None else among.size) == 1:
         return 0
     zero_gradients(parameters)
@@ -35,15 +43,21 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors over ranks (all, or those ``among`` it), in place. Returns the bytes of the collectives.
+    """Sum tensors over ranks, in place.
 
     Args:
-        device: where ranks exchange, if the tensors are elsewhere.
+        gradients: the tensors, in the same order on all ranks.
+        device: the device of the collectives, if the tensors are elsewhere.
+        bucket_bytes: bytes per collective.
+        among: the ranks that sum; None: all.
+
+    Returns:
+        Bytes of the collectives.
     """
-    moved = 0
+    nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding's, say: a copy would take gigabytes
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # a copy of the embedding's would take gigabytes
         parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
         flat = parts[0] if alone else torch.cat(parts)
         if among is None:
@@ -51,16 +65,16 @@ def sum_over_ranks(
         else:
             among.sum_(flat)
         watchdog.progress()
-        moved += flat.nbytes
+        nbytes += flat.nbytes
         if alone and flat.device == bucket[0].device:
             continue
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
-    return moved
+    return nbytes
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Zeros where there is no gradient: momentum and decay then act as they would have."""
+    """Set missing gradients to zeros, so that momentum and weight decay act on these parameters as well."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
@@ -68,7 +82,7 @@ def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def in_buckets(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Consecutive items whose sizes add up to at most ``limit``; one that is larger has a bucket of its own."""
+    """Yield lists of consecutive items with a total size of at most ``limit``. A larger item has its own list."""
     bucket: list[T] = []
     filled = 0
     for item in items:

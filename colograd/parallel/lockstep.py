@@ -1,7 +1,7 @@
-"""Ranks that must do the same at the same time: the first of a group decides, the others do what it tells them.
+"""Lockstep of the ranks of an engine: the first rank decides, and the others follow its messages.
 
-What a clock, a user's function or one rank's state decides can't be decided on each rank again: only the leader runs
-such code, and sends the others what comes of it.
+A decision by a clock, a user's function or one rank's state may differ between ranks. So only the leader runs such
+code, and sends the result to the others.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from .layout import RankLayout
 
 
 class Lockstep:
-    """The ranks of one engine, whose followers wait ``patience`` seconds for the next message. Making it is a
-    collective of all ranks."""
+    """The message channel of one engine's ranks. Followers wait up to ``patience`` seconds for the next message.
+
+    Construction is a collective of all ranks.
+    """
 
     def __init__(self, layout: RankLayout, patience: float) -> None:
         self.leads = layout.engine_place == 0
         self._leader = layout.engine_group[0]
         size = layout.ranks_per_engine
-        every = [[*range(first, first + size)] for first in range(0, layout.world_size, size)]
-        # gloo, as messages are objects: over NCCL they would go through the GPUs.
-        groups = [dist.new_group(ranks, timedelta(seconds=patience), backend="gloo") for ranks in every]
+        engines = [[*range(first, first + size)] for first in range(0, layout.world_size, size)]
+        # gloo, because messages are objects: over NCCL they would pass through the GPUs.
+        groups = [dist.new_group(ranks, timedelta(seconds=patience), backend="gloo") for ranks in engines]
         self._group = groups[layout.data_rank]
 
     def tell(self, message: Any) -> None:
@@ -33,6 +35,7 @@ class Lockstep:
         dist.broadcast_object_list([message], self._leader, self._group)
 
     def listen(self) -> Any:
+        """Wait for the leader's next message and return it."""
         message: list[Any] = [None]
         dist.broadcast_object_list(message, self._leader, self._group)
         watchdog.progress("a step of the engine")

@@ -1,6 +1,6 @@
-"""Notes between ranks, for threads beside the one that trains: they can't take part in its exchanges.
+"""Notes between ranks, for threads other than the training thread: they can't take part in its collectives.
 
-They lie in the store through which the ranks found each other. One rank alone needs none.
+Notes are stored in the process group's rendezvous store. A run with one rank keeps them in a dict.
 """
 
 from __future__ import annotations
@@ -15,43 +15,49 @@ import torch.distributed as dist
 
 from .ranks import rank, world_size
 
-EVERY = 0.05  # seconds between two looks
+EVERY = 0.05  # seconds between two reads of the store
 
-_numbers = itertools.count(1)  # of the boards of this process: all ranks make theirs in the same order
+_numbers = itertools.count(1)  # one per `RankNotes`; all ranks create them in the same order
 
 
 class RankNotes:
-    """Where each rank leaves one note under a subject, and may read the others'."""
+    """A notice board: each rank leaves one note per subject and reads the notes of others."""
 
     def __init__(self) -> None:
         self._name = f"colograd/notes/{next(_numbers)}"
-        self._own: dict[str, Any] = {}  # of one rank alone
+        self._local: dict[str, Any] = {}  # the notes of a run with one rank
 
     def leave(self, subject: str, note: Any) -> None:
-        """``note``: anything that JSON can say."""
+        """Write this rank's note, any JSON value, under a subject."""
         if world_size() == 1:
-            self._own[subject] = note
+            self._local[subject] = note
         else:
             self._store().set(self._key(subject, rank()), json.dumps(note))
 
     def read(self, subject: str, of: int, stop: Callable[[], str]) -> Any:
-        """The note of rank ``of``, for which this waits until ``stop``, asked again and again, says something.
+        """Wait for a rank's note and return it.
+
+        Args:
+            subject: the note's subject.
+            of: the rank that writes the note.
+            stop: is called repeatedly; a text that isn't empty ends the wait, and is its reason.
 
         Raises:
-            RuntimeError: there is none, and ``stop`` said so.
+            RuntimeError: ``stop`` returned a reason before the note was there.
         """
         if world_size() == 1:
-            return self._own[subject]
+            return self._local[subject]
         store, key = self._store(), self._key(subject, of)
-        while not store.check([key]):  # and not `get`, which keeps the store from the thread that trains
-            if why := stop():
-                raise RuntimeError(f"rank {of} hasn't said that its part is written: {why}")
+        while not store.check([key]):  # not `get`, which would block the store for the training thread
+            if reason := stop():
+                raise RuntimeError(f"rank {of} hasn't reported that its part is written: {reason}")
             time.sleep(EVERY)
         return json.loads(store.get(key))
 
     def clear(self, subject: str) -> None:
+        """Delete this rank's note of a subject."""
         if world_size() == 1:
-            self._own.pop(subject, None)
+            self._local.pop(subject, None)
         else:
             self._store().delete_key(self._key(subject, rank()))
 

@@ -17,15 +17,15 @@ from .ranks import time_limit
 
 T = TypeVar("T")
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has a new name
-Box = tuple[tuple[int, int], ...]  # of each dimension the first element and the last + 1
+Box = tuple[tuple[int, int], ...]  # per dimension: first index, last index + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a tensor: boxes of it, one behind the other along ``axis``.
+    """A rank's part of a tensor: one or more boxes, concatenated along ``axis``.
 
-    A gate and an up projection of a mixture's experts are halves of one tensor, of each of which a rank has a part: two
-    boxes. All else is one box.
+    The gate and up projections of a mixture's experts are the halves of one tensor. A rank has a part of each half,
+    which makes two boxes. Every other tensor has one box.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -34,10 +34,10 @@ class Shard:
 
     @classmethod
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[tuple[slice, ...]]) -> Shard:
-        """The part that index expressions select."""
+        """Return the part that index expressions select."""
         boxes = []
         for cut in cuts:
-            ranges = [one.indices(size)[:2] for one, size in zip(cut, shape, strict=False)]
+            ranges = [index.indices(size)[:2] for index, size in zip(cut, shape, strict=False)]
             boxes.append((*ranges, *((0, size) for size in shape[len(cut) :])))
         first, *others = boxes
         differs = {axis for box in others for axis, (a, b) in enumerate(zip(first, box, strict=True)) if a != b}
@@ -45,16 +45,18 @@ class Shard:
         return cls(tuple(shape), tuple(boxes), differs.pop() if differs else 0)
 
     @classmethod
-    def from_json(cls, given: Sequence[Any]) -> Shard:
-        shape, boxes, axis = given
+    def from_json(cls, value: Sequence[Any]) -> Shard:
+        """Return the shard that `as_json` described."""
+        shape, boxes, axis = value
         return cls(tuple(shape), tuple(tuple((a, b) for a, b in box) for box in boxes), axis)
 
     def as_json(self) -> list[Any]:
+        """Return the shard as a JSON value."""
         return [self.shape, self.boxes, self.axis]
 
     @property
     def sizes(self) -> list[int]:
-        """Of each box along the axis."""
+        """Size of each box along the axis."""
         return [box[self.axis][1] - box[self.axis][0] for box in self.boxes] if self.shape else [1]
 
     @property
@@ -70,19 +72,19 @@ class Shard:
 
     @property
     def begin(self) -> int | None:
-        """Where the part begins in the flattened tensor; None: it isn't one range of it."""
+        """Index of the part's first element in the flattened tensor; None if the part isn't one range of elements."""
         rows, *others = self.boxes[0] or ((0, 1),)
         if len(self.boxes) > 1 or any(stop - start != size for (start, stop), size in zip(others, self.shape[1:])):  # noqa: B905
             return None
         return rows[0] * math.prod(self.shape[1:])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of the whole shape: a view of it, unless there are several boxes."""
+        """Return the part of a whole tensor: a view, or a copy if there are several boxes."""
         parts = [whole[tuple(slice(*ends) for ends in box)] for box in self.boxes]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy the part into its place in a tensor of the whole shape."""
+        """Copy the part into its place in a whole tensor."""
         parts = local.split(self.sizes, self.axis) if local.dim() else [local]
         for box, part in zip(self.boxes, parts, strict=True):
             whole[tuple(slice(*ends) for ends in box)].copy_(part)
@@ -90,13 +92,13 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that exchange tensors. A deep copy of a model has the same ones."""
+    """Ranks that exchange tensors. A deep copy of a model keeps the same group."""
 
     ranks: tuple[int, ...]
-    place: int  # of this rank among them
+    place: int  # index of this rank in `ranks`
     group: Any
-    on_host: Any = None  # the same ranks over gloo, where they are to meet
-    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # exchanges on the device so far
+    on_host: Any = None  # the gloo group of the same ranks, for `meets` and `gather`
+    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # number of exchanges on the device
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         return self
@@ -110,6 +112,7 @@ class RankGroup:
         return self._reduce_(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the maximum over the ranks, in place."""
         return self._reduce_(tensor, dist.ReduceOp.MAX)
 
     def _reduce_(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
@@ -119,8 +122,10 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Whether all of them come here within so many seconds, after as many exchanges: NCCL's are queued, and one
-        that is left would pair with others' next."""
+        """Return whether all ranks call this within so many seconds, after the same number of exchanges.
+
+        NCCL queues exchanges, so a rank that is one behind would pair its exchange with the next one of the others.
+        """
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -132,7 +137,7 @@ class RankGroup:
         return most == -least
 
     def gather(self, value: T) -> tuple[T, ...]:
-        """Every one's ``value`` (any picklable object), through host memory; of ranks that can meet."""
+        """Return every rank's ``value`` (any picklable object), through host memory. Needs a group with ``meets``."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -140,21 +145,30 @@ class RankGroup:
         return tuple(values)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every one's (n, ...), one behind the other: (size * n, ...)."""
-        found = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
-        all_gather(found, tensor.contiguous(), group=self.group)
+        """Concatenate the ranks' tensors ``(n, ...)`` to one ``(size * n, ...)``."""
+        gathered = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        all_gather(gathered, tensor.contiguous(), group=self.group)
         self.exchanged[0] += 1
-        return found
+        return gathered
 
     def all_to_all(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Give each rank so many of the tensor's rows, in the order of ranks; returns the rows that each has given."""
-        found = tensor.new_empty(sum(received), *tensor.shape[1:])
-        dist.all_to_all_single(found, tensor.contiguous(), [*received], [*sent], group=self.group)
+        """Send rows of the tensor to each rank, in the order of ranks.
+
+        Args:
+            tensor: ``(sum(sent), ...)``.
+            sent: number of rows to each rank.
+            received: number of rows from each rank.
+
+        Returns:
+            The rows from all ranks, ``(sum(received), ...)``.
+        """
+        rows = tensor.new_empty(sum(received), *tensor.shape[1:])
+        dist.all_to_all_single(rows, tensor.contiguous(), [*received], [*sent], group=self.group)
         self.exchanged[0] += 1
-        return found
+        return rows
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The tensor of the rank at place ``source``, into all the others'."""
+        """Copy the tensor of the rank at index ``source`` into the tensors of the others."""
         if self.size > 1:
             dist.broadcast(tensor, self.ranks[source], group=self.group)
         return tensor
@@ -163,17 +177,18 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """This rank's group, if ``ranks_of`` says of a rank which ranks are in its group. A collective: every rank makes
-    every group, in the same order.
+    """Create this rank's group. A collective: every rank creates every group, in the same order.
 
     Args:
-        meets: the ranks will ask whether they meet.
-        exchanges: on their devices, too; if not, they have the host's group alone.
+        layout: this rank's layout.
+        ranks_of: returns the ranks of a rank's group.
+        meets: create a gloo group, for `RankGroup.meets` and `RankGroup.gather`.
+        exchanges: create a group for exchanges on the ranks' devices; without it they exchange over gloo.
     """
     world = range(layout.world_size)
-    every = [dataclasses.replace(layout, rank=rank) for rank in world]
-    groups = dict.fromkeys(tuple(ranks_of(each)) for each in every)
-    made = {ranks: dist.new_group([*ranks], time_limit()) for ranks in groups if exchanges}
-    hosts = {ranks: dist.new_group([*ranks], time_limit(), backend="gloo") for ranks in groups if meets}
-    mine = tuple(ranks_of(layout))
-    return RankGroup(mine, mine.index(layout.rank), (made if exchanges else hosts)[mine], hosts.get(mine))
+    layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
+    groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)
+    on_device = {ranks: dist.new_group([*ranks], time_limit()) for ranks in groups if exchanges}
+    on_host = {ranks: dist.new_group([*ranks], time_limit(), backend="gloo") for ranks in groups if meets}
+    ranks = tuple(ranks_of(layout))
+    return RankGroup(ranks, ranks.index(layout.rank), (on_device if exchanges else on_host)[ranks], on_host.get(ranks))

@@ -1,8 +1,9 @@
-"""Whether ranks get on: who trains marks its progress here, and a thread beside it notices when there is none.
+"""Detection of ranks that hang: the training thread marks its progress here, and a second thread checks the marks.
 
-A rank that waits for others isn't to blame. That it waits is read from its stack: every exchange of torch, transformers
-and vLLM goes by the same few modules. A process whose threads don't run at all is missed by the others, for which
-`faults` sends signs of life. Time is counted in ticks of the thread: while a process is stopped its clock stands still.
+A rank that waits for others doesn't hang. The watchdog recognises waiting by the stack: every collective of torch,
+transformers and vLLM passes through the same few modules. A process that runs none of its threads is detected by other
+ranks, from its missing signs of life (see `faults`). Time is counted in ticks of the watchdog's thread, so that no time
+passes while the process is stopped.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from types import FrameType
 
 import torch.distributed as dist
 
-LIMIT = 1500.0  # seconds without progress; below the 1,800 after which an exchange gives up, and can't say on whom
-TICK = 2.0  # seconds between two looks, at most
-LEAST_SILENCE = 5.0  # seconds in which a process that is well has said so
-STDERR = 2  # by its number: sys.stderr may be a notebook's, which has none
-# Modules that a rank is in while it waits for another one, or for the Hub, which has limits of its own.
+LIMIT = 1500.0  # seconds without progress; below the 1,800 of a collective: its error doesn't name the missing rank
+TICK = 2.0  # most seconds between two checks
+LEAST_SILENCE = 5.0  # least seconds without a sign of life that count as silence
+STDERR = 2  # the file descriptor, because a notebook's sys.stderr has none
+# Modules in which a rank waits for another rank, or for the Hub, which has its own time limits.
 WAITING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
@@ -38,78 +39,87 @@ _count = 0
 
 
 def set_limit(seconds: float | None) -> None:
-    """How long a rank may make no progress (`rank_timeout`); None: as long as it likes."""
+    """Set how long a rank may make no progress (`rank_timeout`); None: without limit."""
     global _limit
     _limit = seconds
 
 
 def limit() -> float | None:
+    """Return how many seconds a rank may make no progress; None: without limit."""
     return _limit
 
 
 def stage() -> str:
-    """What this rank was last said to be at."""
+    """Return the name of this rank's present stage."""
     return _stage
 
 
 def progress(stage: str = "") -> None:
-    """Mark that the thread that trains gets on, and is now at ``stage``; empty: at the same. Costs next to nothing."""
+    """Mark progress of the training thread, and set its stage unless ``stage`` is empty. Costs next to nothing."""
     global _stage, _count
     _stage = stage or _stage
     _count += 1
 
 
 def finish(work: dist.Work) -> None:
+    """Wait for a collective. The watchdog knows that the rank waits for others here."""
     work.wait()
     progress()
 
 
 class Idle:
-    """How long a count has stayed the same, by the clock of who looks at it."""
+    """A timer of how long a count has stayed the same, by the caller's clock."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._count: int | None = None
 
     def look(self, count: int | None, passed: float) -> float:
-        """Seconds, of which ``passed`` went by since the last look. None is never the same."""
+        """Return how many seconds the count has stayed the same. None always counts as a change.
+
+        Args:
+            count: the present count.
+            passed: seconds since the last call.
+        """
         is_same = count is not None and count == self._count
         self.seconds = self.seconds + passed if is_same else 0.0
         self._count = count
         return self.seconds
 
     def is_silent(self, count: int | None, passed: float) -> bool:
-        """Whether a process whose signs of life are counted has given none for too long."""
+        """Return whether the count of a process's signs of life has stayed the same for too long."""
         silent = self.look(count, passed)
         return _limit is not None and silent > max(_limit, LEAST_SILENCE)
 
 
 class Watchdog:
-    """A thread that looks whether the thread that trains makes progress.
+    """A thread that checks whether the training thread makes progress.
 
     Args:
-        end: ends the process, given what to tell, after the stacks of all threads were written to standard error.
-        each: is called at each look with the seconds since the last one.
+        end: ends the process; it gets a description of the hang. The stacks of all threads are in standard error then.
+        each: is called at each check with the seconds since the last one.
     """
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
-        self._watched: int | None = None  # the thread that trains, while it does
+        self._watched: int | None = None  # id of the training thread; None outside of `inside`
         self._idle = Idle()
         self._is_armed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
 
     def start(self) -> None:
+        """Start the thread, once."""
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
+        """End the thread."""
         self._closed.set()
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """A body in which this thread must make progress; elsewhere it may rest, as at a notebook's prompt."""
+        """Watch the calling thread in the body. Outside of bodies it may rest, as at a notebook's prompt."""
         progress(what)
         if self._watched is not None:
             yield
@@ -125,19 +135,19 @@ class Watchdog:
             progress("what follows " + what)
 
     def look(self, passed: float) -> None:
-        """After ``passed`` seconds: end the process if there was no progress for too long."""
+        """Check the progress, ``passed`` seconds after the last check. End the process after too long without any."""
         self._each(passed)
         frame = None if self._watched is None else sys._current_frames().get(self._watched)
         is_watched = _limit is not None and frame is not None and not waits(frame)
         self._arm(_limit if is_watched else None)
         idle = self._idle.look(_count if is_watched else None, passed)
         if _limit is not None and frame is not None and idle > _limit:
-            said = told(idle, frame)
+            description = describe(idle, frame)
             faulthandler.dump_traceback(STDERR, all_threads=True)
-            self._end(said)
+            self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Have the stacks written should this thread not run either: a call may hold Python's lock and never return."""
+        """Let `faulthandler` write the stacks after so many seconds if this thread can't: a call may hold the GIL."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:
@@ -148,19 +158,19 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(tick()):
             now = time.monotonic()
-            # A process that was stopped for an hour, with all others, has not idled for an hour.
+            # If all processes were stopped for an hour, this rank hasn't hung for an hour.
             self.look(min(now - last, (_limit or LIMIT) / 2))
             last = now
         self._arm(None)
 
 
 def tick() -> float:
-    """Seconds between two looks."""
+    """Return the seconds between two checks."""
     return TICK if _limit is None else min(TICK, _limit / 10)
 
 
 def waits(frame: FrameType | None) -> bool:
-    """Whether a thread with that stack waits for others."""
+    """Return whether a thread with this stack waits for other ranks."""
     while frame is not None:
         if frame.f_code is finish.__code__ or frame.f_globals.get("__name__", "").startswith(WAITING):
             return True
@@ -168,14 +178,19 @@ def waits(frame: FrameType | None) -> bool:
     return False
 
 
-def told(idle: float, frame: FrameType | None) -> str:
-    """What to say of this rank, without its number."""
+def describe(idle: float, frame: FrameType | None) -> str:
+    """Return the message about a rank that hangs, without its number.
+
+    Args:
+        idle: seconds without progress.
+        frame: the stack of the training thread.
+    """
     calls: list[str] = []
     while frame is not None and len(calls) < 4:
         calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
         frame = frame.f_back
     return (
         f"made no progress for {idle:,.0f} s (rank_timeout) in {_stage}: it is in {', called by '.join(calls)}. Its "
-        "output has the stacks of all its threads. For what may hang set reward_timeout or tool_timeout, for what is "
-        "slow a larger rank_timeout."
+        "output has the stacks of all its threads. If a reward function or tool may hang, set reward_timeout or "
+        "tool_timeout; if it is slow, raise rank_timeout."
     )

@@ -1,6 +1,6 @@
-"""Sharding: the strategies by which ranks share weights, gradients and optimizer state: `whole`, `zero` and `fsdp`.
+"""Sharding: strategies that divide weights, gradients and optimizer state among ranks.
 
-`ShardingStrategy` is the interface; `selection` picks one.
+`ShardingStrategy` is the interface; `whole`, `zero`, `fsdp` and `tensor` implement it; `selection` picks one.
 """
 
 from .selection import check_sharding, strategy_name, strategy_of

@@ -1,4 +1,4 @@
-"""A model as blocks whose weights `fully_shard` gathers and whose gradients it reduces, each in one exchange."""
+"""The blocks of a model: `fully_shard` gathers a block's weights, and reduces its gradients, in one exchange each."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Exchange(NamedTuple):
     """One collective of a forward or a backward."""
 
     block: FSDPModule
-    summed: int = 0  # elements of gradients that are summed; 0: weights are gathered
+    summed: int = 0  # number of gradient elements that are summed; 0: the exchange gathers weights
 
     def answer(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take part in it as one that has nothing to add: with its weights, or with zeros."""
+        """Take part in the exchange after a failure: with this rank's weights, or with zeros as gradients."""
         if not self.summed:
             self.block.unshard()
             self.block.reshard()
@@ -41,24 +41,29 @@ class Exchange(NamedTuple):
 class Blocks(NamedTuple):
     """The blocks of a model."""
 
-    root: Any  # the model itself, with what lies outside of the others
+    root: Any  # the model itself, with the parameters outside of all other blocks
     decoder: list[Any]
-    embedding: list[Any]  # of the input; none where it is the head too, which is then the root's
+    embedding: list[Any]  # the input embedding; empty if it is tied to the head, which is then part of the root
     head: list[Any]
-    tower: list[Any]  # that sees pictures
+    tower: list[Any]  # layers of the vision tower
 
     @property
     def layers(self) -> list[Any]:
-        """In the order of a forward."""
+        """Layers of tower and decoder, in the order of a forward."""
         return [*self.tower, *self.decoder]
 
     def all(self) -> list[Any]:
-        """In the order of a forward."""
+        """Return all blocks, in the order of a forward."""
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """The exchanges of a backward, in which a block's weights are gathered one block ahead; ``sizes`` are elements
-        of each block's gradients. Root and embedding come last, as their input has no gradient; a frozen tower never.
+        """Yield the exchanges of a backward. A block's weights are gathered one block ahead.
+
+        Root and embedding come last, as their input has no gradient. A frozen tower has no exchange.
+
+        Args:
+            sizes: number of gradient elements of each block.
+            reshard: blocks free their weights after the forward, so that the backward gathers them again.
         """
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
@@ -71,16 +76,16 @@ class Blocks(NamedTuple):
 
 
 class Listener(Protocol):
-    """Whoever is told of each exchange."""
+    """An object with callbacks for each exchange."""
 
     def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
-        """A block's weights are about to be gathered into ``whole``."""
+        """Handle the start of a gather of a block's weights into ``whole``."""
 
     def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
-        """A block's gradients ``whole`` are about to be summed over ranks."""
+        """Handle the start of a sum of a block's gradients ``whole`` over ranks."""
 
-    def take(self, own: torch.Tensor) -> None:
-        """They were, and this rank's rows of them are ``own``."""
+    def take(self, rows: torch.Tensor) -> None:
+        """Receive this rank's rows of the gradients that were summed last."""
 
 
 @dataclass(eq=False, slots=True)
@@ -119,15 +124,18 @@ def cut(
     reshard: bool = True,
     offload: bool = False,
 ) -> Blocks:
-    """Cut the parameters by rows, in place, and bring each rank's to ``device``.
+    """Cut the parameters by rows, in place, and move each rank's rows to ``device``.
 
     Args:
-        gradients: the dtype in which they are summed.
-        reshard: forget a block's weights after its forward, and gather them again for its backward.
-        offload: to page-locked host memory instead.
+        model: the whole model.
+        device: the device that computes.
+        listener: gets callbacks for each exchange.
+        gradients: the dtype of gradient sums.
+        reshard: free a block's weights after its forward, and gather them again for its backward.
+        offload: keep each rank's rows in page-locked host memory.
 
     Raises:
-        ValueError: it can't be cut so.
+        ValueError: the model can't be cut by rows.
     """
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
@@ -150,36 +158,36 @@ def cut(
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
-            module.set_unshard_in_backward(False)  # else the last one is gathered beside the decoder's first
+            module.set_unshard_in_backward(False)  # else its last layer is gathered with the decoder's first
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
-    # The backwards of head and root begin where their forwards end: nothing is gained by forgetting these in between.
+    # The backwards of head and root follow their forwards at once, so freeing their weights in between gains nothing.
     for module in (*blocks.head, model):
         shard(module, False)
     for block in blocks.all():
         block.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the whole step's denominator
         block.set_force_sum_reduction_for_comms(True)
-        alike = all(parameter.dtype == gradients for parameter in block.parameters())
-        if alike and hasattr(block, "set_reduce_scatter_unused_params"):
-            block.set_reduce_scatter_unused_params(True)  # torch's zeros are of the parameter's own dtype
+        has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
+        if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
+            block.set_reduce_scatter_unused_params(True)  # torch creates its zeros in the parameter's dtype
         block.set_custom_all_gather(_Gather(block, listener))
         block.set_custom_reduce_scatter(_Reduce(block, listener))
     return blocks
 
 
 def _lock_rows(block: Any, device: torch.device) -> None:
-    """Bring this rank's rows of a block to page-locked host memory: torch's own would have sizes of powers of two."""
+    """Move this rank's rows of a block to page-locked host memory. torch would round the sizes up to powers of two."""
     group = block._get_fsdp_state()._fsdp_param_group
-    for one in group.fsdp_params if group is not None else ():
+    for parameter in group.fsdp_params if group is not None else ():
         watchdog.progress()
-        padded, own = one._sharded_param_data, one.sharded_param._local_tensor
+        padded, rows = parameter._sharded_param_data, parameter.sharded_param._local_tensor
         place = host_empty(padded.shape, padded.dtype, device).copy_(padded)
-        one._sharded_param_data = place
-        one.sharded_param._local_tensor = place[: own.numel()].view(own.shape)
+        parameter._sharded_param_data = place
+        parameter.sharded_param._local_tensor = place[: rows.numel()].view(rows.shape)
 
 
 def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
-    """The parameters of which each pass makes the gradients, without memory in between. A collective."""
+    """Return the whole parameters that get gradients in each pass. Between passes they have no memory. A collective."""
     block.unshard()
     whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
     block.reshard()
@@ -187,7 +195,7 @@ def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
 
 
 def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """The embedding of the input and the head, as blocks of their own, unless they are one tensor."""
+    """Return the input embedding and the head, as one block each; no blocks if they are one tensor."""
     if not hasattr(model, "get_input_embeddings"):
         return [], []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -197,15 +205,19 @@ def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Refuse what `fully_shard` would stumble over later, or on some ranks only."""
-    remedy = "set sharding: gradients, which cuts gradients and optimizer state alone."
+    """Check that `fully_shard` can cut the model. Its own errors come later, or on some ranks only.
+
+    Raises:
+        ValueError: a parameter has no rows, or a block has trained parameters of several dtypes.
+    """
+    remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise ValueError(f"sharding is 'fsdp', but {name} is a single number and has no rows to cut: {remedy}")
+            raise ValueError(f"sharding is 'fsdp', but {name} is a single number and has no rows to cut. {remedy}")
     for block in decoder:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
-                f"sharding is 'fsdp', but a {type(block).__name__} has parameters in {' and '.join(sorted(dtypes))}, "
-                f"whose gradients can't be summed in one exchange: {remedy}"
+                f"sharding is 'fsdp', but a {type(block).__name__} has parameters in {' and '.join(sorted(dtypes))}. "
+                f"Their gradients can't be summed in one exchange. {remedy}"
             )

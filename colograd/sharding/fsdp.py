@@ -1,8 +1,8 @@
-"""FSDP2 (`fully_shard`): the policy itself is cut too. Its weights come together block by block, in each pass over it.
+"""FSDP2 (`fully_shard`): the policy's weights are cut as well. Each pass gathers them block by block.
 
-As in the other strategies gradients add up in their own precision, and the optimizer updates this rank's rows, plain
-tensors in the memory that torch gathers from. As ranks exchange inside a forward, one that fails takes part in what the
-others still wait for, and then all fail alike.
+As in the other strategies, gradients add up in their own precision. The optimizer updates this rank's rows, plain
+tensors in the memory that torch gathers from. Because ranks exchange inside a forward, a rank that fails still takes
+part in the exchanges that the others wait for; then all ranks fail.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class FullySharded(SharedParts):
-    """Weights, gradients and optimizer state are shared out by rows of each parameter.
+    """A strategy that divides weights, gradients and optimizer state by rows of each parameter.
 
     Args:
-        model: whole, on any device; it is cut in place, one block after the other.
-        device: where it computes; default: where it is.
-        reshard, offload: see `blocks.cut`. On a CPU nothing is offloaded.
+        model: the whole model, on any device. It is cut in place, one block after the other.
+        device: the device that computes; default: the model's device.
+        reshard: free a block's weights after its forward, and gather them again for its backward.
+        offload: keep each rank's rows in page-locked host memory. On a CPU this has no effect.
 
     Raises:
-        ValueError: a model that can't be cut by rows.
+        ValueError: the model can't be cut by rows.
     """
 
     meets_in_backward = True
@@ -51,11 +52,12 @@ class FullySharded(SharedParts):
         self._device = device or next(model.parameters()).device
         self._reshard, self._offload = reshard, offload and self._device.type != "cpu"
         self._gradients = gradient_dtype(model)
-        self._passed: list[Exchange] = []  # in the present pass
-        self._usual: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # of a whole pass
-        self._entered: dict[Any, None] = {}  # models that a pass has been in
+        self._exchanges: list[Exchange] = []  # exchanges of the present pass so far
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # exchanges of a complete pass
+        self._entered: dict[Any, None] = {}  # models that a pass has run through
         self._began = False  # whether a pass has begun in the present `agree`
-        self._summed, self._taken = torch.empty(0), 0  # the present block's gradients, and how many were taken
+        # This rank's rows of a block's summed gradients, and the number of elements that hooks have consumed.
+        self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
         self._whole = [p for block in self.blocks.all() for p in whole_parameters(block) if p.requires_grad]
         for parameter in self._whole:
@@ -64,10 +66,10 @@ class FullySharded(SharedParts):
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
         for one in self.cuts:
-            self._own(one, model.get_parameter(one.name))
+            self._register(one, model.get_parameter(one.name))
         self._sizes = self._sizes_of_sums()
-        self._usual[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
-        self.traffic.take()  # what it took to get here is no step's
+        self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
+        self.traffic.take()  # the traffic of the setup counts for no step
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
@@ -89,7 +91,7 @@ class FullySharded(SharedParts):
 
     def _cut(self, model: Any, reshard: bool) -> Blocks:
         blocks = cut(model, self._device, self, self._gradients, reshard, self._offload)
-        self._usual[model, FORWARD] = [Exchange(block) for block in blocks.all()]
+        self._pattern[model, FORWARD] = [Exchange(block) for block in blocks.all()]
         model.around_forward = functools.partial(self._forward, blocks)
         model.tower_in_each_forward = bool(blocks.tower)
         return blocks
@@ -98,12 +100,12 @@ class FullySharded(SharedParts):
         self._cut(model, reshard=True)
 
     def close(self) -> None:
-        for model, kind in self._usual:
+        for model, kind in self._pattern:
             if kind == FORWARD:
                 del model.around_forward, model.tower_in_each_forward
 
-    def _own(self, one: Cut, parameter: torch.nn.Parameter) -> None:
-        """Let the optimizer see this rank's rows, and take their gradients from what torch has summed."""
+    def _register(self, one: Cut, parameter: torch.nn.Parameter) -> None:
+        """Create the optimizer's view of this rank's rows, and a hook that sets its gradient from torch's sums."""
         if not parameter.requires_grad:
             return
         if one.local.numel():
@@ -114,11 +116,12 @@ class FullySharded(SharedParts):
         parameter.register_post_accumulate_grad_hook(self._taker(one))
 
     def _taker(self, one: Cut) -> Callable[[torch.Tensor], None]:
+        """Return the hook that moves a parameter's rows from the block's summed gradients to the optimizer's view."""
         padded = one.share * one.row
 
         def take(parameter: torch.Tensor) -> None:
-            parameter.grad = None  # rounded to the parameter's dtype
-            first, self._taken = self._taken, self._taken + padded
+            parameter.grad = None  # torch has rounded it to the parameter's dtype
+            first, self._offset = self._offset, self._offset + padded
             piece = self._pieces.get(one.name)
             if piece is not None:
                 gradient = self._summed[first : first + piece.part.numel()].to(piece.part.device)
@@ -127,21 +130,21 @@ class FullySharded(SharedParts):
         return take
 
     def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
-        self._passed.append(Exchange(block))
+        self._exchanges.append(Exchange(block))
         self.traffic.gathered += whole.nbytes
 
     def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
         if whole.numel() != self._sizes[block]:
             raise RuntimeError(
-                f"The gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements and "
-                f"not {self._sizes[block]:,}: a parameter had no part in the loss. Freeze those that never have "
-                "(requires_grad_(False)), or set sharding: gradients."
+                f"The gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
+                f"{self._sizes[block]:,}: the loss doesn't depend on one of its parameters. Freeze parameters that "
+                "have no effect (requires_grad_(False)), or set sharding: gradients."
             )
-        self._passed.append(Exchange(block, whole.numel()))
+        self._exchanges.append(Exchange(block, whole.numel()))
         self.traffic.reduced += whole.nbytes
 
-    def take(self, own: torch.Tensor) -> None:
-        self._summed, self._taken = own, 0
+    def take(self, rows: torch.Tensor) -> None:
+        self._summed, self._offset = rows, 0
 
     # -- a pass
 
@@ -157,22 +160,22 @@ class FullySharded(SharedParts):
                 raise
 
     def _decline(self, error: Exception) -> None:
-        """This rank can't begin the forward in which the others are, or will be: they learn it at its end."""
+        """Take part in the other ranks' forward when this rank can't begin its own: they fail at its end."""
         with contextlib.suppress(Exception), self._forward(self.blocks):
             raise error
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
-        """Around each call of a model that is cut: it fails on all ranks or on none."""
+        """Run a forward of a cut model so that it fails on all ranks or on none."""
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # no backward comes to forget what the next step will have changed
+        if not torch.is_grad_enabled():  # no backward follows, which would free weights that the next step changes
             for block in blocks.all():
                 block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """A collective. Should it fail on this rank, the others' exchanges are still answered."""
+        """Run the backward. If it fails on this rank, the rank still answers the others' exchanges. A collective."""
         self._began = True
         with self._answering(self.model, BACKWARD):
             try:
@@ -183,22 +186,23 @@ class FullySharded(SharedParts):
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
-        self._passed.clear()
+        """Record the exchanges of a pass. If it fails, answer the exchanges that a complete pass has after them."""
+        self._exchanges.clear()
         try:
             yield
         except Exception as error:
-            if self._passed:
+            if self._exchanges:
                 self._entered[model] = None
-            traceback.clear_frames(error.__traceback__)  # which hold the activations: room for what is to be answered
-            for exchange in self._usual[model, kind][len(self._passed) :]:
+            traceback.clear_frames(error.__traceback__)  # frees activations: the exchanges need the memory
+            for exchange in self._pattern[model, kind][len(self._exchanges) :]:
                 exchange.answer(self._device, self._gradients)
             raise
-        self._usual[model, kind] = tuple(self._passed)
+        self._pattern[model, kind] = tuple(self._exchanges)
         self._entered[model] = None
 
     def _sizes_of_sums(self) -> dict[Any, int]:
-        """Elements of each block's gradients, every parameter's padded to equal shares."""
-        # The model itself comes first: parameters of the other blocks are theirs.
+        """Return the number of gradient elements of each block, with every parameter padded to equal shares."""
+        # The root, which contains all parameters, comes first, so that the other blocks overwrite it.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
         sizes = dict.fromkeys(self.blocks.all(), 0)
         for one in self.cuts:
@@ -210,7 +214,7 @@ class FullySharded(SharedParts):
     # -- a step
 
     def sum_gradients(self) -> None:
-        """All of it was done in the backwards; after a step without any there are zeros."""
+        """Set missing gradients to zeros, after a step without a backward. The backwards have summed all others."""
         for piece in self._pieces.values():
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
@@ -228,13 +232,13 @@ class FullySharded(SharedParts):
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
-            model.reset_iter_state()  # as if the pass that failed hadn't begun
+            model.reset_iter_state()  # undoes the start of the failed pass
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())
 
     def gather_weights(self) -> None:
-        """Each pass does."""
+        """Do nothing: each pass gathers them."""
 
     # -- files
 
@@ -254,6 +258,6 @@ class FullySharded(SharedParts):
 
 
 def gradient_dtype(model: torch.nn.Module) -> torch.dtype:
-    """In which gradients add up: the widest that a trained parameter asks for."""
-    asked = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
-    return max(asked, key=lambda dtype: dtype.itemsize)
+    """Return the dtype of gradient sums: the widest gradient dtype of a trained parameter."""
+    dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
+    return max(dtypes, key=lambda dtype: dtype.itemsize)

@@ -1,5 +1,7 @@
-"""Sums of gradients in host memory (`offload_gradients`): each is added to the step's as soon as a backward has made
-it, and is then freed on the device."""
+"""Sums of gradients in host memory (`offload_gradients`).
+
+Each gradient is added to the step's sum as soon as a backward has computed it, and is then freed on the device.
+"""
 
 from __future__ import annotations
 
@@ -13,89 +15,94 @@ from ..parallel import watchdog
 from ..runtime.host_stream import BUFFERS, ELEMENTS, HostStream, Job
 from ..runtime.page_locked import host_empty
 
-LIMIT = 2**30  # bytes of gradients on their way at once: with more the backward waits for the bus
+LIMIT = 2**30  # most bytes of gradients in transfer at once; above, the backward waits for the bus
 
 
 def on_way(gradients: int, largest: int) -> int:
-    """Bytes that gradients of ``gradients`` bytes take on the device at once while layers go backward: those on their
-    way, and the one of ``largest`` bytes that is made meanwhile."""
+    """Return the bytes that gradients take on the device at once during a backward.
+
+    Args:
+        gradients: bytes of all gradients.
+        largest: bytes of the largest gradient, which is computed while others are in transfer.
+    """
     return min(gradients, LIMIT + largest)
 
 
 def buffer_bytes(gradients: int) -> int:
-    """Bytes of sums on their way to the device and back."""
+    """Return the bytes of sums in transfer to the device and back, for ``gradients`` bytes of gradients."""
     return min(gradients, BUFFERS * ELEMENTS * 4)
 
 
 class HostSums:
-    """Sums by key in page-locked host memory, which is kept from step to step. An addition is two copies and a kernel,
-    beside the backward: the sum comes to the device, in pieces, and goes back. Additions to a sum have the order in
-    which they were asked for, so that it has the bits of one that stays on the device.
+    """Sums by key, in page-locked host memory that is kept from step to step.
+
+    An addition runs in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back.
+    Additions to a sum run in the order of the calls, so that it equals a sum on the device bit for bit.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = HostStream(device, apart=True)
         self._places: dict[Hashable, torch.Tensor] = {}
-        self._arrived: dict[Hashable, Any] = {}  # of the present step's sums, when the last copy is on the host
-        self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
+        self._arrived: dict[Hashable, Any] = {}  # events at the last copy to the host, of the present step's sums
+        self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()  # event, gradient in transfer
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether something was added in this step."""
+        """Return whether something was added in this step."""
         return key in self._arrived
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """The sum, after `settle`; None: nothing was added in this step."""
+        """Return the sum, after `settle`; None: nothing was added in this step."""
         return self._places[key] if key in self else None
 
     def keep_at(self, key: Hashable, place: torch.Tensor) -> None:
-        """Let a sum have this host memory."""
+        """Use this host memory for a sum."""
         self._places[key] = place
 
     @torch.no_grad()
     def add(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Queue an addition. The gradient must not change any more."""
+        """Queue an addition. The caller must not change the gradient afterwards."""
         place = self._place(key, gradient)
-        own, whole = gradient.contiguous().view(-1), place.view(-1)
-        stream, made = self._stream, self._stream.event()
+        flat, total = gradient.contiguous().view(-1), place.view(-1)
+        stream, ready = self._stream, self._stream.event()
         if (arrived := self._arrived.get(key)) is None:
-            stream.send(whole, own, made)
+            stream.send(total, flat, ready)
         else:
-            for piece, part in zip(own.split(ELEMENTS), whole.split(ELEMENTS), strict=True):
-                stream.push(Job(_addition(piece), [part]), made, arrived)
+            for piece, part in zip(flat.split(ELEMENTS), total.split(ELEMENTS), strict=True):
+                stream.push(Job(_addition(piece), [part]), ready, arrived)
         self._arrived[key] = stream.sent()
-        self._on_way.append((self._arrived[key], own))
+        self._on_way.append((self._arrived[key], flat))
         while sum(tensor.nbytes for _, tensor in self._on_way) > LIMIT:
             event, _ = self._on_way.popleft()
             stream.let_wait(event)
 
     def let_go(self) -> None:
-        """Free gradients of earlier backwards on the device. A forward later they have arrived: nothing waits."""
+        """Free gradients of earlier backwards on the device. After a forward they have arrived, so nothing waits."""
         while self._on_way:
             self._stream.let_wait(self._on_way.popleft()[0])
 
     def zero(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype) -> None:
-        """Make a sum 0, after `settle`."""
+        """Set a sum to zeros, after `settle`."""
         self._place(key, like, dtype).zero_()
         self._arrived[key] = self._stream.sent()
 
     def settle(self) -> None:
-        """The host waits until all sums are there."""
+        """Wait until all sums are in host memory."""
         self._stream.wait()
         self._on_way.clear()
 
     def discard(self) -> None:
-        """Forget the sums; their memory stays for the next step's."""
+        """Drop the sums. Their memory is kept for the next step."""
         self.let_go()
         self._arrived.clear()
 
     def forget(self, key: Hashable) -> None:
-        """Forget a sum."""
+        """Drop a sum."""
         self._arrived.pop(key, None)
 
     @torch.no_grad()
     def squared_norm(self) -> float:
-        """The sum of all squares, in float64, after `settle`."""
+        """Return the sum of squares of all sums, in float64, after `settle`."""
         norms: list[torch.Tensor] = []
         pieces = [piece for key in self._arrived for piece in self._places[key].view(-1).split(ELEMENTS)]
 

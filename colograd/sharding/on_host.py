@@ -1,7 +1,7 @@
-"""`offload_gradients`: the strategies with a whole policy on each rank, whose sums of gradients are in host memory.
+"""`offload_gradients`: strategies with a whole policy on each rank and sums of gradients in host memory.
 
-What is summed when is the strategy's; the sums have its bits. The optimizer takes them from there, piece by piece, and
-scales them on its way: the norm is known then, and nothing has to be written for it.
+Offloading changes neither the sums nor their order, so gradients stay equal bit for bit. The optimizer reads the sums
+piece by piece and scales them on the way: the norm is known then, so clipping writes nothing to host memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .zero import SharedGradients, SharedOptimizer
 
 
 class OnHost(ShardingStrategy):
-    """What they have in common. The optimizer's `host_gradients`."""
+    """The common base of these strategies, and the optimizer's `host_gradients`."""
 
-    factor = 1.0  # by which the optimizer multiplies the sums
+    factor = 1.0  # the optimizer multiplies the sums by it
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -34,11 +34,11 @@ class OnHost(ShardingStrategy):
         self.sums = HostSums(self.trained[0].device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.sums.let_go()  # the head needs the room
+        self.sums.let_go()  # the head needs the memory
         super().backward(loss)
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
-        """The sum of an optimizer's parameter, in its shape; None: it has none."""
+        """Return the sum of an optimizer's parameter, in its shape; None if it has no sum."""
         return self.sums.get(part)
 
     def clip(self, largest: float) -> float:
@@ -50,8 +50,8 @@ class OnHost(ShardingStrategy):
         return norm
 
     def _present(self, names: Sequence[Any]) -> list[torch.Tensor]:
-        """The sums that there are, in host memory."""
-        return [one for name in names if (one := self.sums.get(name)) is not None]
+        """Return the existing sums of these keys, in host memory."""
+        return [total for name in names if (total := self.sums.get(name)) is not None]
 
     def discard(self) -> None:
         self.sums.discard()
@@ -59,14 +59,14 @@ class OnHost(ShardingStrategy):
 
 
 class AddedInBackward(OnHost):
-    """Each gradient goes to the host as soon as a backward has made it."""
+    """A strategy that adds each gradient to its sum as soon as a backward has computed it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._inside = False  # whether a backward of ours runs
-        self._hooks = [p.register_post_accumulate_grad_hook(self._made) for p in self.trained]
+        self._inside = False  # whether this strategy's `backward` runs
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
 
-    def _made(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._inside and parameter.grad is not None:
             gradient, parameter.grad = parameter.grad, None
             self.sums.add(parameter, gradient)
@@ -106,7 +106,7 @@ class WholeOnHost(AddedInBackward, WholeCopies):
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """This rank's parts of what the ranks have summed, a sum per bucket."""
+    """A strategy with one sum per bucket: this rank's part of the sum over ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -116,8 +116,8 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
         bucket, place = self._where[part]
-        found = self.sums.get(bucket)
-        return None if found is None else found[place]
+        total = self.sums.get(bucket)
+        return None if total is None else total[place]
 
     def share(self, optimizer: Any) -> None:
         SharedOptimizer.share(self, optimizer)
@@ -138,8 +138,8 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
-    """`sharding: optimizer`. A bucket's whole sums lie side by side, and its part of what the ranks have summed then
-    in the place of this rank's."""
+    """`sharding: optimizer`. A bucket's local sums are contiguous; the sum over ranks of this rank's part replaces them
+    in its range."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -155,10 +155,10 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
         super().sum_gradients()
 
     def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        found = [self.sums.get(parameter) for parameter in bucket.parameters]
+        sums = [self.sums.get(parameter) for parameter in bucket.parameters]
         for parameter in bucket.parameters:
             self.sums.forget(parameter)
-        return found
+        return sums
 
 
 class GradientsOnHost(PartsOnHost, SharedGradients):

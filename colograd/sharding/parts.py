@@ -1,4 +1,4 @@
-"""Strategies in which each rank's optimizer has parts of the parameters."""
+"""The base of strategies that give each rank's optimizer parts of the parameters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .strategy import ShardingStrategy, WriteTensors, scale_down, squared_norm
 
 
 class SharedParts(ShardingStrategy):
-    """Each element of a trained parameter is one rank's to update; its gradient's sum lies there too."""
+    """A strategy with one rank per element of a trained parameter, which has its summed gradient and updates it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.parts = world_size() if self.among is None else self.among.size
-        self._order: list[str] = []  # the parameters' names as the whole optimizer counts them
+        self._order: list[str] = []  # names of all trained parameters, as in an optimizer without sharding
 
     @abstractmethod
     def _after_step(self) -> None:
-        """What follows the optimizer's step."""
+        """Finish an optimizer step."""
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
@@ -46,7 +46,7 @@ class SharedParts(ShardingStrategy):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where ranks exchange."""
+        """The device of the collectives."""
 
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file

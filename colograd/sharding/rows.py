@@ -1,4 +1,4 @@
-"""Parameters that are cut by rows, and how their rows come together again: a bounded number of them at a time."""
+"""Parameters that are cut by rows, and an all-gather of their rows with a limit on memory."""
 
 from __future__ import annotations
 
@@ -16,50 +16,52 @@ from ..parallel.gradients import in_buckets
 from ..parallel.ranks import rank, world_size
 from ..parallel.shards import all_gather
 
-# Elements that are whole at once; a row of all ranks that is larger is by itself. A decoder block has more.
+# Most elements that are gathered at once, unless one row per rank has more. A decoder block has more.
 ELEMENTS = 2**24
 
 
 class Rows(NamedTuple):
-    """Some rows of a parameter, whole: its elements ``[first, first + len(values)]`` of the first dimension."""
+    """Consecutive rows of a parameter."""
 
     name: str
-    first: int
-    values: torch.Tensor
-    total: int  # rows of the parameter
+    first: int  # index of the first row
+    values: torch.Tensor  # [rows, ...]
+    total: int  # number of rows of the parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A parameter of which each rank has ``share`` rows; the last ranks may have fewer, or none."""
+    """A parameter cut by rows: each rank has ``share`` rows, but the last ranks may have fewer, or none."""
 
     name: str
-    local: torch.Tensor  # [own rows, ...]
-    shape: torch.Size
+    local: torch.Tensor  # [rows of this rank, ...]
+    shape: torch.Size  # of the whole parameter
 
     @property
     def share(self) -> int:
+        """Number of rows per rank, rounded up."""
         return -(-self.shape[0] // world_size())
 
     @property
     def row(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a row."""
         return self.shape[1:].numel()
 
     def rows_of(self, owner: int) -> range:
+        """Return the rows of a rank."""
         return range(min(owner * self.share, self.shape[0]), min((owner + 1) * self.share, self.shape[0]))
 
     @property
     def start(self) -> int:
-        """Of this rank's part in the flattened parameter."""
+        """Index of this rank's first element in the flattened parameter."""
         return self.rows_of(rank()).start * self.row
 
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """The model's parameters, as this rank holds them between two steps. Tied ones are one."""
+    """Return the model's parameters as this rank holds them between two steps. Tied parameters count once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # what an interrupted pass left whole
+            module.reshard()  # an interrupted pass may have left whole weights
     return [_cut(name, parameter) for name, parameter in model.named_parameters()]
 
 
@@ -75,20 +77,26 @@ def gathered(
     dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:
-    """All rows of all parameters, on every rank's ``device``, so many ``elements`` at a time. A collective; each `Rows`
-    holds until the next is asked for. ``dtype_of`` says by a parameter's name what it is cast to before it is sent."""
+    """Yield all rows of all parameters, on every rank. A collective. Each `Rows` is valid until the next one.
+
+    Args:
+        cuts: the parameters.
+        device: the device of the collectives and of the yielded rows.
+        dtype_of: returns the dtype to which a parameter of this name is cast before the exchange; None: its own.
+        elements: most elements that are gathered at once.
+    """
     pieces = ((cut, rows) for cut in cuts for rows in _few(cut, elements))
 
     def dtype(piece: tuple[Cut, range]) -> torch.dtype:
         return dtype_of(piece[0].name) if dtype_of else piece[0].local.dtype
 
-    for sent_as, alike in itertools.groupby(pieces, key=dtype):
-        for bucket in in_buckets(alike, elements // world_size(), lambda piece: piece[0].row * len(piece[1])):
-            yield from _exchange(bucket, sent_as, device)
+    for sent_dtype, group in itertools.groupby(pieces, key=dtype):
+        for bucket in in_buckets(group, elements // world_size(), lambda piece: piece[0].row * len(piece[1])):
+            yield from _exchange(bucket, sent_dtype, device)
 
 
 def _few(cut: Cut, elements: int) -> Iterator[range]:
-    """The rows of a rank's share, counted from its first, so many at a time as all ranks may send at once."""
+    """Return ranges of the rows of a rank's share, small enough that all ranks may send one at once."""
     step = max(1, elements // (cut.row * world_size()))
     return (range(first, min(first + step, cut.share)) for first in range(0, cut.share, step))
 
@@ -97,14 +105,14 @@ def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: t
     sizes = [cut.row * len(rows) for cut, rows in bucket]
     sent = torch.empty(sum(sizes), dtype=dtype, device=device)
     for (cut, rows), room in zip(bucket, sent.split(sizes), strict=True):
-        own = cut.local[rows.start : rows.stop].reshape(-1)
-        room[: own.numel()].copy_(own)
+        values = cut.local[rows.start : rows.stop].reshape(-1)
+        room[: values.numel()].copy_(values)
     received = torch.empty(world_size() * len(sent), dtype=dtype, device=device)
     all_gather(received, sent)
     watchdog.progress()
     for owner, part in enumerate(received.split(len(sent))):
         for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
-            owned = cut.rows_of(owner)[rows.start : rows.stop]
-            if owned:
-                shape = (len(owned), *cut.shape[1:])
-                yield Rows(cut.name, owned.start, values[: cut.row * len(owned)].view(shape), cut.shape[0])
+            actual = cut.rows_of(owner)[rows.start : rows.stop]  # without padding
+            if actual:
+                shape = (len(actual), *cut.shape[1:])
+                yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])

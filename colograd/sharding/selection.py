@@ -1,4 +1,4 @@
-"""Picks the sharding strategy that a configuration asks for."""
+"""The selection of the sharding strategy by the configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
     "tensor+gradients": TensorGradients,
     "fsdp": FullySharded,
 }
-# Whose ranks share out the tokens of each row (`sequence_parallel_size`).
+# Strategies with `sequence_parallel_size` above 1: ranks divide the tokens of each row.
 OF_ROWS: dict[str, type[ShardingStrategy]] = {
     "none": RowsOfWholeCopies,
     "optimizer": RowsOfSharedOptimizer,
@@ -38,7 +38,7 @@ OF_ROWS: dict[str, type[ShardingStrategy]] = {
     "tensor+optimizer": RowsOfTensorOptimizer,
     "tensor+gradients": RowsOfTensorGradients,
 }
-# With sums of gradients in host memory; `fsdp_offload_params` is FSDP's way.
+# Strategies with `offload_gradients`: sums of gradients are in host memory. FSDP has `fsdp_offload_params` instead.
 ON_HOST: dict[str, type[ShardingStrategy]] = {
     "none": WholeOnHost,
     "optimizer": OptimizerOnHost,
@@ -47,10 +47,12 @@ ON_HOST: dict[str, type[ShardingStrategy]] = {
 
 
 def strategy_name(config: GRPOConfig) -> str:
+    """Return the run's `sharding`; "none" with one rank."""
     return config.sharding if config.world_size > 1 else "none"
 
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
+    """Return the strategy of a run."""
     if config.sequence_parallel_size > 1:
         assert not config.offloads_gradients
         return OF_ROWS[strategy_name(config)]
@@ -58,9 +60,14 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Raise a ValueError if the given optimizer's state might be made for whole parameters."""
+    """Check that a run with sharding creates its own optimizer, because another one may have state of whole parameters.
+
+    Raises:
+        ValueError: an optimizer is passed.
+    """
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
-            f"sharding is {config.sharding!r} and an optimizer is given ({type(optimizer).__name__}), but each rank's "
-            "holds slices of parameters: leave optimizers out and name it with optim, or set sharding: none."
+            f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "
+            f"({type(optimizer).__name__}): each rank's optimizer has slices of parameters. Remove the argument "
+            "optimizers and set optim, or set sharding: none."
         )

@@ -1,5 +1,7 @@
-"""Ranks that train each row together: with parts of the policy (`tensor`), or of the row's tokens. They exchange in
-each forward and backward, so one that fails there must tell those who wait for it."""
+"""Strategies with ranks that train each row together: with parts of the policy (`tensor`), or of the row's tokens.
+
+These ranks exchange in each forward and backward. So a rank that fails there must report it to the waiting ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,31 @@ from .strategy import ShardingStrategy, drop_graph
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
-PATIENCE = 30.0  # seconds in which ranks of a row that lack memory alike do so
+PATIENCE = 30.0  # seconds within which all ranks of a row run out of memory, if they do so at the same place
 
 
 @contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """The ranks of a row exchange in the body. One that fails there leaves the others waiting, and tells them. Their
-    work being alike, all may run out of memory at the same place: nobody waits then, and all can try again."""
-    lack: torch.OutOfMemoryError | None = None
+    """Run a body in which the ranks of a row exchange, and report a failure to the waiting ranks.
+
+    The ranks do the same work, so all of them may run out of memory at the same place. Then no rank waits, nothing is
+    reported, and all ranks can try again.
+    """
+    shortage: torch.OutOfMemoryError | None = None
     with telling(what):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            forget_frames(error)  # which hold activations
+            forget_frames(error)  # they hold activations
             if not row.meets(PATIENCE):
                 raise
-            lack = error
-    if lack is not None:
-        raise lack
+            shortage = error
+    if shortage is not None:
+        raise shortage
 
 
 class SharedRows(ShardingStrategy):
-    """What such strategies have in common. The rest is another strategy's."""
+    """The common part of these strategies, to be combined with another strategy."""
 
     meets_in_backward = True
 
@@ -59,11 +64,11 @@ class SharedRows(ShardingStrategy):
         """The ranks of a row."""
 
     def share_frozen(self, model: torch.nn.Module) -> None:
-        """It is a copy of the policy, and cut already: its ranks meet in a forward, too."""
+        """Report failures in the second model's forward. It is a copy of the policy, and is already cut."""
         self._around(model)
 
     def _around(self, model: torch.nn.Module) -> None:
-        # Below an adapter's wrapper, which finds it there, as the rows' proof runs the model itself.
+        # Set on the model below an adapter's wrapper: the wrapper reads it there, and the row proof runs that model.
         unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
 
     def close(self) -> None:
@@ -89,7 +94,7 @@ class SharedRows(ShardingStrategy):
 
 
 class SharedTokens(SharedRows):
-    """Each rank computes some of a row's tokens, see `policy.sequence_parallel`."""
+    """A strategy in which each rank computes some of a row's tokens, see `policy.sequence_parallel`."""
 
     _reach_all = False
 
@@ -105,8 +110,8 @@ class SharedTokens(SharedRows):
 
     @property
     def _groups(self) -> RowGroups:
-        found: RowGroups = unwrap(self.model).row_groups
-        return found
+        groups: RowGroups = unwrap(self.model).row_groups
+        return groups
 
     def share_frozen(self, model: torch.nn.Module) -> None:
         share_rows(unwrap(model), self._groups)
@@ -117,10 +122,12 @@ class SharedTokens(SharedRows):
         whole_rows(unwrap(self.model))
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Whether the row's ranks reach the same parameters: an expert may have no token of one's part. Amid the
-        backward a rank that waits for the others' bucket would keep from them the exchange of heads that they wait for.
-        A collective of the row. That looks at each node of a graph, so where no part of a model can be left out (it
-        is no mixture), and all ranks have reached all of it once, they do so from then on."""
+        """Return whether the loss reaches the same parameters on all ranks of the row. A collective of the row.
+
+        An expert may get no token of a rank's part. If buckets were reduced during such a backward, a rank that waits
+        for a bucket would hold up the exchange of heads that the others wait for. The check visits each node of the
+        graph, so it ends once all ranks have reached all parameters of a model that isn't a mixture.
+        """
         if self._reach_all:
             return True
         unreached = self.row.gather(_unreached(loss, self.model))
@@ -129,20 +136,20 @@ class SharedTokens(SharedRows):
 
     def describe(self) -> str:
         size = self._groups.sequence.size
-        rows = f"sequences: {size} ranks share out each row's tokens, and exchange heads in attention"
+        rows = f"sequences: {size} ranks divide each row's tokens, and exchange heads in attention"
         return "; ".join(filter(None, (rows, super().describe())))  # type: ignore[safe-super]
 
 
 def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
-    """Which of the trained parameters, in their order, are nowhere in a loss's graph."""
-    nodes, seen, reached = [loss.grad_fn], set(), set()
+    """Return the indices of the trained parameters that a loss's graph doesn't contain."""
+    nodes, visited, variables = [loss.grad_fn], set(), set()
     while nodes:
-        if (node := nodes.pop()) is not None and node not in seen:
-            seen.add(node)
-            reached.add(id(getattr(node, "variable", None)))
+        if (node := nodes.pop()) is not None and node not in visited:
+            visited.add(node)
+            variables.add(id(getattr(node, "variable", None)))
             nodes += [before for before, _ in node.next_functions]
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    return tuple(index for index, parameter in enumerate(trained) if id(parameter) not in reached)
+    return tuple(index for index, parameter in enumerate(trained) if id(parameter) not in variables)
 
 
 class RowsOfWholeCopies(SharedTokens, WholeCopies):
@@ -154,6 +161,6 @@ class RowsOfSharedOptimizer(SharedTokens, SharedOptimizer):
 
 
 class RowsOfSharedGradients(SharedTokens, SharedGradients):
-    """With `sharding: gradients`, whose backward answers the others' exchanges after a failure."""
+    """With `sharding: gradients`. Its backward answers the others' exchanges after a failure."""
 
     backward = SharedGradients.backward

@@ -1,8 +1,8 @@
-"""A policy in the engine's tensor-parallel layout, as `policy.tensor_parallel` has cut it: the ranks of one engine
-train each row together, and ranks with the same part (one of each engine) share out gradients and optimizer state.
+"""Strategies for a policy in the engine's tensor-parallel layout, cut by `policy.tensor_parallel`.
 
-As every parameter is the very tensor of vLLM's rank, an optimizer's step, and after it the all-gather of ZeRO, is the
-publishing.
+The ranks of one engine train each row together. Ranks with the same part of the policy (one rank per engine) divide
+gradients and optimizer state. Every parameter is a tensor of vLLM's rank. So the optimizer's step, with ZeRO's
+all-gather after it, publishes the weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .zero import SharedGradients, SharedOptimizer
 
 
 class TensorStrategy(SharedRows):
-    """What the three of them have in common. The rest is another strategy's, among the ranks with the same part."""
+    """The common part of the three strategies, to be combined with another one for the ranks with the same part."""
 
-    state_of = ""  # what the ranks with the same part share out
+    state_of = ""  # name of the state that the ranks with the same part divide
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -39,9 +39,10 @@ class TensorStrategy(SharedRows):
 
     @property
     def cut(self) -> TensorParts:
-        found = parts_of(self.model)
-        assert found is not None, "the policy isn't cut"
-        return found
+        """The parts of the policy."""
+        parts = parts_of(self.model)
+        assert parts is not None, "the policy isn't cut"
+        return parts
 
     @property
     def among(self) -> RankGroup:
@@ -52,37 +53,37 @@ class TensorStrategy(SharedRows):
         return self.cut.engine
 
     def describe(self) -> str:
-        own = sum(parameter.numel() for parameter in self.model.parameters())
+        local = sum(parameter.numel() for parameter in self.model.parameters())
         size, data = self.cut.engine.size, self.cut.data.size
         parallel = "tensor parallel" if self.row.size == size else f"tensor parallel among {size} of them"
         shared = f"; {self.state_of} in {data} parts" if self.state_of and data > 1 else ""
         whole = self.cut.elements
         return (
-            f"sharding: the policy lies in the engine's layout, {own / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
+            f"sharding: the policy is in the engine's layout, {local / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
             f"parameters on this rank; {self.row.size} ranks train each row together ({parallel}), gradients are "
             f"summed over {data}{shared}"
         )
 
     # -- a step
 
-    def _sum_of_squares(self, own: float) -> float:
-        """Over the ranks that have the gradient together."""
+    def _sum_of_squares(self, local: float) -> float:
+        """Sum a rank's sum of squares over the ranks that hold the gradient together."""
         device = next(self.model.parameters()).device
-        return float(self.cut.engine.sum_(torch.tensor(own, dtype=torch.float64, device=device)))
+        return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=device)))
 
     def clip(self, largest: float) -> float:
-        """A part that several ranks have alike counts once."""
-        summed = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
-        own = squared_norm(gradient for name, gradient in summed.items() if name in self._counted)
-        norm = self._sum_of_squares(own) ** 0.5
-        scale_down([*summed.values()], norm, largest)
+        """Scale down to ``largest``, and return the norm before. A part that several ranks have counts once."""
+        gradients = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
+        local = squared_norm(gradient for name, gradient in gradients.items() if name in self._counted)
+        norm = self._sum_of_squares(local) ** 0.5
+        scale_down([*gradients.values()], norm, largest)
         return norm
 
     def owned(self) -> Sequence[Owned]:
         return [self._in_whole(piece) for piece in super().owned()]  # type: ignore[safe-super]
 
     def _in_whole(self, piece: Owned) -> Owned:
-        """A piece of this rank's part of a parameter as one of the parameter."""
+        """Convert a piece of this rank's part of a parameter to a piece of the whole parameter."""
         shard = self.cut.shards[piece.name]
         if shard.begin is None:
             return dataclasses.replace(piece, shard=shard)
@@ -92,7 +93,7 @@ class TensorStrategy(SharedRows):
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Of a LoRA policy, the adapter's alone."""
+        """Return the whole state dict, of a LoRA policy only the adapter's. Empty without ``keep``. A collective."""
         cut, whole = self.cut, dict[str, torch.Tensor]()
         for name, parameter in self._saved():
             if keep:
@@ -125,23 +126,23 @@ class TensorStrategy(SharedRows):
         return True
 
     def _load_adapter(self, folder: Path) -> None:
-        """It is small: each rank reads all of it."""
+        """Read this rank's part of a saved adapter. An adapter is small, so each rank reads the whole file."""
         (adapter,) = self.model.active_adapters
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, parameter in self._saved():
             saved = tensors.get(name.replace(f".{adapter}.", "."))
             shard = self.cut.shards[name]
             if saved is None or tuple(saved.shape) != shard.shape:
-                found = "isn't there" if saved is None else f"is of the shape {tuple(saved.shape)}"
+                actual = "is missing" if saved is None else f"has the shape {tuple(saved.shape)}"
                 raise ValueError(
-                    f"The adapter in {str(folder)!r} is another than the policy's: {name} {found}, but must be of "
-                    f"{shard.shape}. Give the checkpoint of a run with the same LoRA settings."
+                    f"The adapter in {str(folder)!r} doesn't fit the policy: {name} {actual}, but must have the shape "
+                    f"{shard.shape}. Resume from a checkpoint of a run with the same LoRA settings."
                 )
             parameter.detach().copy_(shard.of(saved))
 
 
 class TensorParallel(TensorStrategy, WholeCopies):
-    """Each engine's ranks hold gradients and optimizer state of all of their parts."""
+    """`sharding: tensor`. Each rank has the whole gradient and optimizer state of its part."""
 
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return True
@@ -149,10 +150,10 @@ class TensorParallel(TensorStrategy, WholeCopies):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
     ) -> bool:
-        """``keep``, on the first of an engine's ranks, has all of them write."""
+        """Write the optimizer state of this rank's part, if any rank of its engine has ``keep``. A collective."""
         engine = self.cut.engine
-        kept = gather(keep)
-        if any(kept[rank] for rank in engine.ranks):
+        keeps = gather(keep)
+        if any(keeps[rank] for rank in engine.ranks):
             optimizer_state.save(optimizer, self.owned(), folder, engine.place, engine.size, write)
         return True
 
@@ -165,26 +166,26 @@ class TensorParallel(TensorStrategy, WholeCopies):
 
 
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
-    """And the ranks with the same part share out the optimizer's state (ZeRO-1)."""
+    """`sharding: tensor+optimizer`. The ranks with the same part also divide the optimizer's state (ZeRO-1)."""
 
     state_of = "optimizer state"
 
-    def _sum_of_squares(self, own: float) -> float:
-        return _over_all(own, self.device)
+    def _sum_of_squares(self, local: float) -> float:
+        return _over_all(local, self.device)
 
 
 class TensorGradients(TensorStrategy, SharedGradients):
-    """And its gradients (ZeRO-2)."""
+    """`sharding: tensor+gradients`. The ranks with the same part also divide gradients (ZeRO-2)."""
 
     state_of = "optimizer state and gradients"
     backward = SharedGradients.backward
 
-    def _sum_of_squares(self, own: float) -> float:
-        return _over_all(own, self.device)
+    def _sum_of_squares(self, local: float) -> float:
+        return _over_all(local, self.device)
 
 
 class RowsOfTensorParallel(SharedTokens, TensorParallel):
-    """With a row's tokens shared out among engines, as those of the two below."""
+    """With a row's tokens divided among engines, as in the two classes below."""
 
 
 class RowsOfTensorOptimizer(SharedTokens, TensorOptimizer):
@@ -195,7 +196,8 @@ class RowsOfTensorGradients(SharedTokens, TensorGradients):
     backward = SharedGradients.backward
 
 
-def _over_all(own: float, device: torch.device) -> float:
-    total = torch.tensor(own, dtype=torch.float64, device=device)
+def _over_all(local: float, device: torch.device) -> float:
+    """Sum a number over all ranks."""
+    total = torch.tensor(local, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(total)
     return float(total)

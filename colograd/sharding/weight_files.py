@@ -1,5 +1,5 @@
-"""A saved model's files, of which each rank reads its own rows, and a mixture's experts, which transformers saves one
-by one and its Trainer doesn't stack again."""
+"""Readers of a saved model's files: each rank reads its rows. They also stack a mixture's experts: transformers saves
+these one by one, and its Trainer doesn't stack them again."""
 
 from __future__ import annotations
 
@@ -18,48 +18,56 @@ from ..parallel.ranks import rank
 from ..parallel.shards import Shard
 from .rows import Cut
 
-# What an expert's saved matrices are called, in the order in which a parameter has them one below the other.
+# Saved names of an expert's matrices, in the order in which a parameter stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # of whole rows, of which a rank keeps some columns
-BLOCKS = (".mlp.", ".block_sparse_moe.")  # of a mixture, here and in some checkpoints
+MOST_ELEMENTS = 2**24  # most elements of whole rows in memory, where a rank keeps some columns
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # name of a mixture's block in the model, and in some checkpoints
 
 
 class WeightFiles:
     """The safetensors files of a folder that `save_pretrained` wrote.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the folder has none.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places = _places(folder)  # by a tensor's name, the file that has it
-        self._opened: dict[str, Any] = {}  # a mixture has a hundred thousand tensors, and each file a list of its own
+        self._file_of = _file_names(folder)  # tensor name -> file name
+        # File name -> open file. Files stay open: each has a list of its tensors, a hundred thousand in a mixture.
+        self._files: dict[str, Any] = {}
 
     @torch.no_grad()
     def read(self, names: Sequence[str], cut: Cut) -> None:
-        """Give this rank's rows of a parameter (a tied one has several names) the saved values.
+        """Read this rank's rows of a parameter.
+
+        Args:
+            names: possible names of the parameter; a tied parameter has several.
+            cut: the parameter, and the tensor that gets the values.
 
         Raises:
-            ValueError: there is no such parameter, or one of another shape.
+            ValueError: the files don't have the parameter, or have it in another shape.
         """
         self.copy(names, cut.local, cut.shape, cut.rows_of(rank()))
 
     @torch.no_grad()
     def copy(self, names: Sequence[str], place: torch.Tensor, shape: torch.Size, rows: range) -> None:
-        """Likewise, ``rows`` of a parameter of this ``shape`` into ``place``."""
-        saved = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
-        name = next((name for name in saved if name in self._places), None)
+        """Read ``rows`` of a parameter of a ``shape`` into ``place``. Otherwise as `read`."""
+        candidates = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
+        name = next((name for name in candidates if name in self._file_of), None)
         watchdog.progress()
         if name is None:
             experts = next(filter(None, (self._experts(name) for name in names)), None)
             if experts is None:
-                raise ValueError(f"{str(self.folder)!r} has no weights of {names[0]}: it is of another model.")
+                raise ValueError(
+                    f"{str(self.folder)!r} has no weights of {names[0]}: it is of another model. Use a checkpoint of "
+                    "the policy's model."
+                )
             self._check(names[0], (len(experts), *shape[1:]), shape)
-            for own, expert in zip(place, rows, strict=False):
+            for row, expert in zip(place, rows, strict=False):
                 whole = torch.cat([self._tensor(part) for part in experts[expert]])
                 self._check(names[0], tuple(whole.shape), shape[1:])
-                own.copy_(whole)
+                row.copy_(whole)
             return
         tensor = self._file(name).get_slice(name)
         self._check(name, tensor.get_shape(), shape)
@@ -68,38 +76,38 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy_part(self, names: Sequence[str], place: torch.Tensor, shard: Shard) -> None:
-        """Likewise, the part ``shard`` of a parameter."""
+        """Read the part ``shard`` of a parameter into ``place``. Otherwise as `read`."""
         if shard.begin is not None:
             rows = range(*shard.boxes[0][0]) if shard.shape else range(1)
             self.copy(names, place, torch.Size(shard.shape), rows)
             return
         (begin, end), *_ = shard.boxes[0]
         assert shard.axis or len(shard.boxes) == 1, shard
-        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())  # whole rows take memory beside the part
+        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())  # limits the memory of whole rows
         for first in range(begin, end, step):
-            some = range(first, min(first + step, end))
-            whole = torch.empty(len(some), *shard.shape[1:], dtype=place.dtype)
-            self.copy(names, whole, torch.Size(shard.shape), some)
-            boxes = tuple(((0, len(some)), *box[1:]) for box in shard.boxes)
-            place[some.start - begin : some.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
+            rows = range(first, min(first + step, end))
+            whole = torch.empty(len(rows), *shard.shape[1:], dtype=place.dtype)
+            self.copy(names, whole, torch.Size(shard.shape), rows)
+            boxes = tuple(((0, len(rows)), *box[1:]) for box in shard.boxes)
+            place[rows.start - begin : rows.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
     def float32_experts(self, name: str) -> torch.Tensor | None:
-        """All experts of a block, if they were saved one by one and in float32."""
+        """Return all experts of a block, stacked, if they were saved one by one and in float32."""
         experts = self._experts(name)
         if experts is None or self._tensor(experts[0][0]).dtype != torch.float32:
             return None
         return torch.stack([torch.cat([self._tensor(part) for part in parts]) for parts in experts])
 
     def _experts(self, name: str) -> list[list[str]] | None:
-        """Of a parameter that holds all experts of a block: of each the names of its saved parts, in their order."""
+        """Return the names of each expert's saved matrices, for a parameter that stacks all experts of a block."""
         head, _, last = name.rpartition(".experts.")
         for block in (f"{head}.", f"{head}.".replace(*BLOCKS)):
-            for spelled in PARTS.get(last, ()):
-                found: list[list[str]] = []
-                while self._places.keys() >= {*(parts := [f"{block}experts.{len(found)}.{p}.weight" for p in spelled])}:
-                    found.append(parts)
-                if found:
-                    return found
+            for names in PARTS.get(last, ()):
+                experts: list[list[str]] = []
+                while self._file_of.keys() >= {*(part := [f"{block}experts.{len(experts)}.{n}.weight" for n in names])}:
+                    experts.append(part)
+                if experts:
+                    return experts
         return None
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -107,42 +115,42 @@ class WeightFiles:
         return tensor
 
     def _file(self, name: str) -> Any:
-        file = self._places[name]
-        if file not in self._opened:
-            self._opened[file] = safe_open(self.folder / file, framework="pt", device="cpu")
-        return self._opened[file]
+        file = self._file_of[name]
+        if file not in self._files:
+            self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+        return self._files[file]
 
     def _check(self, name: str, saved: Sequence[int], shape: Sequence[int]) -> None:
         if tuple(saved) != tuple(shape):
             raise ValueError(
                 f"{name} has shape {tuple(saved)} in {str(self.folder)!r} and {tuple(shape)} in the policy: it is of "
-                "another model."
+                "another model. Use a checkpoint of the policy's model."
             )
 
 
 def saved_names(model: Any) -> dict[str, str]:
-    """By its name, what a parameter is called in files, if transformers saves it whole and under another name."""
-    found = dict[str, str]()
+    """Return the saved name by the parameter's name, for parameters that transformers saves whole but renames."""
+    names = dict[str, str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
         try:
             (saved,) = revert_weight_conversion(model, {name: torch.tensor(0)})
-        except (RuntimeError, IndexError, ValueError):  # it is saved in parts, which a number doesn't have
+        except (RuntimeError, IndexError, ValueError):  # transformers saves it in parts; a number can't be split
             continue
         if saved != name:
-            found[name] = saved
-    return found
+            names[name] = saved
+    return names
 
 
 def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
-    """What each parameter, by its id, may be called in files."""
-    found, saved = dict[int, list[str]](), saved_names(model)
+    """Return the possible names of each parameter in files, by the parameter's id."""
+    names, saved = dict[int, list[str]](), saved_names(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
-    return found
+        names.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
+    return names
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's `state_dict` in host memory, from its ``whole`` parameters: tied ones and buffers beside them."""
+    """Return the model's `state_dict` in host memory: its ``whole`` parameters, also under tied names, and buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -152,11 +160,13 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
-    """Give a whole model that transformers saves under other names, experts one by one, what a folder has for its
-    parameters, in place. False: files have its own names.
+    """Read a saved model in place, if transformers saves its parameters under other names or experts one by one.
+
+    Returns:
+        False if the files have the parameters' names, and nothing is read.
 
     Raises:
-        ValueError: a parameter isn't there, or of another shape.
+        ValueError: a parameter is missing, or has another shape.
     """
     aliases, parameters = dict[int, list[str]](), dict(model.named_parameters(remove_duplicate=False))
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
@@ -173,24 +183,28 @@ def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
 
 
 def stacked_masters(names: Iterable[str], folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of parameters that hold a mixture's experts, those that were saved in float32: name and value, one at a time."""
-    asked = [name for name in names if ".experts." in name and name.rpartition(".")[2] in PARTS]
-    files = WeightFiles(folder) if asked else None
-    for name in asked:
+    """Yield name and value of stacked expert parameters that were saved in float32, one at a time."""
+    stacked_names = [name for name in names if ".experts." in name and name.rpartition(".")[2] in PARTS]
+    files = WeightFiles(folder) if stacked_names else None
+    for name in stacked_names:
         assert files is not None
-        if (found := files.float32_experts(name)) is not None:
-            yield name, found
+        if (experts := files.float32_experts(name)) is not None:
+            yield name, experts
 
 
-def _places(folder: Path) -> Mapping[str, str]:
-    index, file = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+def _file_names(folder: Path) -> Mapping[str, str]:
+    """Return the name of the file of each tensor."""
+    index, path = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.is_file():
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        for name in places.values():
+        file_names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        for name in file_names.values():
             if Path(name).name != name or name in ("", ".."):
-                raise ValueError(f"{str(index)!r} names {name!r}, which is no file of its folder.")
-        return places
-    if not file.is_file():
-        raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}, of which each rank would read its rows.")
-    with safe_open(file, framework="pt", device="cpu") as opened:
-        return dict.fromkeys(opened.keys(), SAFE_WEIGHTS_NAME)
+                raise ValueError(
+                    f"{str(index)!r} names {name!r}, which isn't a file in its folder. Use a checkpoint from a trusted "
+                    "source."
+                )
+        return file_names
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}. Use a complete checkpoint.")
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)

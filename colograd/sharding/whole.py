@@ -1,4 +1,4 @@
-"""Every rank holds all of it: full gradients, summed once per step, and the whole optimizer state."""
+"""`sharding: none`: every rank has the whole gradient, summed once per step, and the whole optimizer state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .strategy import Owned, ShardingStrategy, WriteTensors, scale_down, squared
 
 
 class WholeCopies(ShardingStrategy):
-    """Nothing is shared out."""
+    """The strategy without sharding."""
 
     def describe(self) -> str:
         return ""
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has all parameters, on every rank alike."""
+        """Do nothing: every rank's optimizer has all parameters."""
 
     def sum_gradients(self) -> None:
         parameters = list(self.model.parameters())
@@ -38,14 +38,14 @@ class WholeCopies(ShardingStrategy):
         return norm
 
     def discard(self) -> None:
-        """They are the parameters' own gradients, which whoever begins anew sets to None."""
+        """Do nothing: the caller sets the parameters' gradients to None before it repeats a step."""
 
     def owned(self) -> Sequence[Owned]:
         trained = self.model.named_parameters()
         return [Owned(name, p, 0, p.numel()) for name, p in trained if p.requires_grad]
 
     def gather_weights(self) -> None:
-        """Each rank has written all of them."""
+        """Do nothing: each rank has updated all weights."""
 
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return optimizer_state.can_be_cut(optimizer, owned)

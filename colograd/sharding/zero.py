@@ -1,7 +1,7 @@
-"""ZeRO (arXiv 1910.02054) over parameters that stay whole, and stay where they are: in the engine's memory, say.
+"""ZeRO (arXiv 1910.02054) with parameters that stay whole and stay in their memory, which may be the engine's.
 
-Each rank's optimizer has views of its N-th of every bucket, and writes straight into the policy. The other ranks'
-elements come by an all-gather, into the same tensors: where these are the engine's, that is the publishing too.
+Each rank's optimizer has views of its N-th of every bucket, and writes into the policy's tensors. An all-gather writes
+the other ranks' elements into the same tensors. If these are the engine's tensors, this publishes the weights as well.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .buckets import Bucket, Reduction, buckets_of
 from .parts import SharedParts
 from .strategy import Owned, drop_graph
 
-IN_FLIGHT = 2  # reductions at once: the next gradients are computed meanwhile, and their memory is bounded
+IN_FLIGHT = 2  # reductions at once: they overlap with the computation of further gradients, in bounded memory
 
 
 class SharedOptimizer(SharedParts):
-    """Stage 1: the optimizer's state is shared out. Gradients are whole until a step's last backward."""
+    """ZeRO stage 1: ranks divide the optimizer's state. Gradients are whole until a step's last backward."""
 
     shared_out, exchanged = "optimizer state", "once per step"
 
@@ -53,18 +53,18 @@ class SharedOptimizer(SharedParts):
         self._under_way.append(bucket.reduce(self._whole(bucket)))
 
     def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        """This rank's gradients of a bucket, which are let go of here."""
+        """Return this rank's gradients of a bucket, and remove them from the parameters."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         for parameter in bucket.parameters:
             parameter.grad = None
         return gradients
 
     def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
-        """Add what a reduction brought to this rank's part of the step's gradient."""
+        """Add a reduction's result to this rank's part of the step's gradient."""
         bucket.add(summed)
 
     def _has(self, bucket: Bucket) -> bool:
-        """Whether something was added in this step."""
+        """Return whether something was added in this step."""
         return bucket.sum is not None
 
     def _finish(self, but: int = 0) -> None:
@@ -91,17 +91,18 @@ class SharedOptimizer(SharedParts):
 
 
 class SharedGradients(SharedOptimizer):
-    """Stage 2: gradients are shared out too. A bucket's are reduced, and freed, as soon as a backward has made them."""
+    """ZeRO stage 2: ranks divide gradients as well. A bucket's gradients are reduced and freed as soon as a backward
+    has computed them."""
 
     meets_in_backward, shared_out, exchanged = True, "optimizer state and gradients", "in each backward"
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._next = len(self.buckets)  # bucket to reduce: outside of a backward none
-        self._amid = True  # whether the present backward's are reduced amid it
-        self._missing: list[int] = []  # gradients of each bucket that this backward hasn't made yet
+        self._next = len(self.buckets)  # index of the next bucket to reduce; outside of a backward there is none
+        self._amid = True  # whether buckets are reduced during the present backward
+        self._missing: list[int] = []  # number of gradients per bucket that this backward hasn't computed yet
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
             for index, bucket in enumerate(self.buckets)
             for parameter in bucket.parameters
         ]
@@ -114,7 +115,8 @@ class SharedGradients(SharedOptimizer):
         return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """A collective. Should it fail on this rank, the others' exchanges are still answered, with zeros."""
+        """Run the backward. If it fails on this rank, the rank still answers the others' exchanges, with zeros. A
+        collective."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
@@ -122,7 +124,7 @@ class SharedGradients(SharedOptimizer):
         except BaseException as error:
             drop_graph(loss, error)
             self.failed(error)
-            self.model.zero_grad(set_to_none=True)  # room for what is still to be answered
+            self.model.zero_grad(set_to_none=True)  # the remaining exchanges need the memory
             raise
         finally:
             while self._next < len(self.buckets):
@@ -130,11 +132,11 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Whether buckets may be reduced amid this backward; if not, they are when it has ended."""
+        """Return whether buckets may be reduced during this backward; if not, they are reduced after it."""
         return True
 
-    def _made(self, index: int) -> None:
-        """A gradient of bucket ``index`` is there. Buckets go in their order, which is the same on all ranks."""
+    def _on_gradient(self, index: int) -> None:
+        """Count a gradient of bucket ``index``, and reduce complete buckets in their order, the same on all ranks."""
         if not self._amid or self._next == len(self.buckets):
             return
         self._missing[index] -= 1
@@ -146,7 +148,7 @@ class SharedGradients(SharedOptimizer):
         self._next += 1
 
     def sum_gradients(self) -> None:
-        """All of it was done in the backwards; after a step without any there are zeros."""
+        """Set missing gradients to zeros, after a step without a backward. The backwards have summed all others."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)

@@ -1,8 +1,8 @@
-"""Publishing: how a step's weights become the engine's. `WeightSync` is the interface.
+"""Publishing: the policy's weights become the engine's. `WeightSync` is the interface.
 
-They are `shared`, `copied` (also of merged adapters), `gathered` and `adapter`; `selection` picks one, or takes a class
-of the user's. `mapping` says which engine tensor holds which parameter, `proof` shows that it does, of most at once by
-the changes that `sign_probe` makes.
+Its implementations are `shared`, `copied` (also for merged adapters), `gathered` and `adapter`. `selection` picks one,
+or a class of the user's. `mapping` finds the engine tensor of each parameter. `proof` shows that the engine reads it
+there, for most parameters at once with the changes of `sign_probe`.
 """
 
 from .mapping import Slice, packed_parts

@@ -1,8 +1,8 @@
 """`adapter`: LoRA. The base is published once; each publish writes only the adapter, into vLLM's own LoRA slots.
 
-Beside each layer that may be adapted vLLM keeps zeroed stacks for A (slots, 1, rank, in) and B (slots, 1, out, rank),
-one pair per part of a fused layer, and adds x A' B' to the layer's output. The scaling is folded into B. The plan is
-proved with an adapter of random numbers, which vLLM itself loads from a folder.
+For each layer that may be adapted vLLM has zeroed stacks for A (slots, 1, rank, in) and B (slots, 1, out, rank), one
+pair per part of a fused layer, and adds x A' B' to the layer's output. The scaling is folded into B. The plan is
+proved with an adapter of random numbers that vLLM itself loads from a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .sync import PlannedSync
 
 
 class Unserved(ValueError):
-    """An adapted layer for which the engine has no LoRA slot."""
+    """An adapted layer has no LoRA slot in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,58 +35,65 @@ class Slot:
     layer: str  # name of the adapted layer
     kind: str  # lora_A or lora_B
     source: torch.Tensor  # the policy's parameter, (rank, in) or (out, rank)
-    scaling: float  # what it is multiplied by on the way: 1 for A
-    holder: LoRALayer
-    part: int  # of the holder's fused parts
-    shard: Shard | None = None  # the part of the adapter's tensor that the source is; None: all of it
+    scaling: float  # factor on the way to the engine; 1 for A
+    holder: LoRALayer  # the engine's layer that has the slots
+    part: int  # index among the holder's fused parts
+    shard: Shard | None = None  # the source's part of the adapter's tensor; None: the whole tensor
 
     @property
     def stack(self) -> torch.Tensor:
-        """The holder's present tensor of all slots, which may have been replaced."""
+        """The holder's present tensor of all slots. It may be another one than at the start."""
         return self.holder.stacks(self.kind)[self.part]
 
     @property
     def destination(self) -> torch.Tensor:
-        """A view of the first slot, of the source's shape; the rest of the slot's rank stays zero."""
+        """A view of the first slot, in the source's shape. The rest of the slot's rank stays zero."""
         rows, columns = self.source.shape
         return self.stack[0, 0, :rows, :columns]
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor of the adapter."""
         return tuple(self.source.shape) if self.shard is None else self.shard.shape
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the source's part of a whole tensor."""
         return whole if self.shard is None else self.shard.of(whole)
 
     def equal(self) -> bool:
-        """Whether the engine holds the policy's value, scaled and rounded once, bit for bit."""
+        """Return whether the engine has the policy's value, scaled and rounded once, bit for bit."""
         expected = self.source.detach() * self.scaling
         return torch.equal(self.destination, expected.to(self.stack.dtype))
 
 
 class AdapterWeights(PlannedSync):
-    """Publishes the adapter of a PeftModel into the engine's first LoRA slot (`map_adapter`), and the frozen ``base``
-    once.
+    """Publishes the adapter of a PeftModel into the engine's first LoRA slot, and the frozen base once.
+
+    Args:
+        policy: the PeftModel.
+        engine: the engine.
+        slots: the slot of each tensor of the adapter, from `map_adapter`.
+        base: publishes the base.
 
     Raises:
-        RuntimeError: vLLM put an adapter elsewhere than planned.
+        RuntimeError: vLLM loads an adapter to other places than planned.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base
         self.rank = max(slot.source.shape[0] for slot in slots if slot.kind == "lora_A")
-        self._base_is_there = False
+        self._has_base = False
         self._sources = [slot.source.detach() for slot in slots]
         self._scalings = [slot.scaling for slot in slots]
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
-        super().__init__(policy, engine)  # which notes where everything lies
+        super().__init__(policy, engine)  # records all addresses, so it comes after the proof
         self._stacks = self._stack_pointers()
         self._write_adapter()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a publish writes, after the first."""
+        """Bytes that a publish writes, after the first publish."""
         return sum(destination.nbytes for destination in self._destinations)
 
     def describe(self) -> str:
@@ -108,20 +115,20 @@ class AdapterWeights(PlannedSync):
         return "shared with the engine" if shared else f"copied once ({self.base.why})"
 
     def write(self) -> int:
-        """Write the adapter, and the first time what its base takes.
+        """Write the adapter, and in the first call the base. Return the bytes written.
 
         Raises:
-            RuntimeError: a LoRA slot has moved, or another adapter took it.
+            RuntimeError: a LoRA slot has moved, or has another adapter.
         """
         if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
             raise RuntimeError(
-                "A LoRA slot of the engine lies elsewhere than when publishing was planned, or another adapter took it "
-                "(by a reload, or add_lora): build a new trainer."
+                "A LoRA slot of the engine has moved since publishing was planned, or has another adapter (after a "
+                "reload or add_lora). Build a new trainer."
             )
-        first = 0 if self._base_is_there else self.base.write()
-        self._base_is_there = True
+        base_bytes = 0 if self._has_base else self.base.write()
+        self._has_base = True
         self._write_adapter()
-        return first + self.nbytes
+        return base_bytes + self.nbytes
 
     def differing(self) -> list[str]:
         return [*self.base.differing(), *(f"{slot.layer}.{slot.kind}" for slot in self.slots if not slot.equal())]
@@ -135,20 +142,22 @@ class AdapterWeights(PlannedSync):
 
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
-    """The slot of every tensor of the policy's adapter.
+    """Return the engine's slot of every tensor of the policy's adapter.
 
     Args:
-        shards: of a policy in parts, by the tensors' `id`.
+        policy: the PeftModel.
+        engine: the engine.
+        shards: parts of the adapter's tensors by the tensors' `id`, if the policy is in parts.
 
     Raises:
-        Unserved: naming the layers that have none.
+        Unserved: adapted layers have no slot.
     """
     slots, missing = [], []
     for layer in adapted_layers(policy):
         holder, part = _holder_and_part(layer, engine.tensors)
-        of_a, of_b = ((shards or {}).get(id(tensor)) for tensor in (layer.lora_a, layer.lora_b))
-        a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part, of_a)
-        pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part, of_b)]
+        shard_a, shard_b = ((shards or {}).get(id(tensor)) for tensor in (layer.lora_a, layer.lora_b))
+        a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part, shard_a)
+        pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part, shard_b)]
         if holder is None or not all(_fits(slot) for slot in pair):
             missing.append(layer.name)
         slots += pair
@@ -158,7 +167,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
 
 
 def _holder_and_part(layer: AdaptedLayer, engine: EngineTensors) -> tuple[Any, int]:
-    """The engine's layer with the slots, and the part of it; (None, 0) where there is none."""
+    """Return the engine's layer that has a layer's slots, and the index of its part; (None, 0) if there is none."""
     layers = engine.lora_layers()
     name = engine.renamed(layer.parameter).removesuffix(".weight")
     last = name.rpartition(".")[2]
@@ -178,7 +187,11 @@ def _fits(slot: Slot) -> bool:
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Raise a RuntimeError if random numbers that vLLM loads lie elsewhere than planned, or other values do."""
+    """Check that vLLM loads an adapter of random numbers exactly to the planned places, and set these to zero.
+
+    Raises:
+        RuntimeError: a planned place has another value, or another place isn't zero.
+    """
     generator = torch.Generator().manual_seed(0)
     probes = [torch.rand(slot.whole_shape, generator=generator) + 0.5 for slot in slots]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
@@ -187,14 +200,14 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
     for slot, probe in zip(slots, probes, strict=True):
         if not torch.equal(slot.destination, slot.part_of(probe).to(slot.destination)):
             raise RuntimeError(
-                f"vLLM doesn't keep {slot.layer}.{slot.kind} where it was expected: this architecture's LoRA layers "
-                "are laid out in a way that isn't known yet. Set weights: copied (the adapter is then merged into the "
+                f"vLLM stores {slot.layer}.{slot.kind} in another place than expected: Colograd doesn't know this "
+                "architecture's layout of LoRA layers yet. Set weights: copied (the adapter is then merged into the "
                 "engine's copy)."
             )
     torch._foreach_zero_([slot.destination for slot in slots])
     for name, holder in engine.tensors.lora_layers().items():
         if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in holder.stacks(kind)):
-            raise RuntimeError(f"vLLM's LoRA slot of {name} holds more than the adapter: set weights: copied.")
+            raise RuntimeError(f"vLLM's LoRA slot of {name} has values outside the adapter. Set weights: copied.")
 
 
 def _save_adapter(folder: str, rank: int, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
@@ -203,5 +216,5 @@ def _save_adapter(folder: str, rank: int, slots: Sequence[Slot], values: Sequenc
 
     targets = sorted({slot.layer.rpartition(".")[2] for slot in slots})
     peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets).save_pretrained(folder)
-    named = {f"{PREFIX}{slot.layer}.{slot.kind}.weight": v for slot, v in zip(slots, values, strict=True)}
-    save_file(named, os.path.join(folder, "adapter_model.safetensors"))
+    tensors = {f"{PREFIX}{slot.layer}.{slot.kind}.weight": v for slot, v in zip(slots, values, strict=True)}
+    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))

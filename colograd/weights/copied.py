@@ -1,7 +1,7 @@
-"""`copied`: the engine has its own copy of the weights; a publish is one planned copy, which also casts.
+"""`copied`: the engine has its own copy of the weights. A publish is one planned copy, which also casts.
 
-For an adapter that vLLM can't serve the copy is W + scaling * B A. Each publish computes it in float32, a layer at a
-time, and rounds it once: merging the policy itself would drift.
+For an adapter that vLLM can't serve, the copy is W + scaling * B A. Each publish computes it in float32, one layer at a
+time, and rounds it once. Merging into the policy itself would accumulate rounding errors.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .sync import PlannedSync
 
 
 class Copies:
-    """A copy of ``slices``, planned once. Values that are computed (dequantised, say) are so one slice at a time."""
+    """A planned copy of ``slices``. Computed values (dequantised ones, say) are computed one slice at a time."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         plain = [part for part in slices if not part.is_computed]
         self._computed = [part for part in slices if part.is_computed]
-        # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
+        # Detached views share the policy's storage, so they stay valid while the optimizer writes in place.
         self._sources = [part.held for part in plain]
         self._destinations = [part.destination for part in plain]
         self.nbytes = sum(part.destination.nbytes for part in slices)
 
     @torch.no_grad()
     def write(self) -> int:
-        """Write the sources, cast, into the destinations. Returns the bytes written."""
+        """Cast the sources and write them into the destinations. Return the bytes written."""
         if self._sources:
             torch._foreach_copy_(self._destinations, self._sources)
         for part in self._computed:
@@ -39,43 +39,56 @@ class Copies:
 
 
 class CopiedWeights(PlannedSync):
-    """Copies the policy into the engine, cast to the engine's dtype; ``why`` says why the memory isn't shared."""
+    """Copies the policy into the engine, cast to the engine's dtype.
+
+    Args:
+        policy: the policy.
+        engine: the engine.
+        slices: the parameters' places in the engine.
+        why: the reason why memory isn't shared, for `describe`.
+    """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
-        self.copies, self._copied = Copies(self.slices), list(self.slices)
-        self._once = not all(map(_is_trained, self._copied))
+        self.copies, self._copied_slices = Copies(self.slices), list(self.slices)
+        self._is_first = not all(map(_is_trained, self._copied_slices))  # the next write includes frozen weights
 
     def describe(self) -> str:
         size = f"{self.copies.nbytes / 2**20:,.0f} MiB per publish"
         return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
     def write(self) -> int:
-        """What isn't trained (a frozen vision tower, say) is written once."""
-        written = self.copies.write()
-        if self._once:
-            self.copies, self._once = Copies([part for part in self._copied if _is_trained(part)]), False
-        return written
+        """Write the weights; frozen ones (a vision tower, say) only in the first call. Return the bytes written."""
+        nbytes = self.copies.write()
+        if self._is_first:
+            self.copies, self._is_first = Copies([part for part in self._copied_slices if _is_trained(part)]), False
+        return nbytes
 
     def differing(self) -> list[str]:
         return [part.name for part in self.slices if not part.equal()]
 
 
 def _is_trained(part: Slice) -> bool:
-    """Buffers may change by themselves."""
+    """Return whether a slice's source may change. Buffers may change without the optimizer."""
     return part.source.requires_grad or not isinstance(part.source, torch.nn.Parameter)
 
 
 class MergedWeights(PlannedSync):
-    """Publishes a PeftModel as the weights it amounts to; what isn't trained of its base only once. ``why`` says why
-    the adapter isn't served."""
+    """Publishes a PeftModel as merged weights, and the unchanged weights of its base only once.
+
+    Args:
+        policy: the PeftModel.
+        engine: the engine.
+        slices: the places of the base's parameters in the engine.
+        why: the reason why vLLM doesn't serve the adapter, for `describe`.
+    """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.why = why
         adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
-        places = [(base_name(part.name) or part.name, part) for part in slices]  # a parameter may have several
+        places = [(base_name(part.name) or part.name, part) for part in slices]  # one name may have several places
         copies = dict(trained_copies(policy))
         self._merged = [(adapted[name], part) for name, part in places if name in adapted]
         self._whole = [
@@ -84,14 +97,14 @@ class MergedWeights(PlannedSync):
             if name in copies or (part.source.requires_grad and name not in adapted)
         ]
         moving = adapted.keys() | copies.keys() | {base_name(part.name) or part.name for part in self._whole}
-        self.moving = [part for name, part in places if name in moving]  # what each publish writes
-        self._still = [part for name, part in places if name not in moving]
-        self._copies, self._copies_of_base = Copies(self._whole), Copies(self._still)
-        self._base_is_there = False
+        self.moving = [part for name, part in places if name in moving]  # each publish writes these
+        self._constant = [part for name, part in places if name not in moving]
+        self._copies, self._copies_of_base = Copies(self._whole), Copies(self._constant)
+        self._has_base = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a publish writes, after the first."""
+        """Bytes that a publish writes, after the first publish."""
         return self._copies.nbytes + sum(part.destination.nbytes for _, part in self._merged)
 
     def describe(self) -> str:
@@ -103,16 +116,16 @@ class MergedWeights(PlannedSync):
 
     @torch.no_grad()
     def write(self) -> int:
-        first = 0 if self._base_is_there else self._copies_of_base.write()
-        self._base_is_there = True
+        base_bytes = 0 if self._has_base else self._copies_of_base.write()
+        self._has_base = True
         self._copies.write()
         for layer, part in self._merged:
             part.destination.copy_(part.part_of(layer.merged()))
-        return first + self.nbytes
+        return base_bytes + self.nbytes
 
     def differing(self) -> list[str]:
-        """See `WeightSync.differing`; of an adapted layer, merged in float32 and rounded once."""
-        names = [part.name for part in (*self._still, *self._whole) if not part.equal()]
+        """See `WeightSync.differing`. The value of an adapted layer is merged in float32 and rounded once."""
+        names = [part.name for part in (*self._constant, *self._whole) if not part.equal()]
         for layer, part in self._merged:
             if not torch.equal(part.destination, part.part_of(layer.merged()).to(part.destination.dtype)):
                 names.append(layer.parameter)

@@ -1,6 +1,7 @@
-"""`gathered`: each rank holds some rows of the policy; a publish brings all of them, a few at a time, into each engine.
+"""`gathered`: each rank has some rows of the policy. A publish copies all rows, a few at a time, into each engine.
 
-Rows go from the exchange straight to their places, already cast: no block of the policy is whole beside the engine.
+Rows are cast before the exchange and go directly to their places. So no block of the policy is whole next to the
+engine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .sync import PlannedSync
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter lies in this rank's part of the engine, see `Slice`."""
+    """The place of a parameter in this rank's part of the engine. The fields are those of `Slice`."""
 
     destination: torch.Tensor
     cut: tuple[slice, ...]
@@ -26,25 +27,25 @@ class Place:
     rows: torch.Tensor | None = None
 
     def of(self, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-        """Of some rows, those that lie in it: where, and their values; None: none does."""
+        """Return the indices and values of the rows that belong to this place; None if there are none."""
         if self.rows is not None:
-            where = ((self.rows >= rows.first) & (self.rows < rows.first + len(rows.values))).nonzero()[:, 0]
-            return where, rows.values[self.rows[where] - rows.first]
-        held = range(*self.cut[0].indices(rows.total)) if self.cut else range(rows.total)
-        first, last = max(rows.first, held.start), min(rows.first + len(rows.values), held.stop)
+            indices = ((self.rows >= rows.first) & (self.rows < rows.first + len(rows.values))).nonzero()[:, 0]
+            return indices, rows.values[self.rows[indices] - rows.first]
+        place_rows = range(*self.cut[0].indices(rows.total)) if self.cut else range(rows.total)
+        first, last = max(rows.first, place_rows.start), min(rows.first + len(rows.values), place_rows.stop)
         if first >= last:
             return None
         values = rows.values[first - rows.first : last - rows.first][(slice(None), *self.cut[1:])]
         values = values if self.through is None else self.through(values)
-        return slice(first - held.start, last - held.start), values.to(self.destination.dtype)
+        return slice(first - place_rows.start, last - place_rows.start), values.to(self.destination.dtype)
 
 
 class GatheredWeights(PlannedSync):
-    """Publishes a policy that ranks cut by rows (whole still, or cut already), whose rows may move in between."""
+    """Publishes a policy that is cut by rows, or will be. Its rows may move between publishes."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
-        # Without their sources: these are the whole parameters, which are to be freed.
+        # `Place` has no source: that is the whole parameter, and must be freed.
         self.places: dict[str, list[Place]] = {}
         for part in slices:
             self.places.setdefault(part.name, []).append(Place(part.destination, part.cut, part.through, part.rows))
@@ -57,7 +58,7 @@ class GatheredWeights(PlannedSync):
     def describe(self) -> str:
         return (
             f"weights: gathered, {len(self.places)} parameters, {self.nbytes / 2**20:,.0f} MiB per publish (each rank "
-            f"holds some rows of the policy; at most {ELEMENTS / 1e6:,.0f} M elements of all are together at once)"
+            f"has some rows of the policy; at most {ELEMENTS / 1e6:,.0f} M elements are gathered at once)"
         )
 
     def write(self) -> int:
@@ -67,19 +68,19 @@ class GatheredWeights(PlannedSync):
 
     def differing(self) -> list[str]:
         """See `WeightSync.differing`. A collective."""
-        found: dict[str, bool] = {}
+        differences: dict[str, bool] = {}
         for name, destination, where, values in self._rows():
-            found[name] = found.get(name, False) or not torch.equal(destination[where], values)
-        return [name for name, differs in found.items() if differs]
+            differences[name] = differences.get(name, False) or not torch.equal(destination[where], values)
+        return [name for name, differs in differences.items() if differs]
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Rows of a parameter: its name, its place, where in it they are, and their values in the engine's dtype."""
+        """Yield rows of all parameters: name, engine tensor, indices in it, and values in the engine's dtype."""
         device = next(iter(self.places.values()))[0].destination.device
         cuts = cuts_of(self._policy)
         for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
             for place in self.places[rows.name]:
-                if (found := place.of(rows)) is not None:
-                    yield rows.name, place.destination, *found
+                if (part := place.of(rows)) is not None:
+                    yield rows.name, place.destination, *part
 
     def _addresses(self) -> dict[str, int]:
         return {f"engine {name}": p.data_ptr() for name, p in self.engine.tensors.parameters().items()}

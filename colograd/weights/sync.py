@@ -1,4 +1,4 @@
-"""`WeightSync`: how the engine gets the policy's weights; `PlannedSync`: those that plan their copies at start."""
+"""`WeightSync`, the interface of publishing, and `PlannedSync`, the base of implementations that plan their copies."""
 
 from __future__ import annotations
 
@@ -11,25 +11,32 @@ from ..engine.protocol import Engine
 
 
 class WeightSync(Protocol):
-    """How the engine gets the policy's weights. A class of the user's may be one."""
+    """The interface of publishing: the engine gets the policy's weights. Users may write their own class."""
 
     @abstractmethod
     def publish(self, version: int) -> int:
-        """Make the policy's present weights the engine's, then stamp it with ``version`` (`Engine.stamp`), the
-        optimizer steps that made them. Returns the bytes written into the engine's tensors."""
+        """Make the policy's present weights the engine's, then stamp the engine (`Engine.stamp`).
+
+        Args:
+            version: number of optimizer steps of these weights.
+
+        Returns:
+            Bytes written into the engine's tensors.
+        """
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for the start of a run: which way, how many tensors, how many MiB per publish, and why."""
+        """Return one line for the start of a run: the way, the number of tensors, MiB per publish, and the reason."""
 
     @abstractmethod
     def differing(self) -> list[str]:
-        """Names of the parameters whose value in the engine isn't the policy's, cast to its dtype, bit for bit."""
+        """Return the names of parameters with another value in the engine than the policy's, cast, bit for bit."""
 
 
 class PlannedSync(WeightSync):
-    """A `WeightSync` that knows from the start which tensor goes where, and notices at each publish when one has moved:
-    it would go into memory that nobody reads.
+    """A `WeightSync` that plans its copies at start. Each publish checks that no tensor has moved since.
+
+    A copy into a tensor's former memory would have no effect.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:
@@ -37,28 +44,29 @@ class PlannedSync(WeightSync):
         self._planned = self._addresses()
 
     def publish(self, version: int) -> int:
-        """See `WeightSync.publish`. Until it succeeds, nothing can be sampled.
+        """See `WeightSync.publish`. The engine can't sample until this succeeds.
 
         Raises:
             RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
         """
         self.engine.invalidate()
-        found = self._addresses()
-        if found != self._planned:
-            moved = [name for name in self._planned | found if self._planned.get(name) != found.get(name)]
+        addresses = self._addresses()
+        if addresses != self._planned:
+            moved = [name for name in self._planned | addresses if self._planned.get(name) != addresses.get(name)]
             raise RuntimeError(
-                f"{len(moved)} weights lie elsewhere than when publishing was planned ({', '.join(moved[:3])}): "
-                "a reload, `.to()` or `.data =` has replaced their tensors, and the engine would sample from others "
-                "than are trained. Change weights in place (`copy_`), or build a new trainer."
+                f"{len(moved)} weights have moved since publishing was planned ({', '.join(moved[:3])}): a reload, "
+                "`.to()` or `.data =` has replaced their tensors, and the engine would sample with other weights than "
+                "the trained ones. Change weights in place (`copy_`), or build a new trainer."
             )
-        written = self.write()
+        nbytes = self.write()
         self.engine.stamp(version)
-        return written
+        return nbytes
 
     @abstractmethod
     def write(self) -> int:
-        """Bring the engine's tensors up to date. Returns the bytes written."""
+        """Update the engine's tensors. Return the bytes written."""
 
     def _addresses(self) -> dict[str, int]:
+        """Return the addresses of all tensors that must not move."""
         sides = (("policy", dict(self._policy.named_parameters())), ("engine", self.engine.tensors.parameters()))
         return {f"{side} {name}": p.data_ptr() for side, tensors in sides for name, p in tensors.items()}

@@ -82,9 +82,7 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint(
 # -- discard, sweep
 
 
-def test_a_discarded_checkpoint_is_gone_under_its_name_before_any_file_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_discarded_checkpoint_is_renamed_before_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "checkpoint-1")
     monkeypatch.setattr(folders.shutil, "rmtree", lambda *args, **kwargs: None)  # killed while it deletes
     discard(folder)
@@ -130,7 +128,7 @@ def test_rotation_keeps_the_newest_and_the_best(
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
 
 
-def test_rotation_keeps_the_best_however_its_path_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_keeps_best_checkpoint_for_any_path_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path / f"checkpoint-{step}")
     monkeypatch.chdir(tmp_path)
@@ -138,7 +136,7 @@ def test_rotation_keeps_the_best_however_its_path_is_written(tmp_path: Path, mon
     assert {"checkpoint-1", "checkpoint-4"} <= set(names(tmp_path))
 
 
-def test_rotation_first_deletes_what_lies_beyond_the_one_just_written(tmp_path: Path) -> None:
+def test_rotation_deletes_later_steps_first(tmp_path: Path) -> None:
     """The run has gone back to 2, and may be killed before it comes to 9 again."""
     for step in (2, 9, 10, 4):
         write(tmp_path / f"checkpoint-{step}")
@@ -178,36 +176,36 @@ def test_auto_starts_anew_where_there_is_none(tmp_path: Path) -> None:
     assert find_resume("auto", str(tmp_path)) is None is find_resume("auto", str(tmp_path / "absent"))
 
 
-def test_of_several_nodes_the_last_that_all_have_is_found(tmp_path: Path) -> None:
+def test_search_finds_last_checkpoint_that_all_nodes_have(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write(tmp_path / f"checkpoint-{step}")
     assert complete_steps(str(tmp_path)) == [2, 4, 6]
     assert find_resume("auto", str(tmp_path), [[2, 4, 6], [2, 4]]) == str(tmp_path / "checkpoint-4")
     assert find_resume("auto", str(tmp_path), [[2, 4, 6], []]) is None
-    with pytest.raises(ValueError, match=r"no complete checkpoint that all 2 nodes have \(theirs: \[\[6\], \[4\]\]\)"):
+    with pytest.raises(
+        ValueError, match=r"no complete checkpoint that all 2 nodes have \(steps per node: \[\[6\], \[4\]\]\)"
+    ):
         find_resume(True, str(tmp_path), [[6], [4]])
 
 
-def test_the_one_before_a_damaged_one_is_found_and_nothing_starts_anew_over_damaged_ones(tmp_path: Path) -> None:
+def test_search_skips_damaged_checkpoints_and_never_starts_anew(tmp_path: Path) -> None:
     for step in (2, 4):
         write(tmp_path / f"checkpoint-{step}")
     assert find_resume("auto", str(tmp_path), damaged={4}) == str(tmp_path / "checkpoint-2")
-    with pytest.raises(
-        ValueError, match=r"is auto, but each checkpoint in .* is damaged \(steps 2, 4\): bring one back"
-    ):
+    with pytest.raises(ValueError, match=r"is auto, but each checkpoint in .* is damaged \(steps 2, 4\)\. Restore one"):
         find_resume("auto", str(tmp_path), damaged={4, 2})
 
 
 @pytest.mark.parametrize("missing", ["empty", "absent"])
 def test_true_wants_a_checkpoint(tmp_path: Path, missing: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=rf"is true, but '.*{missing}' holds no complete checkpoint: use `auto`"):
+    with pytest.raises(ValueError, match=rf"is true, but '.*{missing}' holds no complete checkpoint\. Use `auto`"):
         find_resume(True, str(tmp_path / missing))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"no complete checkpoint \(trainer_state.json is missing\): give a checkpoint-N"
+        ValueError, match=r"isn't a complete checkpoint \(trainer_state.json is missing\)\. Set it to a checkpoint-N"
     ):
         find_resume(str(tmp_path), "unused")
 
@@ -239,9 +237,7 @@ def test_sigterm_is_noticed_and_given_back() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_that_fails_is_not_ended_by_its_launcher_before_it_has_said_why(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_rank_ignores_sigterm_until_it_has_reported(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun sends a SIGTERM to the others as soon as one rank is dead."""
     monkeypatch.setattr("colograd.training.checkpointer.world_size", lambda: ranks)
     before, checkpointer = signal.getsignal(signal.SIGTERM), Checkpointer.__new__(Checkpointer)

@@ -236,7 +236,7 @@ def test_nothing_is_unpickled_that_runs_code(tmp_path: Path, contents: dict[str,
     assert not (tmp_path / "was-here").exists()
 
 
-def test_a_packed_file_is_refused_before_it_is_unpacked(tmp_path: Path, contents: dict[str, bytes]) -> None:
+def test_compressed_file_is_refused_before_it_is_read(tmp_path: Path, contents: dict[str, bytes]) -> None:
     for other, content in contents.items():
         (tmp_path / other).write_bytes(content)
     packed = io.BytesIO()
@@ -248,7 +248,7 @@ def test_a_packed_file_is_refused_before_it_is_unpacked(tmp_path: Path, contents
         look(tmp_path)
 
 
-def test_a_tensor_that_says_to_be_larger_than_its_file_is_refused(tmp_path: Path, contents: dict[str, bytes]) -> None:
+def test_tensor_larger_than_its_file_is_refused(tmp_path: Path, contents: dict[str, bytes]) -> None:
     (tmp_path / "trainer_state.json").write_bytes(contents["trainer_state.json"])
     huge = torch.zeros(1).expand(2**40)
     torch.save(
@@ -258,6 +258,6 @@ def test_a_tensor_that_says_to_be_larger_than_its_file_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "a/b", "..", 7, None, "a\0b"])
-def test_a_file_that_another_names_is_of_its_folder(tmp_path: Path, name: Any) -> None:
-    with pytest.raises(ValueError, match="as one of its files, which is none"):
+def test_named_files_must_be_in_the_folder(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(ValueError, match="which isn't a file in that folder"):
         inside(tmp_path, name)

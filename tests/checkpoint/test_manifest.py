@@ -43,7 +43,7 @@ def test_all_files_but_itself_are_in_it(folder: Path) -> None:
     assert check(folder), "what was added later is nobody's business"
 
 
-def test_a_checkpoint_that_lost_its_state_is_still_one_that_can_be_refused(folder: Path) -> None:
+def test_checkpoint_without_trainer_state_is_still_checked(folder: Path) -> None:
     (folder / "trainer_state.json").unlink()
     assert complete_steps(str(folder.parent)) == [3]
     with pytest.raises(ValueError, match=r"trainer_state\.json is missing"):
@@ -60,8 +60,8 @@ def test_without_one_nothing_is_checked(folder: Path) -> None:
     ("damage", "said"),
     [
         (lambda data: bytes([data[0] ^ 1]) + data[1:], "was changed after it was written"),
-        (lambda data: data[:-1], "has .* bytes, and .* were written"),
-        (lambda data: data + b" ", "has .* bytes, and .* were written"),
+        (lambda data: data[:-1], "has .* bytes, but .* were written"),
+        (lambda data: data + b" ", "has .* bytes, but .* were written"),
         (None, "is missing"),
     ],
     ids=["flipped", "truncated", "longer", "missing"],
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_named(folder: Path, name: str, damage: Any, said: str
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_in_a_file_s_place_is_no_file(folder: Path) -> None:
+def test_folder_with_a_files_name_counts_as_missing(folder: Path) -> None:
     (folder / "rng_state_0.pth").unlink()
     (folder / "rng_state_0.pth").mkdir()
     with pytest.raises(ValueError, match=r"rng_state_0\.pth is missing"):
@@ -94,12 +94,12 @@ GOOD = {"size": 2, "xxh3_128": "0"}
         ("[" * 100_000, "can't be read"),
         ("[]", "has no list of files"),
         (json.dumps({"version": 1, "files": []}), "has no list of files"),
-        (json.dumps({"version": 2, "files": {}}), "has version 2, and this Colograd reads version 1"),
-        (json.dumps({"version": 1, "files": {"../../etc/passwd": GOOD}}), "which is no file of the folder"),
-        (json.dumps({"version": 1, "files": {"/etc/passwd": GOOD}}), "which is no file of the folder"),
-        (json.dumps({"version": 1, "files": {"a/../../b": GOOD}}), "which is no file of the folder"),
-        (json.dumps({"version": 1, "files": {"": GOOD}}), "which is no file of the folder"),
-        (json.dumps({"version": 1, "files": {"a\0b": GOOD}}), "which is no file of the folder"),
+        (json.dumps({"version": 2, "files": {}}), "has version 2, but this Colograd reads version 1"),
+        (json.dumps({"version": 1, "files": {"../../etc/passwd": GOOD}}), "which isn't a file in the folder"),
+        (json.dumps({"version": 1, "files": {"/etc/passwd": GOOD}}), "which isn't a file in the folder"),
+        (json.dumps({"version": 1, "files": {"a/../../b": GOOD}}), "which isn't a file in the folder"),
+        (json.dumps({"version": 1, "files": {"": GOOD}}), "which isn't a file in the folder"),
+        (json.dumps({"version": 1, "files": {"a\0b": GOOD}}), "which isn't a file in the folder"),
         (json.dumps({"version": 1, "files": {"a": 3}}), "has no size and checksum of a"),
         (json.dumps({"version": 1, "files": {"a": GOOD | {"size": -1}}}), "has no size and checksum of a"),
         (json.dumps({"version": 1, "files": {"a": GOOD | {"size": True}}}), "has no size and checksum of a"),

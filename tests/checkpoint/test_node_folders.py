@@ -49,7 +49,7 @@ def test_of_one_node_nothing_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("apart", [True, False])
-def test_all_ranks_find_the_same_and_leave_nothing_behind(tmp_path: Path, monkeypatch, rank: int, apart: bool) -> None:
+def test_all_ranks_agree_and_remove_their_marks(tmp_path: Path, monkeypatch, rank: int, apart: bool) -> None:
     folders = [tmp_path / ("a" if node and apart else "b") for node in range(2)]
     for folder in folders:
         folder.mkdir(exist_ok=True)
@@ -61,6 +61,6 @@ def test_a_folder_that_some_share_is_an_error(tmp_path: Path, monkeypatch) -> No
     folders = [tmp_path / name for name in "aab"]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    said = r"node 0 sees what \[0, 1\] write; node 1 sees what \[0, 1\] write; node 2 sees what \[2\] write"
+    said = r"node 0 sees files of nodes \[0, 1\]; node 1 sees files of nodes \[0, 1\]; node 2 sees files of nodes \[2\]"
     with pytest.raises(ValueError, match=said):
         Ranks(folders).ask(0, monkeypatch)

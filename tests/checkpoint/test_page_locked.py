@@ -98,7 +98,7 @@ def on_gpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone().as_subclass(OnGPU) for name, tensor in tensors.items()}
 
 
-def test_copies_are_queued_and_waited_for_once_in_buffers_locked_once(gpu: GPU, tmp_path: Path) -> None:
+def test_copies_are_queued_with_one_wait(gpu: GPU, tmp_path: Path) -> None:
     images = HostFiles(torch.device("cuda", 0))
     for seed in (1, 2):
         wanted = {"optimizer": values(seed, "a", "b", "c"), "reference": values(-seed, "d", "e")}
@@ -131,7 +131,7 @@ def test_weights_are_there_when_transformers_gets_them(gpu: GPU, tmp_path: Path)
     assert len(gpu.registered) == 1
 
 
-def test_a_tensors_pages_are_locked_as_long_as_its_storage_is_there(gpu: GPU) -> None:
+def test_pages_stay_locked_while_the_storage_exists(gpu: GPU) -> None:
     tensor = page_locked.host_empty(torch.Size((3, 1025)), torch.bfloat16, torch.device("cuda", 0))
     address = tensor.data_ptr()
     assert gpu.registered == [2 * 4096], "whole pages, and not the next power of two"

@@ -58,7 +58,7 @@ def test_an_image_is_the_file_that_safetensors_reads(tmp_path: Path) -> None:
     assert images.take() == {}
 
 
-def test_buffers_are_kept_while_tensors_have_the_same_shapes(tmp_path: Path) -> None:
+def test_buffers_are_reused_for_the_same_shapes(tmp_path: Path) -> None:
     images, path = HostFiles(), tmp_path / "f.safetensors"
     images.put(tensors(1), path)
     first = images.kept["f.safetensors"]
@@ -80,7 +80,7 @@ def test_bytes_are_written_as_they_are(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("refuses", ["open", "write", "short"])
-def test_where_nothing_goes_past_the_page_cache_it_goes_through_it(tmp_path: Path, monkeypatch, refuses: str) -> None:
+def test_writing_falls_back_to_the_page_cache(tmp_path: Path, monkeypatch, refuses: str) -> None:
     image = Image({"a": {"dtype": "U8", "shape": [9000]}}, {"a": torch.zeros(9000, dtype=torch.uint8)})
     image.fill({"a": torch.arange(9000).to(torch.uint8)})
     opened, written = os.open, os.write
@@ -159,7 +159,7 @@ def test_a_save_ends_as_a_whole_checkpoint(tmp_path: Path, in_background: bool) 
     assert not list(folders.aside_folder(tmp_path).iterdir())
 
 
-def test_a_damaged_one_of_the_same_step_stays_under_another_name(tmp_path: Path) -> None:
+def test_damaged_checkpoint_of_same_step_is_kept_renamed(tmp_path: Path) -> None:
     writer = Writer()
     for keeps in (False, True):
         writer.begin(save_of(tmp_path, 3, keeps_old=keeps), in_background=False)
@@ -183,7 +183,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_leaves_the_older_one_and_nothing_else(tmp_path: Path) -> None:
+def test_full_disk_leaves_only_the_older_checkpoint(tmp_path: Path) -> None:
     writer = Writer()
     with small_disk(tmp_path / "disk", "2m") as disk:
         writer.begin(save_of(disk, 1), in_background=True)
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_the_older_one_and_nothing_else(tmp_path: Path) -> No
         assert finished(writer) == "" and folders.check(disk / "checkpoint-3")
 
 
-def test_a_read_only_folder_is_an_error_of_the_save(tmp_path: Path) -> None:
+def test_read_only_folder_fails_the_save(tmp_path: Path) -> None:
     writer = Writer()
     with small_disk(tmp_path / "disk", "9m") as disk:
         writer.begin(save_of(disk, 1), in_background=True)
@@ -289,7 +289,7 @@ engine = pytest.mark.engine
 
 
 @engine
-def test_what_is_written_beside_is_what_would_be_written_at_once(run: Any, tiny_model: Path, capfd) -> None:
+def test_background_save_writes_the_same_files(run: Any, tiny_model: Path, capfd) -> None:
     run.train()
     assert steps_left(run) == [1, 2, 3, 4] and not list(Path(run.args.output_dir).glob(".*"))
     beside = Path(run.args.output_dir)
@@ -317,7 +317,7 @@ def test_what_is_written_beside_is_what_would_be_written_at_once(run: Any, tiny_
 
 
 @engine
-def test_training_goes_on_over_a_full_disk_and_ends_when_it_stays_full(run: Any, tmp_path: Path, capfd) -> None:
+def test_training_survives_a_full_disk_until_save_failures(run: Any, tmp_path: Path, capfd) -> None:
     with small_disk(tmp_path / "disk", "2500k") as disk:
         run.args.output_dir = str(disk)
         vars(run.args)["save_failures"] = 9
@@ -426,10 +426,10 @@ def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
         [f"part-{n}.safetensors", "trainer_state.json"] for n in range(2)
     ]
     assert leader["apart"] == ["", ""] and leader["seconds alone"] < writing.ALONE + 5
-    assert "rank 1 hasn't said that its part is written: this one ends by an error" in leader["alone"]
+    assert "rank 1 hasn't reported that its part is written: this one ends by an error" in leader["alone"]
 
 
-def test_a_safetensors_file_of_the_library_has_the_same_tensors(tmp_path: Path) -> None:
+def test_library_file_has_the_same_tensors(tmp_path: Path) -> None:
     """Readers see no difference: names, shapes, dtypes, metadata."""
     from safetensors import safe_open
 

@@ -391,9 +391,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "sharding an optimizer of one's own": (
         lambda _: check_sharding(config(sharding="gradients"), torch.optim.SGD([torch.zeros(1)])),
-        "sharding is 'gradients' and an optimizer is given",
-        "each rank's holds slices of parameters",
-        "name it with optim",
+        "sharding is 'gradients', which can't use the optimizer passed",
+        "each rank's optimizer has slices of parameters",
+        "set optim",
     ),
     "a share of the GPU that is none": (
         lambda _: config(vllm_gpu_memory_utilization=35),

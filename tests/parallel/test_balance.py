@@ -52,7 +52,7 @@ def loads(costs: Sequence[Sequence[float]], assignment: list[list[tuple[int, int
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_group_is_trained_once_and_no_rank_is_slower_than_before(ranks: int, seed: int) -> None:
+def test_plan_trains_every_group_once_and_never_slower(ranks: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     costs = [(torch.rand(6, generator=draw) ** 3 * 1000 * (1 + row)).tolist() for row in range(ranks)]
     assignment = plan(costs)
@@ -79,7 +79,7 @@ def test_a_rank_without_groups_gets_some() -> None:
     assert sorted(loads([[3.0, 3.0, 3.0], []], plan([[3.0, 3.0, 3.0], []]))) == [3.0, 6.0]
 
 
-def test_the_ranks_of_an_engine_share_out_what_the_first_one_sampled() -> None:
+def test_ranks_of_an_engine_divide_its_groups() -> None:
     costs = [[5.0, 4.0, 3.0, 3.0], [], [1.0, 2.0], []]
     shared = share_out(costs, ranks_per_engine=2)
     assert shared == [[(0, 0), (0, 3)], [(0, 1), (0, 2)], [(2, 1)], [(2, 0)]]
@@ -89,7 +89,7 @@ def test_the_ranks_of_an_engine_share_out_what_the_first_one_sampled() -> None:
     assert max(loads(costs, between)) < max(loads(costs, shared)), "and engines help each other"
 
 
-def test_the_cost_of_a_group_is_its_tokens_and_its_pairs() -> None:
+def test_cost_counts_tokens_and_query_key_pairs() -> None:
     """Prompt 4, completions 2 and 3. Causal: 4*4/2; each completion sees the prompt and half of itself."""
     group = make_group(0, 4, 2, 3)
     assert cost(group, 0.0, True) == 4 + 2 + 3 and cost(group, 0.0, False) == 6 + 7
@@ -107,7 +107,7 @@ def test_a_pair_costs_what_the_model_says() -> None:
 # -- Moving
 
 
-def test_a_group_travels_whole_but_for_what_only_rewards_and_logs_read() -> None:
+def test_moved_group_keeps_what_training_reads() -> None:
     group = make_group(3, 5, 4, 1, 7)
     unpicklable = {"environments": lambda: 0}
     rollouts = tuple(dataclasses.replace(rollout, columns=unpicklable) for rollout in group.group.rollouts)
@@ -155,7 +155,7 @@ def gradient(model: Any, ranks: list[list[ScoredGroup]], budget: int, share_prom
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_neither_budget_nor_order_nor_ranks_change_loss_or_gradient(model: Any, ranks: int) -> None:
+def test_loss_is_independent_of_budget_order_and_ranks(model: Any, ranks: int) -> None:
     lengths = [(60, 50, 40, 9), (40, 60, 12, 50), (50, 3, 30, 60), (5, 3, 2, 1), (4, 1, 6, 2), (6, 2, 2, 2)]
     groups = [make_group(i, *each) for i, each in enumerate(lengths)]
     expected = gradient(model, [groups], 10_000)
@@ -171,7 +171,7 @@ def test_neither_budget_nor_order_nor_ranks_change_loss_or_gradient(model: Any, 
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo"])
-def test_a_dummy_gives_every_parameter_a_gradient_of_zeros_and_counts_nowhere(model: Any, loss_type: str) -> None:
+def test_dummy_row_has_zero_gradients_and_counts_nowhere(model: Any, loss_type: str) -> None:
     args = GRPOConfig(output_dir="unused", report_to="none", loss_type=loss_type, use_cpu=True)
     model.zero_grad()
     row = collate(dummy(CPU, [(3, (2, 4)), (1, (1,))]))
@@ -184,7 +184,7 @@ def test_a_dummy_gives_every_parameter_a_gradient_of_zeros_and_counts_nowhere(mo
     assert all(float(count) == 0 and float(total) == 0 for total, count in output.sums.values())
 
 
-def test_short_ranks_add_dummies_only_where_ranks_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummies_are_added_only_for_joint_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "gather", lambda count: [count, 3])
     groups = [make_group(0, 3, 2, 2)]
     for equal_counts, expected in ((True, 3), (False, 1)):
@@ -221,7 +221,7 @@ def test_the_entropy_s_terms_are_of_all_ranks(real_ranks: Any) -> None:
     assert alone[0]["tokens"] is None or alone[0]["tokens"] == alone[1]["tokens"] == two[0][1][0]["tokens"]
 
 
-def test_two_ranks_of_very_different_lengths_share_the_work_and_the_update_stays(real_ranks: Any) -> None:
+def test_balancing_two_ranks_keeps_the_update(real_ranks: Any) -> None:
     ((first, _), (second, _)), ((one, _),) = real_ranks
     two = (first, second)
     assert first[0]["moved"] == 0 and first[0]["tokens"] > 10 * second[0]["tokens"]

@@ -50,7 +50,7 @@ def run_whole(fault: str, ranks: int = 2, **variables: str) -> list[tuple[int, s
     return [(rank.returncode, text) for rank, text in zip(started, said, strict=True)]
 
 
-def test_an_error_in_the_middle_of_an_exchange_is_every_rank_s() -> None:
+def test_error_inside_a_collective_ends_every_rank() -> None:
     for status, said in run("raises", ranks=3)[:2]:
         assert status == 1 and "RankError: Rank 2 failed in training: ValueError: no room on the last rank" in said
 
@@ -61,21 +61,21 @@ def test_a_rank_that_was_killed_is_named() -> None:
     assert "Rank 1 ended without a word: it was killed, ran out of memory" in said
 
 
-def test_a_rank_that_nothing_wakes_is_ended_by_force() -> None:
+def test_stuck_rank_is_ended_by_force() -> None:
     """As it would wait in a GPU's exchange."""
     (status, said), _ = run("stuck")
     assert status == 1 and said.startswith("colograd: error: Rank 1 ended without a word")
     assert "(rank 0 waited for it in training)" in said
 
 
-def test_ranks_that_fail_alike_and_catch_it_go_on_together() -> None:
+def test_ranks_that_catch_the_same_error_continue() -> None:
     for status, said in run_whole("caught"):
         assert status == 0 and said.count("goes on after: ") == 2, said
         # Else a thread of gloo's may be left that drops the last exchange's tensor when there is no interpreter.
         assert "at its end: has parted" in said, said
 
 
-def test_ranks_that_torchrun_starts_anew_meet_in_the_store_of_the_attempt_before() -> None:
+def test_restarted_ranks_meet_in_torchruns_old_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's own process has it
     shared = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert [status for status, _ in run("killed", **shared, TORCHELASTIC_RESTART_COUNT="0")] == [1, -signal.SIGKILL]
@@ -123,7 +123,7 @@ def places(*of_nodes: tuple[str, int], devices: list[str] | None = None) -> list
     return [Place(*place, (devices or [""] * len(found))[rank]) for rank, place in enumerate(found)]
 
 
-def test_nodes_of_the_same_number_of_ranks_are_taken() -> None:
+def test_nodes_with_equal_rank_counts_are_accepted() -> None:
     check_places(places(("a", 2), ("b", 2), devices=["g0", "g1", "g2", "g3"]))
     check_places(places(("localhost", 1), ("localhost", 1)))  # containers may all be called alike
 
@@ -134,10 +134,10 @@ def test_nodes_of_the_same_number_of_ranks_are_taken() -> None:
         (places(("a", 3), ("b", 1)), r"different numbers of ranks \(LOCAL_WORLD_SIZE: 3 on a, 1 on b; 4 in all\)"),
         ([Place("a", 0, 2), Place("b", 0, 2), Place("a", 1, 2), Place("b", 1, 2)], "Rank 1 is local rank 0 on b"),
         ([Place("a", 0, 2), Place("b", 1, 2)], "Rank 1 is local rank 1 on b, but nodes of 2 ranks"),
-        (places(("a", 2), devices=["g0", "g0"]), "Ranks 0 and 1 were given the same GPU of a"),
+        (places(("a", 2), devices=["g0", "g0"]), "Ranks 0 and 1 have the same GPU of a"),
     ],
 )
-def test_other_places_are_refused_with_what_the_launcher_said(started: list[Place], said: str) -> None:
+def test_wrong_places_are_refused_with_launcher_values(started: list[Place], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_places(started)
 

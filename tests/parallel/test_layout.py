@@ -42,7 +42,7 @@ def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
     assert all(layout.rank in layout.engine_group and layout.rank in layout.shard_group for layout in ranks)
 
 
-def test_vllm_has_its_usual_algorithms_where_training_is_deterministic() -> None:
+def test_vllm_runs_without_deterministic_algorithms() -> None:
     """Also after an error; and nothing is switched on that nobody asked for."""
     for asked in (False, True):
         torch.use_deterministic_algorithms(asked, warn_only=asked)
@@ -71,7 +71,7 @@ def test_float32_products_keep_their_precision_beside_vllm() -> None:
             products.fp32_precision = before
 
 
-def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_the_index_of_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it does to the launcher's variables is undone."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -83,14 +83,14 @@ def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: py
         assert os.environ["LOCAL_RANK"] == "3"
 
 
-def test_the_ranks_of_an_engine_are_on_one_machine() -> None:
+def test_ranks_of_an_engine_share_a_machine() -> None:
     def places(*hosts: str) -> list[Place]:
         return [Place(host, 0, 4) for host in hosts]
 
     check_engines(RankLayout(7, 8), places(*["one"] * 3, *["two"] * 5))
     for rank in (0, 7):  # on all ranks, whosever engine it is
-        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(one, two\): start"):
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3 .* different machines \(one, two\)\. Start"):
             check_engines(RankLayout(rank, 8, 2, ranks_per_node=8), places(*["one"] * 3, *["two"] * 5))
-        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(localhost\): start"):
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3 .* different machines \(localhost\)\. Start"):
             check_engines(RankLayout(rank % 6, 6, 2, ranks_per_node=3), places(*["localhost"] * 6))
     check_engines(RankLayout(5, 8, 4, ranks_per_node=4), places(*["one"] * 4, *["two"] * 4))

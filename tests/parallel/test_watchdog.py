@@ -39,7 +39,7 @@ class Ends(list[str]):
         self.dog.start = lambda: None  # type: ignore[method-assign]
 
 
-def test_who_makes_no_progress_in_a_body_is_ended_with_its_stage_and_its_stack(capfd: Any) -> None:
+def test_hang_is_reported_with_stage_and_stack(capfd: Any) -> None:
     watchdog.set_limit(10)
     ends = Ends()
     with ends.dog.inside("training"):
@@ -49,7 +49,7 @@ def test_who_makes_no_progress_in_a_body_is_ended_with_its_stage_and_its_stack(c
         assert not ends
         ends.dog.look(1.0)
     assert "made no progress for 11 s (rank_timeout) in reward function 'judge'" in ends[0]
-    assert "test_who_makes_no_progress" in ends[0] and "test_who_makes_no_progress" in capfd.readouterr().err
+    assert "test_hang_is_reported" in ends[0] and "test_hang_is_reported" in capfd.readouterr().err
 
 
 def test_progress_waiting_and_rest_are_no_hanging() -> None:
@@ -76,7 +76,7 @@ def test_progress_waiting_and_rest_are_no_hanging() -> None:
     assert not ends
 
 
-def test_a_process_is_missed_when_it_has_said_nothing_for_too_long() -> None:
+def test_process_without_signs_of_life_is_missed() -> None:
     watchdog.set_limit(20)
     silence = Idle()
     assert not any(silence.is_silent(signs, 15.0) for signs in (1, 2, 3, 3))
@@ -84,7 +84,7 @@ def test_a_process_is_missed_when_it_has_said_nothing_for_too_long() -> None:
     assert not silence.is_silent(4, 15.0)
 
 
-def test_stages_come_from_what_ranks_do_together_and_from_phases() -> None:
+def test_stages_come_from_agreements_and_phases() -> None:
     from colograd.parallel.ranks import on_all_ranks
     from colograd.reporting.metrics import PhaseTimes
 
@@ -105,7 +105,7 @@ def test_stages_come_from_what_ranks_do_together_and_from_phases() -> None:
         ({"rank_timeout": 60, "tool_timeout": 60}, "tool_timeout is 60 and rank_timeout is 60"),
     ],
 )
-def test_a_limit_is_above_those_of_what_a_rank_may_wait_for(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_rank_timeout_must_exceed_other_timeouts(given: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         tiny.config(tmp_path, **given)
     assert tiny.config(tmp_path, **given | {"rank_timeout": None}).rank_timeout is None
@@ -139,7 +139,7 @@ def wait_until_stopped(rank: launcher.Started) -> None:
         time.sleep(0.1)
 
 
-def test_a_rank_that_hangs_ends_both_with_its_stage_and_its_stack() -> None:
+def test_hanging_rank_ends_both_with_stage_and_stack() -> None:
     with started("sleeps", 6) as (waiting, hanging):
         status, said = ended(waiting)
         assert status == 1 and "Rank 1 made no progress for" in said and f"in {JUDGE}: it is in hang (" in said
@@ -149,7 +149,7 @@ def test_a_rank_that_hangs_ends_both_with_its_stage_and_its_stack() -> None:
 
 
 @pytest.mark.parametrize("fault", ["stops", pytest.param("first", marks=pytest.mark.slow)])
-def test_a_stopped_process_is_missed_by_the_others_and_ends_when_it_goes_on(fault: str) -> None:
+def test_stopped_process_is_missed_and_ends_when_continued(fault: str) -> None:
     with started(fault, 6) as ranks:
         stopped = ranks[0 if fault == "first" else 1]
         (waiting,) = set(ranks) - {stopped}
@@ -163,7 +163,7 @@ def test_a_stopped_process_is_missed_by_the_others_and_ends_when_it_goes_on(faul
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stopped_for_less_goes_on() -> None:
+def test_briefly_stopped_process_continues() -> None:
     with started("stops", 40) as ranks:
         wait_until_stopped(ranks[1])
         time.sleep(4)  # in which signs of life are missing
@@ -172,7 +172,7 @@ def test_a_process_that_is_stopped_for_less_goes_on() -> None:
 
 
 @pytest.mark.slow  # it takes the same ways
-def test_a_call_that_holds_python_s_lock_is_missed_and_its_stack_written() -> None:
+def test_call_that_holds_the_gil_is_missed() -> None:
     with started("holds", 6) as (waiting, hanging):
         status, said = ended(waiting)
         assert status == 1 and f"last in {JUDGE}" in said

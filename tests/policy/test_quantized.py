@@ -136,7 +136,7 @@ def test_a_place_that_holds_something_else_is_found_at_start(trained, at_start) 
     slices = trained.weights.base.slices
     packed = [part for part in slices if part.packed is not None]
     proof.check_same(trained.model, trained.engine)
-    with proof.changed(packed[3].destination), pytest.raises(RuntimeError, match=r"differs from it by \d"):
+    with proof.changed(packed[3].destination), pytest.raises(RuntimeError, match=r"log-probabilities differ by \d"):
         proof.check_same(trained.model, trained.engine)
     with proof.changed(packed[3].destination), pytest.raises(RuntimeError, match=re.escape(packed[3].name)):
         proof.check_equal(packed)

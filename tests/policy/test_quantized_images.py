@@ -255,7 +255,7 @@ def test_a_tower_that_holds_something_else_is_found_at_start(tmp_path: Path, clo
     proof.check_same(trainer.model, trainer.engine, seen)
     with proof.changed(part.destination):
         proof.check_same(trainer.model, trainer.engine)
-        with pytest.raises(RuntimeError, match=r"differs from it by \S+ nats on average behind images"):
+        with pytest.raises(RuntimeError, match=r"log-probabilities differ by \S+ nats on average after images"):
             proof.check_same(trainer.model, trainer.engine, seen)
 
 

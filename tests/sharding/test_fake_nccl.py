@@ -35,7 +35,7 @@ def exchanged(step: dict[str, Any], phase: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_first_and_the_last_rank_ask_for_the_same(way: str, steps: Steps) -> None:
+def test_first_and_last_rank_make_the_same_calls(way: str, steps: Steps) -> None:
     """In this order: where one asks for another collective, or another size, NCCL hangs. Nothing waits for the host."""
     first, last = steps[way, 0], steps[way, -1]
     assert first["phases"] == last["phases"] and first["traffic"] == last["traffic"]
@@ -45,7 +45,7 @@ def test_the_first_and_the_last_rank_ask_for_the_same(way: str, steps: Steps) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_phase_exchanges_what_its_way_of_sharding_says(way: str, steps: Steps) -> None:
+def test_each_phase_has_the_strategys_exchanges(way: str, steps: Steps) -> None:
     """Two micro-batches and a step. Parts are padded to equal ones, so bytes may be 3 % more."""
     step = steps[way, 0]
     found = {phase: exchanged(step, phase) for phase in step["phases"]}
@@ -81,7 +81,7 @@ def test_what_a_run_logs_is_what_was_exchanged(way: str, steps: Steps) -> None:
     assert step["traffic"]["sync/reduced_bytes"] == bytes_of["all_reduce"] + bytes_of["reduce_scatter"]
 
 
-def test_gathers_of_a_layer_go_ahead_of_the_sums_of_the_one_above(steps: Steps) -> None:
+def test_layer_gathers_precede_sums_of_the_next_layer(steps: Steps) -> None:
     """In a backward of FSDP: the next weights are on their way while gradients are computed."""
     names = [name for name, *_ in steps["fsdp", 0]["phases"]["backward 1"]]
     assert names[:2] == ["all_gather", "reduce_scatter"] and names[-3:] == ["reduce_scatter"] * 3

@@ -57,7 +57,7 @@ def test_six_steps_leave_the_weights_of_one_rank(one, several, folder, case) -> 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failure_on_one_rank_is_all_ranks_and_leaves_them_in_step(several, fault) -> None:
+def test_failure_on_one_rank_fails_all_in_step(several, fault) -> None:
     """Though ranks exchange inside a forward and a backward. The step is then repeated, with the same bits."""
     place, _, memory = fault.partition(" ")
     what = "training" if place == "backward" else "the forward"
@@ -69,17 +69,17 @@ def test_a_failure_on_one_rank_is_all_ranks_and_leaves_them_in_step(several, fau
         assert found[fault]["weights"] == found["plain"]["weights"]
 
 
-def test_a_second_model_is_cut_too_and_gives_the_same(several) -> None:
+def test_second_model_is_cut_with_equal_output(several) -> None:
     assert [rank["frozen"] for rank in several] == [0.0] * len(several)
     assert max(rank["taught"] for rank in several) < 1e-5, "of another size, with its head whole on each rank"
 
 
-def test_offloaded_rows_lie_in_pages_of_their_own_from_which_they_are_gathered(several) -> None:
+def test_offloaded_rows_are_gathered_from_locked_pages(several) -> None:
     for rank in several:
         assert rank["offloaded"]["in pages"] and rank["offloaded"]["weights"] == rank["plain"]["weights"]
 
 
-def test_memory_is_a_share_of_one_ranks_and_a_few_blocks(one, several) -> None:
+def test_memory_is_a_share_and_a_few_blocks(one, several) -> None:
     """Weights 2, gradients 4 and optimizer state 10 bytes per parameter on one rank; a share of them each on several,
     and for the largest block (a layer, the head, an embedding that is both) its weights, the next one's, its gradients
     in float32, and their exchange."""
@@ -101,7 +101,7 @@ def llama(**changes: Any) -> Any:
                                         num_attention_heads=1, **changes))  # fmt: skip
 
 
-def test_blocks_are_the_layers_that_a_model_names_or_those_of_its_longest_list() -> None:
+def test_blocks_are_named_layers_or_the_longest_list() -> None:
     model = llama()
     assert decoder_layers(model) == list(model.model.layers)
     own = torch.nn.Module()
@@ -110,12 +110,14 @@ def test_blocks_are_the_layers_that_a_model_names_or_those_of_its_longest_list()
     assert decoder_layers(own) == list(own.long)
 
 
-def test_what_has_no_rows_or_several_dtypes_is_refused_with_the_remedy() -> None:
+def test_scalars_and_mixed_dtypes_are_refused() -> None:
     model = llama()
     model.scale = torch.nn.Parameter(torch.ones(()))
-    with pytest.raises(ValueError, match="scale is a single number and has no rows to cut: set sharding: gradients"):
+    with pytest.raises(ValueError, match=r"scale is a single number and has no rows to cut\. Set sharding: gradients"):
         check_blocks(model, decoder_layers(model))
     model = llama()
     model.model.layers[1].mlp.bfloat16()
-    with pytest.raises(ValueError, match="a LlamaDecoderLayer has parameters in bfloat16 and float32, whose gradients"):
+    with pytest.raises(
+        ValueError, match=r"a LlamaDecoderLayer has parameters in bfloat16 and float32\. Their gradients"
+    ):
         check_blocks(model, decoder_layers(model))

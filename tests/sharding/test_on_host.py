@@ -128,7 +128,7 @@ def test_weights_have_the_same_bits(kind: Any, dtype: torch.dtype, ways: Any, fo
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), way
 
 
-def test_no_addition_overtakes_another_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three gradients, each added three times, two steps; all is on the host when the sums are asked for."""
     races = Races()
     monkeypatch.setattr(torch, "get_device_module", lambda device: races)

@@ -26,7 +26,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=list(CUTS))
 @pytest.mark.parametrize("step", (1, 2, 4, 6))
-def test_rows_that_come_a_few_at_a_time_fill_their_place(cut: tuple[slice, ...], step: int) -> None:
+def test_rows_in_small_pieces_fill_their_place(cut: tuple[slice, ...], step: int) -> None:
     whole = torch.arange(24.0).view(6, 4)
     destination = torch.full_like(whole[cut], -1)
     place = Place(destination, cut)
@@ -36,6 +36,6 @@ def test_rows_that_come_a_few_at_a_time_fill_their_place(cut: tuple[slice, ...],
     assert torch.equal(destination, whole[cut])
 
 
-def test_of_rows_that_another_rank_of_the_engine_holds_none_is_written() -> None:
+def test_rows_of_another_engine_rank_are_not_written() -> None:
     place = Place(torch.zeros(2, 4), (slice(0, 2),))
     assert place.of(Rows("p", 2, torch.ones(4, 4), 6)) is None

@@ -58,7 +58,7 @@ def ranks(folders: dict[int, Path]) -> Callable[[int], list[dict[str, Any]]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", EACH)
 @pytest.mark.parametrize("count", [1, *SEVERAL])
-def test_every_way_and_number_of_ranks_leaves_the_same_bits_where_they_were(ranks, count, way, dtype) -> None:
+def test_every_strategy_leaves_the_same_bits_in_place(ranks, count, way, dtype) -> None:
     expected = ranks(1)[0][f"none-{dtype}"]["steps"]
     for found in ranks(count):
         steps = found[f"{way}-{dtype}"]["steps"]
@@ -109,7 +109,7 @@ def test_bytes_through_collectives(ranks, count) -> None:
 @pytest.mark.parametrize(
     ("wrote", "reads"), [(1, 2), (2, 1), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 4), (4, 1)))]
 )
-def test_a_checkpoint_goes_on_with_other_ranks_and_another_way(ranks, folders, tmp_path, wrote, reads) -> None:
+def test_checkpoint_resumes_with_other_ranks_and_strategy(ranks, folders, tmp_path, wrote, reads) -> None:
     """The three steps after it leave the same bits, whoever wrote it; and each way reads what any other wrote."""
     ranks(wrote)
     (expected,) = ranks(1)
@@ -147,7 +147,7 @@ def test_ranks_own_every_element_once(ranks) -> None:
     assert owned == {name: list(range(p.numel())) for name, p in model.named_parameters()}
 
 
-def test_a_parameter_that_divides_is_exchanged_where_it_lies() -> None:
+def test_divisible_parameter_is_exchanged_in_place() -> None:
     (parameter,) = model = list(parameters((6, 4)).values())
     bucket = Bucket(["p"], model, 1, 2)
     assert bucket.in_place and bucket.flat([parameter.data], torch.float32).data_ptr() == parameter.data_ptr()
@@ -155,7 +155,7 @@ def test_a_parameter_that_divides_is_exchanged_where_it_lies() -> None:
     assert not Bucket(["p"], model, 1, 5).in_place
 
 
-def test_buckets_are_of_one_dtype_and_leave_out_what_is_frozen() -> None:
+def test_buckets_have_one_dtype_and_no_frozen_parameters() -> None:
     model = parameters((4,), (4,), (4,), (4,))
     model["p1"].data = model["p1"].data.bfloat16()
     model["p3"].requires_grad_(False)
@@ -193,7 +193,7 @@ class Keeping(torch.autograd.Function):
         return gradient
 
 
-def test_a_failed_backward_has_freed_its_graph_before_it_answers_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_backward_frees_its_graph_before_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank that ran out of memory would do so again, in an exchange that the other ranks wait in for ever."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     sharding, alive = SharedGradients(model), []
@@ -227,7 +227,7 @@ def saved(folder: Path) -> tuple[AdamWSplit, list[Owned]]:
     return optimizer, owned
 
 
-def test_a_missing_file_is_named_unless_the_rank_s_own_has_all_it_needs(tmp_path) -> None:
+def test_missing_file_is_named_unless_own_file_suffices(tmp_path) -> None:
     optimizer, owned = saved(tmp_path)
     (tmp_path / "optimizer-00000-of-00001.safetensors").rename(tmp_path / "optimizer-00000-of-00002.safetensors")
     optimizer_state.load(optimizer, owned, tmp_path, rank=0, ranks=2)
@@ -237,9 +237,9 @@ def test_a_missing_file_is_named_unless_the_rank_s_own_has_all_it_needs(tmp_path
             optimizer_state.load(optimizer, pieces, tmp_path, rank=rank, ranks=2)
 
 
-def test_the_state_of_another_model_is_refused_by_name(tmp_path) -> None:
+def test_state_of_another_model_is_refused(tmp_path) -> None:
     optimizer, owned = saved(tmp_path)
-    with pytest.raises(ValueError, match="has nothing of 1 trained parameters \\(other\\)"):
+    with pytest.raises(ValueError, match="lacks 1 trained parameters \\(other\\)"):
         optimizer_state.load(optimizer, [Owned("other", owned[0].part, 0, 4)], tmp_path)
     longer = torch.nn.Parameter(torch.zeros(6))
     with pytest.raises(ValueError, match="lacks elements of weight"):

@@ -28,9 +28,7 @@ SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees", "lfm2", "qw
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(2, SOME), *(pytest.param(ranks, (), marks=pytest.mark.slow) for ranks in (2, 4))]
 )
-def test_rows_in_parts_have_the_log_probabilities_and_gradients_of_whole_rows(
-    tmp_path: Path, ranks: int, cases: tuple[str, ...]
-) -> None:
+def test_divided_rows_have_whole_rows_gradients(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
     """Windows, sinks, soft caps, experts with their load-balancing loss, adapters, trees; 3, 4 and 6 heads with 1, 2
     and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. Float32,
     whose rounding is about 1e-7."""
@@ -117,7 +115,7 @@ def test_an_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_checkpoint_goes_on_with_any_ranks_and_parts(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_any_ranks_and_parts(tmp_path: Path) -> None:
     """Three steps with T = 2 and S = 2, three more on 2 ranks of a row and on 1; and three of 1 on T x S."""
     model = tiny.make_model(tmp_path / "model", "llama", heads=4, keys=2)
     run(model, tmp_path, 1, **SETTINGS)
@@ -138,7 +136,7 @@ def test_a_checkpoint_goes_on_with_any_ranks_and_parts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", ["killed", "inside", "hangs", "loss"])
-def test_a_rank_that_fails_within_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str) -> None:
+def test_rank_failing_in_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str) -> None:
     check_fault_ends_all(tiny_model, tmp_path, fault, sequence_parallel_size=2, sharding="none")
 
 
@@ -158,7 +156,7 @@ def test_ranks_that_lack_memory_alike_pack_smaller_rows(tiny_model: Path, tmp_pa
         ({"sequence_parallel_size": 2, "router_replay": True}, "router_replay is True, .* remove router_replay"),
     ],
 )  # fmt: skip
-def test_what_they_don_t_go_with_is_named_at_start(
+def test_incompatible_settings_are_named_at_start(
     changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny.config(tmp_path)
@@ -173,7 +171,7 @@ def test_what_they_don_t_go_with_is_named_at_start(
         config._check_sequences()
 
 
-def test_models_whose_rows_can_t_be_cut_are_named_at_start() -> None:
+def test_models_with_undividable_rows_are_named_at_start() -> None:
     import row_cases
 
     dense, hybrid = row_cases.PACKED["llama"](), row_cases.RECURRENT["falcon_h1"]()

@@ -87,9 +87,7 @@ def test_other_families_and_what_engines_share_out(
 @pytest.mark.parametrize(
     ("ranks", "size", "sharding", "keys"), [(2, 2, "tensor", 1), (4, 2, "tensor+gradients", 2), (4, 4, "tensor", 2)]
 )
-def test_an_adapter_is_cut_as_its_base_and_trained_in_the_engines_slots(
-    tmp_path: Path, ranks: int, size: int, sharding: str, keys: int
-) -> None:
+def test_adapter_is_cut_as_its_base(tmp_path: Path, ranks: int, size: int, sharding: str, keys: int) -> None:
     """Layers cut by outputs and by inputs, heads that several ranks have; a resume on one rank, and from one."""
     from transformers import AutoModelForCausalLM
 
@@ -118,7 +116,7 @@ def test_an_adapter_is_cut_as_its_base_and_trained_in_the_engines_slots(
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_checkpoint_goes_on_with_any_ranks_and_layout(tiny_model: Path, tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_any_ranks_and_layout(tiny_model: Path, tmp_path: Path) -> None:
     """Three steps on 4 ranks, of which 2 share an engine; three more on 2 that share one, and on 1; and back."""
     run(tiny_model, tmp_path, 1, **SETTINGS)
     two = {"vllm_tensor_parallel_size": 2, **SETTINGS}
@@ -138,7 +136,7 @@ def test_a_checkpoint_goes_on_with_any_ranks_and_layout(tiny_model: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_checkpoint_goes_on_with_engines_of_another_size(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_another_engine_size(tmp_path: Path) -> None:
     """Of one over 4 ranks with one over 2, whose heads and vocabulary are cut elsewhere."""
     model = tiny.make_model(tmp_path / "model", "qwen3", heads=4, keys=2)
     run(model, tmp_path, 1, **SETTINGS)
@@ -151,7 +149,7 @@ def test_a_checkpoint_goes_on_with_engines_of_another_size(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", ["killed", "inside", "hangs"])
-def test_a_rank_that_fails_within_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str) -> None:
+def test_rank_failing_in_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str) -> None:
     check_fault_ends_all(tiny_model, tmp_path, fault, vllm_tensor_parallel_size=2, sharding="tensor")
 
 
@@ -182,13 +180,13 @@ def _model(model_type: str = "llama", **changes: Any) -> Any:
         (_model(attention_dropout=0.1), None, "the model has attention_dropout 0.1, .* set disable_dropout: true"),
     ],
 )
-def test_what_has_no_layout_of_the_engine_is_named_at_start(model: Any, adapter: Any, said: str) -> None:
+def test_models_without_engine_layout_are_named_at_start(model: Any, adapter: Any, said: str) -> None:
     settings = SimpleNamespace(sharding="tensor", tensor_parallel=True, disable_dropout=False, torch_compile=False)
     with pytest.raises(ValueError, match=said):
         check_supported(model, settings, adapter)
 
 
-def test_an_adapter_that_would_be_merged_is_named_at_start() -> None:
+def test_merged_adapter_is_named_at_start() -> None:
     with pytest.raises(
         ValueError, match=r"sharding is 'tensor', but vLLM doesn't serve DoRA, .* set sharding: gradients"
     ):
@@ -212,9 +210,7 @@ def test_an_adapter_that_would_be_merged_is_named_at_start() -> None:
         ),
     ],
 )
-def test_settings_that_it_doesn_t_go_with_are_named_at_start(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_incompatible_settings_are_named_at_start(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, **changes)
     config.sharding, config.vllm_tensor_parallel_size = "tensor", 2  # without another rank
     with pytest.raises(ValueError, match=f"sharding is 'tensor' and {said}"):
@@ -253,7 +249,7 @@ def test_rows_are_one_range() -> None:
     assert Shard.of_cuts((6,), [()]).is_whole and Shard.of_cuts((), [()]).begin == 0
 
 
-def test_state_is_read_by_other_parts_than_wrote_it(tmp_path: Path) -> None:
+def test_state_is_read_in_other_parts(tmp_path: Path) -> None:
     """Written by 2 places of 2 ranks each, read whole, by 4 places, and by the same."""
     whole = torch.nn.Parameter(torch.randn(6, 8))
     expected = torch.randn(6, 8)
@@ -295,7 +291,7 @@ def test_parts_of_weights_are_read_from_files(tmp_path: Path, monkeypatch: pytes
             assert torch.equal(found, shard.of(whole))
 
 
-def test_the_ranks_of_an_engine_train_the_same_groups() -> None:
+def test_ranks_of_an_engine_train_the_same_groups() -> None:
     """Engines of 2 ranks, whose first ones have the groups: the second's go to where there is less to do."""
     costs = [[5.0, 5.0, 1.0], [], [1.0], []]
     kept = share_out(costs, 2, ranks_per_row=2)
@@ -305,7 +301,7 @@ def test_the_ranks_of_an_engine_train_the_same_groups() -> None:
     assert sum(costs[owner][index] for owner, index in moved[0]) < 8
 
 
-def test_ranks_that_share_rows_train_the_same_groups_whatever_an_engine_has() -> None:
+def test_ranks_of_a_row_train_the_same_groups() -> None:
     """2 teams of 2 ranks with an engine each, of 4 ranks over two engines of 2, and 2 in one engine of 4."""
     costs = [[5.0], [1.0, 1.0], [2.0], [1.0]]
     assert share_out(costs, 1, ranks_per_row=2) == [[(0, 0), (1, 0), (1, 1)], [(2, 0), (3, 0)]]

@@ -98,7 +98,7 @@ def losses(tiny_model: Path, folder: Path, weights: str, look: Any = None) -> li
 
 
 @pytest.mark.engine
-def test_a_way_from_outside_publishes_the_same_bits_and_trains_to_the_same_losses(
+def test_users_weight_sync_trains_to_equal_losses(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def look(trainer: GRPOTrainer) -> None:
@@ -135,7 +135,7 @@ def test_its_slices_are_proved_to_be_read(tiny_model: Path, tmp_path: Path, monk
         (f"{__name__}:Incomplete", r"has no describe, but must be a class with publish, describe and differing"),
     ],
 )
-def test_a_path_that_leads_to_no_way_is_an_error_before_anything_is_built(path: str, said: str) -> None:
+def test_wrong_class_path_fails_before_the_build(path: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_choice(path, None)
 

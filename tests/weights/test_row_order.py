@@ -31,7 +31,7 @@ def by_halves(rows: torch.Tensor, place: int, ranks: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("place", "ranks"), [(0, 1), (1, 2)])
 @pytest.mark.parametrize(("order", "heads"), [(by_head, HEADS + 2 * KEYS), (by_halves, HEADS)])
-def test_the_order_is_found_by_values_and_kept_by_every_publish(order, heads, place: int, ranks: int) -> None:
+def test_row_order_is_detected_and_kept_when_publishing(order, heads, place: int, ranks: int) -> None:
     policy = torch.nn.Linear(WIDTH, heads * SIZE)
     policy.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KEYS)  # type: ignore[assignment]
     torch.nn.init.zeros_(policy.bias)  # which fits in any order
@@ -56,7 +56,7 @@ def test_the_order_is_found_by_values_and_kept_by_every_publish(order, heads, pl
         assert torch.equal(target.destination, wanted)
 
 
-def test_values_that_were_trained_or_rounded_stay_in_the_order_of_checkpoints() -> None:
+def test_trained_or_rounded_values_keep_checkpoint_order() -> None:
     policy = torch.nn.Linear(WIDTH, HEADS * SIZE)
     policy.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=HEADS)  # type: ignore[assignment]
     near = (policy.weight.detach() * 1.1).bfloat16()

@@ -51,7 +51,7 @@ def storages(model: torch.nn.Module) -> set[int]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("family", "tied"), FAMILIES, ids=lambda value: str(value))
-def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(family, tied, tmp_path, tried) -> None:
+def test_policy_shares_the_engines_memory(family, tied, tmp_path, tried) -> None:
     """Every parameter lies in the engine's storage, a publish moves no byte, and after 20 steps the saved checkpoint,
     in plain transformers and in an engine of its own, is the model that was trained."""
     model = tiny.make_model(tmp_path / "model", family, tied)
@@ -106,7 +106,7 @@ SMOLLM2 = MODEL
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_smollm2_shares_every_parameter_and_saves_what_it_sampled(tmp_path) -> None:
+def test_smollm2_shares_every_parameter(tmp_path) -> None:
     """The quickstart's model in float32, 20 steps: all 272 parameters in the engine's memory, 0 bytes moved, and the
     saved folder says the same in transformers, in an engine of its own and in plain vLLM."""
     trainer = build(str(SMOLLM2), tmp_path, max_steps=20, num_generations=2, prompts_per_step=2, learning_rate=1e-5)
@@ -163,7 +163,7 @@ def test_sharing_changes_no_bit_of_the_training(tiny_model: Path, tmp_path, dtyp
 
 
 @pytest.mark.engine
-def test_a_weight_that_moved_is_an_error_on_either_side(tiny_model: Path, tmp_path, closing) -> None:
+def test_moved_weight_is_an_error_on_either_side(tiny_model: Path, tmp_path, closing) -> None:
     trainer = closing(build(str(tiny_model), tmp_path))
     trainer.publish()
     name = "model.layers.0.self_attn.o_proj.weight"
@@ -171,22 +171,20 @@ def test_a_weight_that_moved_is_an_error_on_either_side(tiny_model: Path, tmp_pa
         parameter = model.get_parameter(name)
         kept = parameter.data
         parameter.data = kept.clone()
-        with pytest.raises(RuntimeError, match=rf"1 weights lie elsewhere .*\({side} {re.escape(name)}\)"):
+        with pytest.raises(RuntimeError, match=rf"1 weights have moved .*\({side} {re.escape(name)}\)"):
             trainer.weights.publish(1)
         parameter.data = kept
     layer = trainer.engine.model.get_submodule("model.layers.0.self_attn.o_proj")
     kept = layer.weight
     layer.weight = torch.nn.Parameter(kept.detach().clone(), requires_grad=False)  # as a layer-wise reload does
-    with pytest.raises(RuntimeError, match="1 weights lie elsewhere"):
+    with pytest.raises(RuntimeError, match="1 weights have moved"):
         trainer.weights.publish(1)
     layer.weight = kept
     assert trainer.weights.publish(1) == 0
 
 
 @pytest.mark.engine
-def test_a_prefix_cache_that_cant_be_reset_and_a_publish_that_was_forgotten_are_errors(
-    tiny_model: Path, tmp_path, closing, monkeypatch
-) -> None:
+def test_failed_cache_reset_and_missing_publish_are_errors(tiny_model: Path, tmp_path, closing, monkeypatch) -> None:
     trainer = closing(build(str(tiny_model), tmp_path, max_steps=2))
     with monkeypatch.context() as patched:
         patched.setattr(trainer.engine.core, "reset_prefix_cache", lambda *a, **k: False)
@@ -200,7 +198,7 @@ def test_a_prefix_cache_that_cant_be_reset_and_a_publish_that_was_forgotten_are_
 
 
 @pytest.mark.engine
-def test_an_edited_model_is_what_the_first_rollout_samples(tiny_model: Path, tmp_path, closing) -> None:
+def test_first_rollout_samples_an_edited_model(tiny_model: Path, tmp_path, closing) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -213,7 +211,7 @@ def test_an_edited_model_is_what_the_first_rollout_samples(tiny_model: Path, tmp
 
 
 @pytest.mark.engine
-def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tiny_model: Path, tmp_path, tried) -> None:
+def test_another_dtype_is_copied_or_refused(tiny_model: Path, tmp_path, tried) -> None:
     half = {"vllm_engine_kwargs": {"dtype": "bfloat16"}}
     trainer = build(str(tiny_model), tmp_path, **half)
     try:
@@ -221,7 +219,7 @@ def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tin
         assert "copied, 20 parameters" in trainer.weights.describe()
         assert "the engine has it in bfloat16, the policy in float32" in trainer.weights.describe()
         assert trainer.weights.publish(0) == nbytes and trainer.weights.differing() == []
-        with pytest.raises(ValueError, match=r"weights: shared can't be had for 20 of 20 .*bfloat16.* weights: auto"):
+        with pytest.raises(ValueError, match=r"weights is 'shared', but 20 of 20 .*bfloat16.* weights: auto"):
             weight_sync("shared", trainer.model, trainer.engine, untouched=True, device=torch.device("cpu"))
         trainer.model.resize_token_embeddings(300)
         with pytest.raises(ValueError, match=r"has 300 embeddings, but the checkpoint that vLLM loaded has 258: save"):
@@ -283,7 +281,7 @@ class TestProof:
         assert plan.differing() == []
 
     @pytest.mark.engine
-    def test_an_engine_that_packed_its_weights_away_is_refused(self, tiny_model: Path, tmp_path, monkeypatch) -> None:
+    def test_engine_with_packed_weights_is_refused(self, tiny_model: Path, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr("colograd.engine.building.live_weights", contextlib.nullcontext)
         with pytest.raises(UnmappedParameter, match="no place for"):
             build(str(tiny_model), tmp_path)
@@ -292,7 +290,7 @@ class TestProof:
     @pytest.mark.parametrize(
         "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "gemma3"))]
     )
-    def test_any_single_parameter_that_the_engine_has_a_copy_of_is_named(self, family, tmp_path) -> None:
+    def test_proof_names_any_copied_parameter(self, family, tmp_path) -> None:
         """Most are shown to be read all at once; of Gemma's norms, which multiply by 1 + weight, each by itself."""
         folder = tiny.make_model(tmp_path / "model", family, tied=family != "qwen2")
         policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -317,9 +315,7 @@ class TestProof:
             engine.close()
 
     @pytest.mark.engine
-    def test_an_engine_that_reads_none_of_its_parameters_or_some_is_not_taken_for_one_that_does(
-        self, engine, tiny_model: Path
-    ) -> None:
+    def test_proof_detects_parameters_that_aren_t_read(self, engine, tiny_model: Path) -> None:
         """Changes that cancel leave the output of such an engine as it was."""
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         slices = map_parameters(policy, engine.tensors)
@@ -336,7 +332,7 @@ class TestProof:
     @pytest.mark.timeout(3000)  # 390 s alone, 790 s beside others
     @pytest.mark.slow
     @pytest.mark.engine
-    def test_any_of_smollm2s_272_parameters_that_the_engine_has_a_copy_of_is_found(self, tmp_path, monkeypatch) -> None:
+    def test_proof_detects_any_copied_parameter_of_smollm2(self, tmp_path, monkeypatch) -> None:
         """In the quickstart's own bfloat16; the whole proof of one of each kind, which names it."""
         policy = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.bfloat16)
         process.prepare_ranks()
@@ -361,7 +357,7 @@ class TestProof:
             engine.close()
 
 
-def test_signs_that_cancel_are_known_for_names_like_llamas_alone() -> None:
+def test_cancelling_signs_need_llamas_names() -> None:
     plain = {"transformer.wte.weight": (10, 4), "transformer.h.0.attn.c_attn.weight": (4, 12)}
     assert sign_probe.cancelling(plain, norms=True) == {}
     shapes = {
@@ -380,7 +376,7 @@ def test_signs_that_cancel_are_known_for_names_like_llamas_alone() -> None:
     assert "model.norm.weight" not in sign_probe.cancelling(shapes, norms=True)
 
 
-def test_a_state_dict_on_the_host_has_whole_tensors_and_keeps_ties() -> None:
+def test_host_state_dict_has_whole_tensors_and_ties() -> None:
     model = torch.nn.Module()
     fused = torch.randn(6, 4)
     model.q = torch.nn.Parameter(fused[:4])

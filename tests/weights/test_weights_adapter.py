@@ -76,7 +76,7 @@ def trained(tiny_model, tmp_path_factory) -> Any:
     trainer.close()
 
 
-def test_sampler_and_trainer_agree_with_an_adapter_that_does_something(trained, tried) -> None:
+def test_sampler_and_trainer_agree_with_a_trained_adapter(trained, tried) -> None:
     assert isinstance(trained.weights, AdapterWeights)
     assert all(layer.lora_b.abs().max() > 1e-3 for layer in adapted_layers(trained.model))
     differences = mismatch(trained)
@@ -95,7 +95,7 @@ def test_a_publish_moves_the_adapters_bytes_alone(trained) -> None:
     assert set(trained.optimizer.state) == set(trainable), "nothing but the adapter is optimised"
 
 
-def test_the_base_is_bit_for_bit_the_same_after_100_publishes(trained) -> None:
+def test_base_is_bit_equal_after_100_publishes(trained) -> None:
     for version in range(100):
         trained.weights.publish(version)
     assert base_bytes(trained) == trained.before
@@ -112,7 +112,7 @@ def test_ranks_beyond_the_adapters_stay_zero(trained) -> None:
         assert not stack.any(), slot.layer
 
 
-def test_an_adapter_changed_without_a_publish_is_named_and_not_sampled_from(trained) -> None:
+def test_unpublished_adapter_is_named_and_never_sampled(trained) -> None:
     layer = adapted_layers(trained.model)[3]
     trained.weights.publish(3)
     kept = layer.lora_b.detach().clone()
@@ -127,11 +127,11 @@ def test_an_adapter_changed_without_a_publish_is_named_and_not_sampled_from(trai
             layer.lora_b.copy_(kept)
 
 
-def test_a_slot_that_moved_or_another_adapter_in_it_raises(trained) -> None:
+def test_moved_slot_or_another_adapter_raises(trained) -> None:
     holder = trained.weights.slots[0].holder
     kept = holder.layer.lora_b_stacked
     holder.layer.lora_b_stacked = tuple(stack.clone() for stack in kept)
-    with pytest.raises(RuntimeError, match="slot of the engine lies elsewhere"):
+    with pytest.raises(RuntimeError, match="slot of the engine has moved"):
         trained.weights.publish(3)
     assert trained.engine.version is None, "nothing is sampled afterwards"
     holder.layer.lora_b_stacked = kept
@@ -160,7 +160,7 @@ def test_plain_vllm_serves_the_saved_adapter(trained, tiny_model, tmp_path) -> N
     torch.testing.assert_close(found, trained.engine.prompt_logprobs(ids), rtol=0, atol=1e-4)
 
 
-def test_a_resumed_run_ends_with_the_same_adapter_on_the_same_base(trained, tiny_model, tmp_path, tried) -> None:
+def test_resumed_run_ends_with_the_same_adapter(trained, tiny_model, tmp_path, tried) -> None:
     shutil.copytree(Path(trained.args.output_dir) / "checkpoint-2", tmp_path / "checkpoint-2")
     resumed = make_trainer(str(tiny_model), tmp_path, save_strategy="steps", save_steps=2)
     try:
@@ -188,7 +188,7 @@ def probed(monkeypatch) -> list[str]:
     return names
 
 
-def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, capfd, probed, tried) -> None:
+def test_dora_is_merged_only_in_the_engine(tiny_model, tmp_path, capfd, probed, tried) -> None:
     trainer = make_trainer(
         str(tiny_model), tmp_path, lora_cases.Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
     )
@@ -217,9 +217,7 @@ def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, ca
     tried("llama", lora_merged="DoRA")
 
 
-def test_a_trained_adapters_folder_goes_on_in_bfloat16_where_vllm_has_no_lora(
-    trained, tiny_model, tmp_path, monkeypatch
-) -> None:
+def test_adapter_folder_resumes_in_bfloat16_without_vllm_lora(trained, tiny_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(arguments, "serves_lora", lambda *args: False)
     trainer = make_trainer(
         trained.args.output_dir, tmp_path, lora=None, max_steps=1, model_init_kwargs={"dtype": "bfloat16"}
@@ -234,7 +232,7 @@ def test_a_trained_adapters_folder_goes_on_in_bfloat16_where_vllm_has_no_lora(
         trainer.close()
 
 
-def test_some_projections_of_a_peft_model_with_biases_in_bfloat16(tiny_qwen, tmp_path, tried) -> None:
+def test_peft_model_with_some_projections_and_biases(tiny_qwen, tmp_path, tried) -> None:
     """Only q and v of a fused qkv; B isn't zero at first; the slots hold A and the scaled B rounded once."""
     base = AutoModelForCausalLM.from_pretrained(tiny_qwen, dtype=torch.bfloat16)
     model = peft.get_peft_model(base, peft.LoraConfig(r=6, lora_alpha=7, use_rslora=True, rank_pattern={"v_proj": 9}))
@@ -276,8 +274,6 @@ def test_other_families_agree_with_their_sampler_too(family, tmp_path, probed, t
         (ALL_LINEAR | {"use_dora": True}, r"weights is 'adapter', but vLLM doesn't serve DoRA: set weights: auto"),
     ],
 )
-def test_a_forced_choice_that_can_not_be_had_is_an_error_before_anything_is_built(
-    tiny_model, tmp_path, lora, said
-) -> None:
+def test_impossible_choice_fails_before_the_build(tiny_model, tmp_path, lora, said) -> None:
     with pytest.raises(ValueError, match=said):
         make_trainer(str(tiny_model), tmp_path, lora=lora, weights="adapter")

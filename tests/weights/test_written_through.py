@@ -36,7 +36,7 @@ def test_a_publish_writes_the_function_of_a_parameter() -> None:
     assert torch.equal(values, wanted[1:3]) and where == slice(1, 3)
 
 
-def test_keys_that_are_values_are_in_both_places_also_where_ranks_repeat_heads() -> None:
+def test_keys_that_are_values_have_both_places() -> None:
     """Gemma 4's: 4 heads of keys, of 2 rows each, and no value; vLLM's 8 ranks hold each head twice."""
     of = {"a.q_proj.weight": torch.zeros(32, 3), "a.k_proj.weight": torch.zeros(8, 3)}
     engine: Any = SimpleNamespace(fusions={"qkv_proj": ("q_proj", "k_proj", "v_proj")})
