@@ -17,6 +17,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from ..usercode.untrusted import clean
 from .completion_table import printable
 
 # The phases of a step in the order of the line, which leaves the short ones out; the rest of a step is `other`.
@@ -49,7 +50,7 @@ class Console(TrainerCallback):
             with contextlib.suppress(OSError, ValueError):  # a full disk, a pipe that is closed
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", line, stacklevel=2)
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # handlers of the user's may write UTF-8
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
