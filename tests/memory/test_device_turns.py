@@ -189,13 +189,13 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
 
 
 def test_on_a_cpu_nothing_moves_and_a_line_says_so(calls: list[str], tmp_path: Path) -> None:
-    config = tiny.config(tmp_path, offload_optimizer=True, vllm_enable_sleep_mode=True)
+    config = tiny.config(tmp_path, offload_optimizer=True, vllm_enable_sleep_mode=True, use_cpu=True)
     turns = DeviceTurns(sleeping_engine(Core(calls), sleeps=False), config, PhaseTimes())
     with turns.sampling(trained()[1]):
         pass
     assert calls == [] and turns.offload is None
     assert [note.split()[1] for note in turns.notes] == ["vllm_enable_sleep_mode", "offload_optimizer"]
-    quiet = DeviceTurns(sleeping_engine(Core(calls), sleeps=False), tiny.config(tmp_path), PhaseTimes())
+    quiet = DeviceTurns(sleeping_engine(Core(calls), sleeps=False), tiny.config(tmp_path, use_cpu=True), PhaseTimes())
     assert not quiet.notes
 
 

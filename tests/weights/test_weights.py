@@ -69,7 +69,7 @@ def test_policy_shares_the_engines_memory(family, tied, tmp_path, tried) -> None
         probe = proof.probe_ids(trainer.engine, 40)
         logprobs = trainer.engine.prompt_logprobs(probe)
         trainer.save_model(str(tmp_path / "saved"))
-        trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trained = {name: p.detach().to("cpu", copy=True) for name, p in trainer.model.named_parameters()}
     finally:
         trainer.close()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -242,7 +242,7 @@ class TestProof:
     @pytest.mark.engine
     def test_each_parameter_is_shown_to_be_read(self, engine, tiny_model: Path) -> None:
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        cpu = torch.device("cpu")
+        device = next(engine.model.parameters()).device
         slices = map_parameters(policy, engine.tensors)
         before = {part.name: part.destination.clone() for part in slices}
         assert proof.unread(slices, engine) == []
@@ -255,20 +255,20 @@ class TestProof:
         assert [part.name for part in proof.unread(slices, engine)] == ["model.layers.1.mlp.down_proj.weight"]
         for wanted in ("auto", "copied"):
             with pytest.raises(RuntimeError, match=r"doesn't depend on 1 of 20 .*layers\.1\.mlp\.down_proj"):
-                weight_sync(wanted, policy, engine, untouched=True, device=cpu)
+                weight_sync(wanted, policy, engine, untouched=True, device=device)
         layer.cpu_linear = live
 
         # Another value than the engine's, though both came from one checkpoint.
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy.model.layers[0].mlp.up_proj.weight.data.neg_()
         with pytest.raises(RuntimeError, match=r"1 parameters differ .*up_proj"):
-            weight_sync("auto", policy, engine, untouched=True, device=cpu)
+            weight_sync("auto", policy, engine, untouched=True, device=device)
 
         # Behind an output projection of zeros nothing can be seen, here or there: these are copied.
         engine.model.get_parameter("model.layers.0.self_attn.o_proj.weight").data.zero_()
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy.model.layers[0].self_attn.o_proj.weight.data.zero_()
-        plan = weight_sync("auto", policy, engine, untouched=False, device=cpu)
+        plan = weight_sync("auto", policy, engine, untouched=False, device=device)
         hidden = [
             f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         ]
@@ -281,6 +281,7 @@ class TestProof:
         assert plan.differing() == []
 
     @pytest.mark.engine
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's engine packs no weights away")
     def test_engine_with_packed_weights_is_refused(self, tiny_model: Path, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr("colograd.engine.building.live_weights", contextlib.nullcontext)
         with pytest.raises(UnmappedParameter, match="no place for"):

@@ -38,7 +38,7 @@ def make_trainer(model: Any, folder: Path, cls: type = GRPOTrainer, lora: Any = 
 def digest(tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 
