@@ -228,7 +228,8 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
         rows = list(dataset.with_format(None))
-        dataset = Dataset.from_dict(by_column(rows), features=dataset.features, on_mixed_types="use_json")
+        features = dataset.features if rows else None  # which no rows wouldn't fit
+        dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
     check_columns(dataset, name, rules.images is not None)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows: there is nothing to sample from.")

@@ -6,25 +6,23 @@ the completion's last 300 characters.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..rewards.answers import HASHES_WITHIN, behind_hashes
 from ..rewards.answers import gsm8k_reward as reward
 from .exam import Exam, Published, Question
 
 __all__ = ["GSM8K", "ask", "check", "reward", "training_rows"]
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-ANSWER = re.compile(r"#### (-?[0-9.,]+)")
-LAST = 300  # characters of a completion in which verl looks for the answer
 VERL = "https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md"
 QWEN = "https://qwenlm.github.io/blog/qwen2.5-llm/"
 
 
 def ask(row: Mapping[str, Any], number: int) -> Question:
     """A row of openai/gsm8k: columns ``question`` and ``answer``, which ends with ``#### number``."""
-    gold = _number(str(row["answer"]))
+    gold = behind_hashes(str(row["answer"]))
     if gold is None:
         raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`.")
     return Question.of_user(f"{row['question']} {INSTRUCTION}", gold)
@@ -32,7 +30,7 @@ def ask(row: Mapping[str, Any], number: int) -> Question:
 
 def check(text: str, answer: str) -> bool:
     """Whether the number after the last ``####`` is the answer, written alike but for commas (so ``42.`` isn't 42)."""
-    return _number(text[-LAST:]) == answer
+    return behind_hashes(text[-HASHES_WITHIN:]) == answer
 
 
 def training_rows(path: str = "openai/gsm8k") -> Any:
@@ -49,11 +47,6 @@ def training_rows(path: str = "openai/gsm8k") -> Any:
     rows = loaded["train"] if isinstance(loaded, dict) else loaded
     asked = [ask(row, number) for number, row in enumerate(rows)]
     return Dataset.from_list([{"prompt": list(each.messages), "answer": each.answer} for each in asked])
-
-
-def _number(text: str) -> str | None:
-    found = ANSWER.findall(text)
-    return found[-1].replace(",", "") if found else None
 
 
 GSM8K = Exam(

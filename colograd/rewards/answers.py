@@ -16,7 +16,7 @@ _NUMBER = re.compile(
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # keys of a message under which parsers put the thought
 _OTHERS = ("tool", "user")  # roles of messages that tools and environments wrote
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
-_HASHES_WITHIN = 300  # characters; verl reads only a completion's end
+HASHES_WITHIN = 300  # characters; verl reads only a completion's end
 _FLOAT_TOLERANCE = Decimal("1e-12")  # relative; a float such as 0.1 + 0.2 isn't the decimal that it stands for
 
 
@@ -102,6 +102,11 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
 
 
 def _number_behind_hashes(text: str) -> Decimal | None:
-    numbers = _BEHIND_HASHES.findall(text[-_HASHES_WITHIN:])
-    plain = numbers[-1].replace(",", "") if numbers else ""
+    plain = behind_hashes(text[-HASHES_WITHIN:]) or ""
     return Decimal(plain) if re.fullmatch(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain) else None
+
+
+def behind_hashes(text: str) -> str | None:
+    """Return what stands behind a text's last ``####`` of digits, points and a sign; commas are left out."""
+    numbers = _BEHIND_HASHES.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None

@@ -318,6 +318,7 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
     [
         ([{"question": "a"}], "no column 'prompt'; it has 'question'"),
         (Dataset.from_dict({"prompt": []}), "has no rows"),
+        (Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset().filter(lambda row: False), "has no rows"),
         ([{"prompt": "a"}, {"prompt": ""}], "row 1: the prompt '' has no tokens"),
         ([{"prompt": 3}], "row 0: the prompt is 3; it must be a text"),
         ([{"prompt": []}], r"row 0: the prompt is \[\]; it must be a text"),
