@@ -26,7 +26,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class About:
 class _OpenFile:
     records: RecordFile
     positions: set[int]  # of the groups in it
+    digests: dict[int, str] = field(default_factory=dict)  # of the rows that it may get, by position
 
 
 class RolloutStore:
@@ -95,7 +96,6 @@ class RolloutStore:
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
         self._unscored: dict[int, bytes] = {}  # groups of the round that are scored again
-        self._digests: dict[int, str] = {}  # of the round's rows, by position
         self._round: Path | None = None  # the present one's folder
         self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
         self._newest = ""  # of these, the one that `add` writes
@@ -216,7 +216,6 @@ class RolloutStore:
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
         self._unscored.clear()
-        self._digests.clear()
         problem, self.problem, self.warning = self.problem, "", ""
         self.seconds = 0.0  # an evaluation's are no round's
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
@@ -264,7 +263,7 @@ class RolloutStore:
     def _append(self, file: _OpenFile, recorded: RewardedGroup) -> None:
         try:
             position = recorded.group.position
-            content = group_bytes(recorded, self._digests.get(position, ""))
+            content = group_bytes(recorded, file.digests.get(position, ""))
             self.bytes += file.records.append(Record(position, content))
         except Exception as error:  # a group that can't be recorded is trained on all the same
             self.problem = _problem(file.records.path, error)
@@ -388,7 +387,8 @@ class RolloutStore:
         Raises:
             JournalError: another prompt stood at that position.
         """
-        self._digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
+        if (file := self._open_files.get(self._newest)) is not None:
+            file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:

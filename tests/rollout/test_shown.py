@@ -142,6 +142,21 @@ def test_an_evaluation_between_two_steps_of_a_round_leaves_it_open(tmp_path: Pat
     check(samples_of(tmp_path))
 
 
+def test_a_shown_row_stays_its_own_after_an_evaluation(tmp_path: Path) -> None:
+    """The evaluation's rows have the same positions; another rank had recorded the group."""
+    trained, asked = (Prompt({"prompt": f"{text} 6"}, ModelInput((1, 2)), 6) for text in ("prompt", "question"))
+    store = RolloutStore(tmp_path, 0, {})
+    store.begin(3, "weights")
+    store.recall([trained])
+    store.begin(3, "weights", "eval")
+    store.recall([asked])
+    store.show(notes_on(scored(6)), [recorded(scored(6))])
+    store.close()
+    store.begin(3, "weights")
+    assert [*store.recall([trained])] == [6]
+    store.close()
+
+
 def test_the_report_finds_new_groups_as_the_file_grows_and_passes_over_nonsense(tmp_path: Path) -> None:
     write(tmp_path)
     samples = Samples(tmp_path)
