@@ -83,7 +83,6 @@ CASES: dict[str, dict[str, Any]] = {
         **BF16, "carry_over": 0.6, "nats": math.inf, "generation_kwargs": {"stop_token_ids": [*range(3, 256, 8)]},
         "max_completion_length": 48, "vllm_importance_sampling_mode": "token_truncate",
     },
-    "drafts": {**BF16, "drafts": "siblings"},
     "planned": {
         **BF16, "sharding": "auto", "offload_optimizer": "auto", "vllm_engine_kwargs": {"enforce_eager": True},
         "reward_workers": None,
@@ -106,7 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
     "sequence": {**BF16, "sequence_parallel_size": 2},
-    "early on ranks": {**BF16, **EARLY, "sharding": "gradients"},
+    "early on ranks": {**BF16, **EARLY},
     "gradients on the host": {**BF16, **SAVED, "sharding": "gradients", "offload_optimizer": "stream",
                               "offload_gradients": True},
 }  # fmt: skip
@@ -126,7 +125,7 @@ WAITS = {
     "sharding/host_sums.py HostSums.squared_norm", "sharding/on_host.py OnHost.clip",
     "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",
     "sharding/tensor.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
-    "training/adamw_fused.py step_constants", "training/recording.py by_completion",
+    "training/recording.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "training/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints
     "checkpoint/host_files.py HostFiles.take", "policy/reference.py FrozenCopy.mix", "rollout/store.py digest_of",
