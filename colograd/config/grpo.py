@@ -121,7 +121,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     )
 
     def __post_init__(self) -> None:
-        vars(self).setdefault("notes", [])  # a subclass that is a dataclass has an __init__ of its own
+        self.__dict__.setdefault("notes", [])  # a subclass that is a dataclass has an __init__ of its own
         self._check_trl()
         self.notes.extend(self._take_old_names())
         self._take_checkpointing()
