@@ -153,8 +153,7 @@ def build_conditions(
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
         enter(torch.random.fork_rng(range(torch.cuda.device_count())))
-        for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # its worker would undo `tf32`
-            while_built.callback(setattr, products, "fp32_precision", products.fp32_precision)
+        enter(same_float32_products())
         if on_cpu:
             ranks_without_compiling()
             draws_taken_back()
@@ -177,6 +176,26 @@ def build_conditions(
         enter(groups_of_experts())
         enter(rank_variables_of(device))
         yield
+
+
+@contextlib.contextmanager
+def same_float32_products() -> Iterator[None]:
+    """Keep the precision of float32 products (`tf32`), which vLLM's worker sets to the highest.
+
+    torch has an older and a newer setting for it, and its compiler fails where they differ. So both are restored; the
+    older one can't be read if only the newer one was set.
+    """
+    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    newer, older = [each.fp32_precision for each in products], None
+    with contextlib.suppress(RuntimeError):
+        older = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for each, precision in zip(products, newer, strict=True):
+            each.fp32_precision = precision
 
 
 @contextlib.contextmanager

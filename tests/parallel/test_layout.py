@@ -69,6 +69,13 @@ def test_float32_products_keep_their_precision_beside_vllm() -> None:
         torch.backends.fp32_precision = before
         for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             products.fp32_precision = before
+    torch.set_float32_matmul_precision("high")  # by the older setting, which torch's compiler reads
+    try:
+        with build_conditions(torch.device("cpu"), sleeps=False, has_adapter=False):
+            torch.set_float32_matmul_precision("highest")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_vllm_gets_the_index_of_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
