@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,8 +43,8 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return a conversation as a text model's template takes it.
 
-    Templates that know parts and missing contents get them. Others, which would write Python's text of a list or
-    `None`, get the joined texts.
+    Templates that know parts and missing contents get them. Others, which would leave out a list, or write Python's or
+    JSON's text of it or of `None`, get the joined texts.
 
     Args:
         write: the template, which makes a conversation text.
@@ -56,8 +57,19 @@ def template_messages(
         text, joined_text = write(original), write(joined)
     except FAILURES:
         return joined
-    raw = [str(message["content"]) for message in original if not isinstance(message["content"], str)]
-    return joined if any(text.count(each) > joined_text.count(each) for each in raw) else original
+    contents = [message["content"] for message in original if not isinstance(message["content"], str)]
+    raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
+    if any(text.count(form) > joined_text.count(form) for form in raw):
+        return joined
+    text, joined_text = _squeezed(text), _squeezed(joined_text)
+    parts = [_squeezed(_joined([part])) for each in contents for part in each or []]
+    is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)
+    return joined if is_lost else original
+
+
+def _squeezed(text: str) -> str:
+    """The text without spaces: some templates trim each part."""
+    return "".join(text.split())
 
 
 def _joined(content: Any) -> str:

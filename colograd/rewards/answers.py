@@ -107,6 +107,6 @@ def _number_behind_hashes(text: str) -> Decimal | None:
 
 
 def behind_hashes(text: str) -> str | None:
-    """Return what stands behind a text's last ``####`` of digits, points and a sign; commas are left out."""
+    """Return the digits behind a text's last ``####``, with sign and points and without commas."""
     numbers = _BEHIND_HASHES.findall(text)
     return numbers[-1].replace(",", "") if numbers else None

@@ -95,10 +95,10 @@ def keywords_for(
 
 
 def _per_token(rollout: Rollout, name: str, as_list: bool) -> Any:
-    """A completion's ids, or its mask, in which 1 is a token that the model wrote.
+    """Return a completion's ids, or its mask: 1 for each token that the model wrote.
 
     Args:
-        as_list: else an array or bytes, which take 5 bytes per token on the way to a worker, which makes lists of them.
+        as_list: False: an array or bytes, 5 bytes per token together. A worker gets these, and makes the lists.
     """
     if name == "completion_ids":
         return list(rollout.completion_ids) if as_list else rollout.completion_ids

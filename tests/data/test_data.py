@@ -271,9 +271,19 @@ KNOWS_PARTS = (
     "{% for m in messages %}[{% if m.content is none %}called{% elif m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}]{% endfor %}"
 )
+TEXTS_ALONE = "{% for m in messages %}[{{ m.content if m.content is string else '' }}]{% endfor %}"  # Qwen3
+AS_JSON = "{% for m in messages %}[{{ m.content if m.content is string else m.content | tojson }}]{% endfor %}"  # LFM2
 
 
-@pytest.mark.parametrize(("template", "wanted"), [(PLAIN, "[None ab][][]"), (KNOWS_PARTS, "[<None a><b>][called][]")])
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (PLAIN, "[None ab][][]"),
+        (TEXTS_ALONE, "[None ab][][]"),
+        (AS_JSON, "[None ab][][]"),
+        (KNOWS_PARTS, "[<None a><b>][called][]"),
+    ],
+)
 def test_contents_are_written_as_texts(tokenizer: Any, template: str, wanted: str) -> None:
     parts = [{"type": "text", "text": "None a"}, {"type": "text", "text": "b"}]
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
