@@ -7,6 +7,7 @@ launcher. All requests of a round enter the queue at once; `generate` yields eac
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -480,4 +481,10 @@ class VLLMEngine:
 def _logprobs(completion: Any) -> array[float]:
     flat: Any = completion.logprobs
     assert len(flat.logprobs) == len(completion.token_ids), "vLLM returns one log-probability per sampled token"
-    return array("f", flat.logprobs)
+    logprobs = array("f", flat.logprobs)
+    if math.isnan(sum(logprobs)):  # the trainer would take NaN for a value that nobody knows
+        raise FloatingPointError(
+            "vLLM sampled a completion from logits that aren't numbers (NaN). Run `colograd doctor` on the recipe, or "
+            "give the engine another dtype or attention backend: vllm_engine_kwargs: {dtype: float32}."
+        )
+    return logprobs

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import model_runner_v2
 import pytest
@@ -14,6 +15,7 @@ import tiny
 import torch
 
 from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.engine import vllm_engine
 from colograd.engine.arguments import engine_kwargs
 from colograd.engine.load import watched
 from colograd.engine.queue_order import LengthHistory
@@ -68,6 +70,13 @@ def sample(engine: VLLMEngine, config, prompts, **changes):
 
 def tokens(group) -> list[tuple[int, ...]]:
     return [tuple(rollout.completion_ids) for rollout in group.rollouts]
+
+
+def test_a_sampled_nan_is_an_error() -> None:
+    """An engine whose kernels fail samples on; the trainer would take NaN for a log-probability that nobody knows."""
+    completion = SimpleNamespace(token_ids=[1, 2], logprobs=SimpleNamespace(logprobs=[-0.5, float("nan")]))
+    with pytest.raises(FloatingPointError, match="logits that aren't numbers"):
+        vllm_engine._logprobs(completion)
 
 
 def test_a_group_has_n_completions_with_one_logprob_per_token(engine, config, prompts) -> None:

@@ -51,6 +51,7 @@ def prepare() -> None:
         _sync_device = gpu_model_runner.GPUModelRunner._sync_device
 
     cpu_worker.CPUModelRunner = Runner
+    _sleep_by_storage(cpu.CpuPlatform, cpu_worker.CPUWorker)
     from vllm.utils import torch_utils
     from vllm.v1.worker.cpu import model_runner as second_version
     from vllm.v1.worker.gpu import buffer_utils
@@ -67,6 +68,28 @@ def prepare() -> None:
         from triton.runtime import interpreter
 
         interpreter.GridExecutor.__call__ = record.as_kernel(interpreter.GridExecutor.__call__, "triton")
+
+
+def _sleep_by_storage(platform: Any, worker: Any) -> None:
+    """Let vLLM release its KV cache and map it again, as its allocator for CUDA does; the storages shrink and grow."""
+    sizes: dict[Any, int] = {}  # bytes of each storage that was released
+
+    def discard(self: Any, tags: tuple[str, ...]) -> None:
+        assert tags == ("kv_cache",), tags
+        for cache in self.model_runner.kv_caches:
+            storage = cache.untyped_storage()
+            sizes.setdefault(storage._cdata, storage.nbytes())  # layers may share one
+            storage.resize_(0)
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        for cache in self.model_runner.kv_caches:
+            storage = cache.untyped_storage()
+            if size := sizes.pop(storage._cdata, 0):
+                storage.resize_(size)
+                storage.fill_(0)  # the CPU's attention multiplies places that nobody has written by 0
+
+    platform.is_sleep_mode_available = lambda self: True
+    worker.discard, worker.wake_up, worker.sleep = discard, wake_up, lambda self, level=1: None
 
 
 def _keep_weights(record: host_cuda.Record) -> None:

@@ -21,7 +21,18 @@ FAST_RANKS = ("fsdp saved",)
 OTHERS = tuple(name for name in CASES if name not in (*FAST, *RANKS))
 
 # Variants that leave the same bits as `bfloat16`. Runs that save train the last step from a checkpoint.
-SAME_BITS = ("bfloat16", "budget", "streamed", "sampling", "copied", "saved", "streamed saved", "overlap", "evaluated")
+SAME_BITS = (
+    "bfloat16",
+    "budget",
+    "streamed",
+    "sampling",
+    "copied",
+    "saved",
+    "streamed saved",
+    "overlap",
+    "evaluated",
+    "asleep",
+)
 SAME_BITS_ON_RANKS = ("none", "optimizer", "gradients", "fsdp", "gradients on the host", "fsdp saved")
 MUTANTS = HELPERS / "host_cuda_mutants.py"
 
