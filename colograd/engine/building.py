@@ -146,7 +146,7 @@ def build_conditions(
 ) -> Iterator[None]:
     """Set up everything that an engine needs while it is built.
 
-    Its weights stay writable, sleeping doesn't move them, the random state is kept, the engine is on the policy's
+    Its weights stay writable, and sleeping doesn't move them. The random state is kept. The engine is on the policy's
     device, and its attention equals the model's.
     """
     on_cpu = device.type == "cpu"
@@ -379,7 +379,7 @@ def draws_taken_back() -> None:
 
 
 def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """Create vLLM's expert-parallel process group for a mixture that is built after a dense model's engine.
+    """Create vLLM's process group for experts if a mixture is built in this context after a dense model's engine.
 
     vLLM creates its process groups once per process, and the one for experts only if the first model has experts.
     """
@@ -402,10 +402,10 @@ def groups_of_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
-    """Let the ranks of a CPU engine communicate through gloo instead of vLLM's shared memory.
+    """Let ranks of a CPU engine built in this context communicate through gloo, not through vLLM's shared memory.
 
-    vLLM's shared memory has the same name for two jobs on one machine, outlives a killed process, and waits forever for
-    a rank that has ended.
+    vLLM's shared memory has the same name for two jobs on one machine, and outlives a killed process. Ranks wait on it
+    without noticing that another rank has ended.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
@@ -421,10 +421,10 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
 
 
 def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
-    """Give a CPU engine a sampler that draws one number per token and inverts the distribution function.
+    """Give a CPU engine built in this context a sampler that draws one number per token.
 
-    vLLM's sampler draws two numbers per vocabulary entry for requests with a seed. That takes half of a small model's
-    decoding time.
+    It inverts the distribution function. vLLM's sampler draws two numbers per vocabulary entry for requests with a
+    seed, which takes half of a small model's decoding time.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as ops
 
@@ -444,7 +444,7 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
 
 
 def kernels_found_once() -> contextlib.AbstractContextManager[None]:
-    """Let vLLM replace its Triton kernels on a CPU only in its own modules, and only once per process.
+    """Let CPU engines built in this context replace Triton kernels in vLLM's modules only, once per process.
 
     Otherwise vLLM searches all 7,000 imported modules (a second or two), and wraps the kernels again for each engine.
     """
@@ -475,7 +475,7 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
-    """Give a CPU engine with LoRA plain matrix products for its one adapter.
+    """Give a CPU engine with LoRA, built in this context, plain matrix products for its one adapter.
 
     They compute in float32 and round once into the layer's output, as peft does. vLLM's CPU kernels copy the adapter's
     matrices once per *token* of the batch. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores they take

@@ -29,7 +29,7 @@ class Sampled:
     """One completion as sampled by the engine."""
 
     ids: array[int]  # [C] "i", token ids
-    logprobs: array[float]  # [C] "f", nats
+    logprobs: array[float]  # [C] "f", log-probabilities in nats
     finish_reason: FinishReason
     experts: RoutedExperts | None = None  # experts of prompt and completion; None without `router_replay`
     kept: KeptTokens | None = None  # tokens kept by truncated sampling; None: nothing was truncated or recorded
