@@ -58,7 +58,7 @@ def engine_kwargs(
         "tensor_parallel_size": config.vllm_tensor_parallel_size,
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",  # of the sampled distribution, after temperature
+        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, of the sampled distribution
         "trust_remote_code": config.trust_remote_code,
         "model_impl": config.vllm_model_impl,
         "enforce_eager": not compiles(config),
@@ -215,7 +215,7 @@ def check_split(config: GRPOConfig, model_config: Any) -> None:
 
 
 def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
-    """Do what `check_split` does for engines of ``ranks`` ranks in a run of ``world_size`` ranks."""
+    """Apply the rule of `check_split` to engines of ``ranks`` ranks in a run of ``world_size`` ranks."""
     text = model_config.get_text_config()
     if ranks == 1:
         return

@@ -305,7 +305,7 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return dict(clean(message))  # for example from surrogates that a call's arguments hold as JSON escapes
+        return dict(clean(message))  # a call's arguments may hold surrogates as JSON escapes, for example
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
         """Return the body of a response that isn't streamed."""

@@ -21,7 +21,7 @@ TOLD = ("add_request", "abort_request")  # methods of LLMEngine; their calls are
 
 @contextlib.contextmanager
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
-    """Repeat all calls of ``core`` (vLLM's LLMEngine) in the body on the other ranks. Runs on the first rank."""
+    """Repeat requests, aborts and steps of ``core`` (vLLM's LLMEngine) on the other ranks. Runs on the first rank."""
     calls: list[bytes] = []  # pickled calls since the last step
 
     def told(name: str) -> Callable[..., Any]:

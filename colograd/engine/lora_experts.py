@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def why_no_slots(on_cpu: bool) -> str:
-    """Return why a mixture's engine gets merged weights, no adapter on its attention; empty: it can have LoRA slots."""
+    """Return why a mixture's engine gets merged weights, not an adapter on its attention; empty: it can have slots."""
     if on_cpu:
         return "on a CPU vLLM has no experts beside a LoRA"
     try:

@@ -1,9 +1,9 @@
 """A high-priority CUDA stream for vLLM's steps, so that training work queued between steps gives way (`overlap`).
 
 The policy trains on CUDA's default stream, which has the lowest priority. So training stays there, and the engine gets
-the other stream. A CUDA graph, as torch instantiates it, runs with the priority of the stream that captured it. vLLM
-keeps the stream that is current at its first step. So the engine is built on its stream, the streams that it makes get
-the same priority, and each of its steps runs there.
+a stream of higher priority. A CUDA graph, as torch instantiates it, runs with the priority of the stream that captured
+it. vLLM keeps the stream that is current at its first step. So the engine is built on its stream, the streams that it
+makes get the same priority, and each of its steps runs there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from .building import replaced
 
 PRIORITY = -1  # other streams have 0; lower numbers go first
-IDLE = 2**28  # bytes of cached memory that are worth the wait for freeing
+IDLE = 2**28  # minimum of cached bytes to free; fewer aren't worth the wait
 USUAL_POOL = (0, 0)  # id of the default memory pool; the pools of CUDA graphs keep their memory
 
 
