@@ -14,14 +14,14 @@ from ..policy.lora import Adapter
 from .images import find_gemma3
 from .kept_tokens import TELLS_KEPT
 
-CPU_BLOCK = 32  # tokens of a KV block: a group shares its prompt's whole ones, of which with vLLM's 128 most have none
-MOST_SEQUENCES = 1024  # decoded at once: vLLM's own number on the largest GPUs
-FAR_APART = 128  # numbers of tokens between CUDA graphs of steps that training never has
-VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
-# vLLM's kernel for a mixture's experts that reads them as they are in a checkpoint. Others swap or permute them.
+CPU_BLOCK = 32  # tokens per KV block. A group shares only whole blocks; with vLLM's 128 most prompts fill none
+MOST_SEQUENCES = 1024  # sequences decoded at once: vLLM's default on the largest GPUs
+FAR_APART = 128  # tokens between two CUDA graph sizes above the width of training
+VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of this before it splits the rows
+# vLLM's kernel that reads a mixture's experts in the layout of a checkpoint. Other kernels swap or permute them.
 KEEPS_EXPERTS = "triton"
-TELLS_EXPERTS = "enable_return_routed_experts"  # with each completion the experts of its tokens; not on a CPU
-V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
+TELLS_EXPERTS = "enable_return_routed_experts"  # adds the experts of each token to completions; not on a CPU
+V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's environment variable
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
@@ -29,22 +29,22 @@ RESERVED = (
     TELLS_EXPERTS, TELLS_KEPT,
 )  # fmt: skip
 
-TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # of vLLM's own groups of ranks
+TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # timeouts of vLLM's process groups
 
 
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
     images: int = 0, trained: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
+    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` overrides each of them except the reserved ones.
 
     Args:
-        sequences: the most of one generation, in training or evaluation; 0: unknown.
-        images: the most of one prompt, of a model that reads them.
-        trained: the most sequences of one generation in training; 0: ``sequences``.
+        sequences: maximum number of sequences in one generation, in training or evaluation; 0: unknown.
+        images: maximum number of images in one prompt; 0: images aren't read.
+        trained: maximum number of sequences in one generation in training; 0: ``sequences``.
 
     Raises:
-        ValueError: an argument that would break what the trainer relies on.
+        ValueError: ``vllm_engine_kwargs`` sets an argument that the trainer sets itself.
     """
     given = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     for name in RESERVED:
@@ -58,7 +58,7 @@ def engine_kwargs(
         "tensor_parallel_size": config.vllm_tensor_parallel_size,
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature applied
+        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, of the sampled distribution
         "trust_remote_code": config.trust_remote_code,
         "model_impl": config.vllm_model_impl,
         "enforce_eager": not compiles(config),
@@ -74,17 +74,17 @@ def engine_kwargs(
     if config.world_size > 1:
         kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
-        kwargs["async_scheduling"] = False  # some versions decide by whether a batch is done, each rank for itself
+        kwargs["async_scheduling"] = False  # in some versions each rank would schedule by whether its own batch is done
     if config.on_cpu:
         kwargs["block_size"] = CPU_BLOCK
         kwargs |= _unpacked_latents()
     else:
-        # With a size given, the share decides nothing, but vLLM still refuses to start where less of the GPU is free.
+        # With a KV cache size the share has no effect, but vLLM refuses to start where less of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(_accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
-            kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
+            kwargs["disable_custom_all_reduce"] = True  # it queries the other ranks' GPUs, but a task sees only its own
         if sequences:
             kwargs |= _batch_kwargs(config, sequences, trained or sequences)
     if config.router_replay and _runs_v2(config, "router_replay is true", "router_replay: false"):
@@ -101,18 +101,18 @@ def engine_kwargs(
 
 
 def _unpacked_latents() -> dict[str, Any]:
-    """Of multi-head latent attention on a CPU vLLM's plain kernel, as the one for AMX packs weights out of reach."""
+    """Select vLLM's plain CPU kernel for multi-head latent attention; the AMX kernel packs weights out of reach."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    plain = getattr(AttentionBackendEnum, "CPU_MLA", None)  # other models' attention isn't changed by it
+    plain = getattr(AttentionBackendEnum, "CPU_MLA", None)  # has no effect on other models' attention
     return {} if plain is None else dict.fromkeys(_accepted("attention_backend"), plain)
 
 
 def _runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
-    """Whether vLLM steps by its Model Runner V2, which returns a completion's experts and kept tokens by itself.
+    """Return whether vLLM uses its Model Runner V2, which returns a completion's experts and kept tokens by itself.
 
     Raises:
-        ValueError: V2 is switched off on a GPU, where these can't be read off V1, as the ``setting`` needs.
+        ValueError: V2 is switched off on a GPU. There V1 doesn't expose the values that ``setting`` needs.
     """
     import vllm.envs
 
@@ -143,7 +143,7 @@ def _experts_told(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batch_kwargs(config: GRPOConfig, sequences: int, trained: int) -> dict[str, Any]:
-    """vLLM's batches and CUDA graphs as wide as a generation is; its own are those of a server, up to 512 sequences."""
+    """Size vLLM's batches and CUDA graphs for one generation. Its defaults suit a server: up to 512 sequences."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
     kwargs: dict[str, Any] = {"max_num_seqs": width}
@@ -155,14 +155,16 @@ def _batch_kwargs(config: GRPOConfig, sequences: int, trained: int) -> dict[str,
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Numbers of tokens that CUDA graphs are captured for; a step takes the next larger one. Each size costs time at
-    start and memory, so above the width of training, where only evaluations are, sizes are far apart.
+    """Return the numbers of tokens to capture CUDA graphs for. A step runs with the next larger size.
+
+    Each size costs memory and time at start. So sizes above the width of training, which only evaluations reach, are
+    far apart.
 
     Args:
-        width: sequences, each of which has a token of a step.
-        trained: the width of training.
-        most: tokens of a step with drafts.
-        multiple: vLLM leaves only multiples of a sequence's tokens with drafts.
+        width: maximum number of sequences in a step, each with one token.
+        trained: maximum number of sequences in training.
+        most: maximum number of tokens in a step with drafts.
+        multiple: tokens per sequence and step with drafts; vLLM drops all sizes except its multiples.
     """
     fine, largest = min(trained, width) * multiple, max(width, most)
     near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}
@@ -172,27 +174,27 @@ def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> l
 
 
 def drafted_tokens(config: GRPOConfig, width: int) -> tuple[int, int]:
-    """Most tokens of a step that checks drafts, and of one of its sequences; (0, 1): nothing is drafted."""
+    """Return the maximum tokens of a step with drafts, and of one sequence in it; (0, 1): nothing is drafted."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
     return (min(width * (drafts + 1), MOST_SEQUENCES), drafts + 1) if drafts else (0, 1)
 
 
 def compiles(config: GRPOConfig) -> bool:
-    """Whether vLLM compiles the model and captures CUDA graphs when it starts; by itself on a GPU only."""
+    """Return whether vLLM compiles the model and captures CUDA graphs at start. By default only a GPU does."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     return not given.get("enforce_eager", config.on_cpu)
 
 
 def _accepted(*names: str) -> list[str]:
-    """Those of the arguments that this vLLM knows."""
+    """Return the arguments among ``names`` that this vLLM knows."""
     from vllm import EngineArgs
 
     return [name for name in names if name in inspect.signature(EngineArgs).parameters]
 
 
 def computes_float32_heads() -> bool:
-    """Whether this vLLM computes a head of another dtype in float32 (`head_dtype`)."""
+    """Return whether this vLLM can compute the head in float32 when the model has another dtype (`head_dtype`)."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     return hasattr(LogitsProcessor, "_apply_head")
@@ -213,7 +215,7 @@ def check_split(config: GRPOConfig, model_config: Any) -> None:
 
 
 def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
-    """`check_split` for engines of ``ranks`` among ``world_size``."""
+    """Apply the rule of `check_split` to engines of ``ranks`` ranks in a run of ``world_size`` ranks."""
     text = model_config.get_text_config()
     if ranks == 1:
         return
@@ -225,10 +227,10 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
         f"vocab_size (filled up to a multiple of {VOCABULARY_BLOCK})": vocabulary,
     }
     keys = int(getattr(text, "num_key_value_heads", 0) or heads)
-    if keys > ranks or ranks % keys:  # fewer heads than ranks are repeated
+    if keys > ranks or ranks % keys:  # vLLM repeats heads where there are fewer than ranks
         sizes["num_key_value_heads"] = keys
     vision = getattr(model_config, "vision_config", None)
-    if vision is not None:  # the tower is split likewise
+    if vision is not None:  # the vision tower is split too
         names = ("num_heads", "num_attention_heads", "intermediate_size")
         sizes |= {f"vision_config.{name}": int(getattr(vision, name)) for name in names if hasattr(vision, name)}
     for name, size in sizes.items():
@@ -241,21 +243,23 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
 
 
 def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for one slot that the adapter fits in, on the layers that it adapts."""
+    """Return the arguments of `vllm.LLM` for one LoRA slot of the adapter's rank, on the layers that it adapts."""
     if adapter is None or not serves_lora(model_path, config):
         return {}
     from vllm.config.lora import MaxLoRARanks
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
     kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if _accepted("lora_target_modules"):  # other layers then need no slots
+    if _accepted("lora_target_modules"):  # then other layers get no slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights. A
-    model that drafts is read: nothing is published into it."""
+    """Return the arguments to add to ``kwargs`` so that vLLM doesn't read the weights, and builds unquantised layers.
+
+    A draft model's weights are still read, because nothing is published into it.
+    """
     from vllm.config import LoadConfig, SpeculativeConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))
@@ -266,27 +270,27 @@ def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:
-    """Whether vLLM's class of this model takes adapters at all (it would refuse to be built with slots for one)."""
+    """Return whether vLLM's class of this model supports adapters. Otherwise it refuses to be built with slots."""
     from transformers import AutoConfig
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
     model = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=config.trust_remote_code)
     if model.model_type == "gemma3":
-        find_gemma3()  # whose class is looked at before an engine is built
+        find_gemma3()  # its class is loaded here, before an engine is built
     known = [ModelRegistry.models[name] for name in model.architectures or () if name in ModelRegistry.models]
     return not known or bool(supports_lora(known[0].load_model_cls()))
 
 
 def engine_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the engine will hold a policy of ``dtype``."""
+    """Return the engine's dtype for a policy of ``dtype``."""
     given = str((config.vllm_engine_kwargs or {}).get("dtype") or "").removeprefix("torch.")  # type: ignore[union-attr]
     found = getattr(torch, given, None)
     return found if isinstance(found, torch.dtype) else dtype
 
 
 def share_is_given(config: GRPOConfig) -> bool:
-    """Whether the user gives the engine a share of the GPU, which vLLM fills with the KV cache."""
+    """Return whether the user sets the engine's share of the GPU. vLLM fills that share with the KV cache."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     names = ("gpu_memory_utilization", "num_gpu_blocks_override")
     return config.vllm_gpu_memory_utilization is not None or any(given.get(name) for name in names)

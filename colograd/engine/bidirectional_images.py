@@ -1,8 +1,8 @@
-"""Attention within a picture in both directions, on a CPU: for models whose image tokens see each other (Gemma 3; of
-Gemma 4's large ones in layers with a window).
+"""Bidirectional attention among the tokens of an image, on a CPU.
 
-vLLM's CPU backend computes them causally, as tokens of text. Here they are computed once more, as requests of their own
-that end with the picture and aren't causal: each token sees all before the picture, and all of it.
+Gemma 3 attends this way in all layers, the large models of Gemma 4 in layers with a sliding window. vLLM's CPU backend
+computes image tokens causally, like text. Here they are computed a second time, as separate requests that end with the
+image and aren't causal: each token attends to everything before the image, and to the whole image.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..policy.images import see_both_ways
 
 @dataclasses.dataclass
 class Pictures:
-    """The tokens of pictures among those of a step of the engine, as requests of their own."""
+    """The image tokens of an engine step, arranged as separate requests."""
 
-    tokens: torch.Tensor  # [n] where they are among the step's
+    tokens: torch.Tensor  # [n], indices of the image tokens among the step's tokens
     metadata: cpu_attn.CPUAttentionMetadata
-    in_window: bool  # they see each other in layers with a window alone
+    in_window: bool  # attention is bidirectional only in layers with a sliding window
 
 
 class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """vLLM's, with `Pictures` as the metadata's attribute ``pictures``; None: the step has none."""
+    """vLLM's metadata builder. It adds the attribute ``pictures``: a `Pictures`, or None for a step without images."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -40,7 +40,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         starts, ends = step.query_start_loc_cpu.tolist(), step.seq_lens.tolist()
         tokens, rows, counts, seen = list[int](), list[int](), list[int](), list[int]()
         for row, ranges in (step.mm_req_doc_ranges or {}).items():
-            computed = ends[row] - (starts[row + 1] - starts[row])  # tokens of the request before this step
+            computed = ends[row] - (starts[row + 1] - starts[row])  # tokens of the request computed before this step
             for first, last in ranges:
                 begin, end = max(first, computed), min(last + 1, ends[row])
                 if begin < end:
@@ -69,7 +69,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):
-    """vLLM's, after which the tokens of pictures are computed again, not causally."""
+    """vLLM's CPU attention, which then computes image tokens again without the causal mask."""
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *more: Any,
@@ -86,7 +86,7 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
 
 class BothWays(cpu_attn.CPUAttentionBackend):
-    """vLLM's attention on a CPU, which takes models with such pictures too."""
+    """vLLM's CPU attention backend, which also accepts models with bidirectional image tokens."""
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
@@ -103,7 +103,7 @@ class BothWays(cpu_attn.CPUAttentionBackend):
 
 @contextlib.contextmanager
 def both_ways() -> Iterator[None]:
-    """Engines that are built while it lasts have this attention."""
+    """Use this attention in engines that are built while the context lasts."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{BothWays.__module__}.{BothWays.__qualname__}")
     try:
         yield

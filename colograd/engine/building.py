@@ -1,5 +1,7 @@
-"""What must hold while vLLM is built: a supported version, weights that can be written, an untouched random state. To
-that end parts of vLLM are replaced: what moves or hides the weights, and CPU kernels that are slow."""
+"""Conditions for building vLLM: a supported version, weights that stay writable, an untouched random state.
+
+Parts of vLLM are replaced for this: code that moves or repacks the weights, and slow CPU kernels.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,25 @@ from .cpu_layers import mend_cpu_layers
 from .experts import apply_experts
 from .whole_pictures import whole_of_known_features, whole_on_cpu
 
-# First and last release: of those that the tests were run with, and of those whose source has what is used here.
+# First and last release that the tests were run with, and first and last that has the code used here.
 TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.25,<0.33"
 
-_compile_threads: str | None = None  # as the user set them before vLLM was imported
+_compile_threads: str | None = None  # the user's setting before vLLM was imported
 
-# Errors of vLLM's code, and of its configurations' classes.
+# Exception types raised by vLLM's code and by its configuration classes.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
-_kernels_found = False  # by an engine of this process, see `kernels_found_once`
+_kernels_found = False  # whether an engine of this process replaced vLLM's kernels, see `kernels_found_once`
 
 
 @contextlib.contextmanager
 def told_of_vllm(model: str) -> Iterator[None]:
-    """Name the model, and vLLM, in an error of vLLM's code: it lists models that its build for a device can't run.
+    """Replace an error of vLLM's code by one that names vLLM and the model.
+
+    vLLM lists models that its build for this device can't run, so such errors are expected.
 
     Raises:
-        RuntimeError: in the place of such an error.
+        RuntimeError: vLLM's code failed, or can't be imported.
         ValueError: vLLM refuses its configuration.
     """
     try:
@@ -50,7 +54,7 @@ def told_of_vllm(model: str) -> Iterator[None]:
             raise RuntimeError(
                 f"vLLM's code for {model} can't be imported ({lacking}): install that package."
             ) from error
-        from pydantic import ValidationError  # which vLLM requires
+        from pydantic import ValidationError  # a dependency of vLLM
 
         if isinstance(error, ValidationError):
             said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
@@ -69,7 +73,7 @@ def told_of_vllm(model: str) -> Iterator[None]:
 
 
 def _not_inspected(message: str) -> str:
-    """Why a module of vLLM's models can't be imported, where that is behind an error; else empty."""
+    """Return the import error behind vLLM's "failed to be inspected" message; empty for other messages."""
     found = re.search(r"architectures \['(\w+)'\] failed to be inspected", message)
     if found:
         from vllm.model_executor.models.registry import ModelRegistry
@@ -77,7 +81,7 @@ def _not_inspected(message: str) -> str:
         try:
             importlib.import_module(ModelRegistry.models[found[1]].module_name)
         except ImportError as error:
-            first: BaseException = error  # transformers tells what is missing in the one before
+            first: BaseException = error  # transformers names the missing package in an earlier error of the chain
             while isinstance(before := first.__cause__ or first.__context__, ImportError):
                 first = before
             return str(first)
@@ -85,7 +89,7 @@ def _not_inspected(message: str) -> str:
 
 
 def check_vllm() -> None:
-    """Raise a RuntimeError if there is no vLLM that works, as far as is known."""
+    """Raise a RuntimeError if vLLM is missing or its version is unsupported."""
     global _compile_threads
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
     _compile_threads = process.given_compile_threads() or _compile_threads
@@ -104,7 +108,7 @@ def check_vllm() -> None:
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
-    """Raise a RuntimeError if a mixture's ``experts`` would be packed away, out of reach of a publish."""
+    """Raise a RuntimeError if vLLM would repack a mixture's ``experts``, so that a publish can't write them."""
     if not experts or not on_cpu:
         return
     try:
@@ -121,7 +125,7 @@ def check_experts(experts: int, on_cpu: bool) -> None:
 
 
 def untested_vllm() -> Iterator[str]:
-    """A line where the vLLM that is there was never run with this version."""
+    """Yield a warning if no test was run with the installed vLLM."""
     from vllm import __version__ as found
 
     if not _lies_in(found, TESTED_VLLM):
@@ -140,8 +144,11 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 def build_conditions(
     device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, reads_images: bool = False
 ) -> Iterator[None]:
-    """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, it is on
-    the policy's device, and its attention is the model's."""
+    """Set up everything that an engine needs while it is built.
+
+    Its weights stay writable, and sleeping doesn't move them. The random state is kept. The engine is on the policy's
+    device, and its attention equals the model's.
+    """
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         enter = while_built.enter_context
@@ -149,7 +156,7 @@ def build_conditions(
         if not on_cpu:
             while_built.callback(process.compile_with_threads, _compile_threads)
         enter(output_with_a_descriptor())
-        # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
+        # vLLM reseeds python, numpy and torch. Restore their states, so that the user's seed stays in force.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
         enter(torch.random.fork_rng(range(torch.cuda.device_count())))
@@ -182,8 +189,8 @@ def build_conditions(
 def same_float32_products() -> Iterator[None]:
     """Keep the precision of float32 products (`tf32`), which vLLM's worker sets to the highest.
 
-    torch has an older and a newer setting for it, and its compiler fails where they differ. So both are restored; the
-    older one can't be read if only the newer one was set.
+    torch has an older and a newer setting for it, and its compiler fails if they differ. So both are restored. Reading
+    the older one fails if only the newer one was set.
     """
     products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     newer, older = [each.fp32_precision for each in products], None
@@ -200,8 +207,10 @@ def same_float32_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def usual_algorithms() -> Iterator[None]:
-    """While it lasts, torch takes its fastest algorithms: `full_determinism` is about the policy's gradients, and some
-    of vLLM's kernels have no deterministic counterpart."""
+    """Let torch use nondeterministic algorithms while the context lasts.
+
+    `full_determinism` concerns the policy's gradients, and some of vLLM's kernels have no deterministic counterpart.
+    """
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if asked:
         torch.use_deterministic_algorithms(False)
@@ -214,8 +223,9 @@ def usual_algorithms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
-    """While it lasts, LOCAL_RANK is the number of this rank's GPU among those that it sees, for which vLLM takes it.
-    (`srun --gpus-per-task=1` shows each rank one alone.) Afterwards all of the launcher's variables are as they were.
+    """Set LOCAL_RANK to the index of this rank's GPU among the visible ones; afterwards restore the rank variables.
+
+    vLLM uses LOCAL_RANK as that index, but `srun --gpus-per-task=1`, for one, shows each rank only its own GPU.
     """
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
@@ -228,7 +238,7 @@ def rank_variables_of(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_with_a_descriptor() -> Iterator[None]:
-    """While the context lasts, standard output has the file descriptor that vLLM asks for; Colab's has none."""
+    """Give standard output the file descriptor that vLLM needs, while the context lasts. Colab's output has none."""
     with contextlib.ExitStack() as while_built:
         try:
             sys.stdout.fileno()
@@ -239,7 +249,7 @@ def output_with_a_descriptor() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
-    """While the context lasts, ``owner`` (a module or a class of vLLM's) has ``ours`` for its attribute ``name``."""
+    """Replace the attribute ``name`` of ``owner`` (vLLM's module or class) by ``ours`` while the context lasts."""
     theirs = getattr(owner, name)
     setattr(owner, name, ours)
     try:
@@ -249,11 +259,13 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
 
 
 def weights_stay() -> contextlib.AbstractContextManager[None]:
-    """While an engine that sleeps is built, keep its weights out of the pool that sleeping unmaps: it would take them
-    from a policy whose parameters are views of them, and these views would keep a second engine from being built.
+    """Keep an engine's weights out of the memory pool that sleeping unmaps, while the engine is built.
+
+    The policy's parameters may be views of these weights, so unmapping them would break the policy. Views into the pool
+    would also prevent a second engine from being built.
 
     Raises:
-        RuntimeError: this vLLM doesn't let the two be told apart.
+        RuntimeError: this vLLM can't put weights and KV cache into different pools.
     """
     from vllm import __version__ as found
     from vllm.v1.worker.gpu_worker import Worker
@@ -272,8 +284,11 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def buffers_stay() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built that reads no weights, keep its buffers, which vLLM would fill with random numbers and
-    nobody writes again: the constants by which Qwen2.5-VL's pixels are normalised, say."""
+    """Keep the buffers of an engine that reads no weights, while it is built.
+
+    vLLM would fill them with random numbers, and no publish writes them. Such buffers hold the constants that
+    normalise Qwen2.5-VL's pixels, for example.
+    """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     theirs = DummyModelLoader.load_weights
@@ -288,8 +303,11 @@ def buffers_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, keep its linear layers' weights in place, which vLLM would pack into a private
-    layout, out of reach. Plain `torch.nn.functional.linear` is as fast within noise."""
+    """Keep the weights of linear layers in place while an engine is built on a CPU.
+
+    vLLM would pack them into a private layout that a publish can't write. Plain `torch.nn.functional.linear` is as fast
+    within noise.
+    """
     from vllm.model_executor.layers import utils
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -299,10 +317,10 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, keep the weights of a mixture's experts in place, likewise."""
+    """Keep the weights of a mixture's experts in place while an engine is built on a CPU, see `live_weights`."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # a vLLM that has them elsewhere, see `check_experts`
+    except ImportError:  # another version, see `check_experts`
         return contextlib.nullcontext()
 
     def keep(self: Any, layer: torch.nn.Module) -> None:
@@ -312,15 +330,18 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def ranks_without_compiling() -> None:
-    """Let vLLM count how many tokens are likelier than the sampled one in plain torch, and mask a vocabulary that ranks
-    share: compiled, that takes seconds, and without a C++ compiler fails. Stays in force for the process."""
+    """Replace two compiled functions of vLLM by plain torch, for the whole process.
+
+    One computes the sampled token's rank in the vocabulary, the other masks a vocabulary that is split over ranks.
+    Compiling them takes seconds, and fails without a C++ compiler.
+    """
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.v1.sample import sampler
 
     def count(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return (x >= values).sum(-1)
 
-    if hasattr(sampler, "batched_count_greater_than"):  # a later vLLM may have it elsewhere
+    if hasattr(sampler, "batched_count_greater_than"):  # missing in some later versions
         sampler.batched_count_greater_than = count
     if hasattr(embedding, "get_masked_input_and_mask"):
         mask = embedding.get_masked_input_and_mask
@@ -328,15 +349,15 @@ def ranks_without_compiling() -> None:
 
 
 def draws_taken_back() -> None:
-    """Let a prompt that is read in parts leave its request's draws as they were. Stays in force for the process.
+    """Rewind the random numbers of a request after each part of a prompt that is read in parts, for the whole process.
 
-    After each part but the last vLLM discards the token that it has sampled, and sets the request's generator back by
-    an offset, which a CPU's generators don't have: an error. Here it is set to where the request's tokens have brought
-    it, each of which took one draw (`one_draw_per_token`).
+    After each part except the last, vLLM discards the sampled token, and sets the request's generator back by an
+    offset. Generators on a CPU have no offset, so this fails. Here the generator is seeded again, and makes one draw
+    for each token that the request has (`one_draw_per_token`).
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # not in every version
+    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # missing in some versions
     if theirs is None or hasattr(theirs, "takes_back"):
         return
 
@@ -358,8 +379,10 @@ def draws_taken_back() -> None:
 
 
 def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built, let a mixture join groups that a dense model's engine has made in this process: vLLM
-    makes them once, and that of the ranks that share experts only where the first model has some."""
+    """Create vLLM's process group for experts if a mixture is built in this context after a dense model's engine.
+
+    vLLM creates its process groups once per process, and the one for experts only if the first model has experts.
+    """
     from vllm.config import get_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker import gpu_worker
@@ -379,8 +402,11 @@ def groups_of_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
-    """While an engine of several ranks is built on a CPU, let these exchange by gloo: vLLM's own shared memory has the
-    same name for two jobs of a machine, outlives a killed process, and is waited for without noticing a rank's end."""
+    """Let ranks of a CPU engine built in this context communicate through gloo, not through vLLM's shared memory.
+
+    vLLM's shared memory has the same name for two jobs on one machine, and outlives a killed process. Ranks wait on it
+    without noticing that another rank has ended.
+    """
     from vllm.distributed.device_communicators import cpu_communicator
 
     class Gloo:
@@ -395,8 +421,11 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
 
 
 def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, give it a sampler that draws one number per token and inverts the distribution
-    function. vLLM's draws two per vocabulary entry for requests with a seed: half of a small model's decoding."""
+    """Give a CPU engine built in this context a sampler that draws one number per token.
+
+    It inverts the distribution function. vLLM's sampler draws two numbers per vocabulary entry for requests with a
+    seed, which takes half of a small model's decoding time.
+    """
     from vllm.v1.sample.ops import topk_topp_sampler as ops
 
     theirs = ops.TopKTopPSampler.forward_cpu
@@ -407,7 +436,7 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
         logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
         draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
         distribution = logprobs.exp().cumsum(-1)
-        # The first entry whose cumulative probability exceeds the draw: never one of probability 0.
+        # The first entry with a cumulative probability above the draw. Its own probability is never 0.
         tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
         return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 
@@ -415,17 +444,19 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
 
 
 def kernels_found_once() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, let vLLM replace its Triton kernels in its own modules, once per process. It
-    would go through all 7,000 that are imported (a second or two), and wrap again for each further engine."""
+    """Let CPU engines built in this context replace Triton kernels in vLLM's modules only, once per process.
+
+    Otherwise vLLM searches all 7,000 imported modules (a second or two), and wraps the kernels again for each engine.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     theirs = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
-    if theirs is None:  # not in every version
+    if theirs is None:  # missing in some versions
         return contextlib.nullcontext()
     from vllm.triton_utils import dispatcher
 
     class Modules:
-        """`sys.modules`, of which only vLLM's are gone through."""
+        """A stand-in for `sys.modules` that iterates over vLLM's modules only."""
 
         def __getitem__(self, name: str) -> Any:
             return sys.modules[name]
@@ -444,9 +475,11 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
-    """While an engine with LoRA is built on a CPU, give it plain matrix products for its one adapter, in float32 and
-    rounded once into the layer's output, as peft does it. vLLM's CPU kernels copy the adapter's matrices once per
-    *token* of the batch: 13.6 ms for 512 rows of a layer of 576 to 1,536 at rank 16 on two cores, instead of 1.7 ms.
+    """Give a CPU engine with LoRA, built in this context, plain matrix products for its one adapter.
+
+    They compute in float32 and round once into the layer's output, as peft does. vLLM's CPU kernels copy the adapter's
+    matrices once per *token* of the batch. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores they take
+    13.6 ms instead of 1.7 ms.
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -454,7 +487,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
 
     class OneAdapter(theirs):
         def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
-            """y (tokens, rank) = scale * x (tokens, in) A', A' of the slots (slots, 1, rank, in)."""
+            """Compute y (tokens, rank) = scale * x (tokens, in) A'. A: (slots, 1, rank, in)."""
             y.copy_(torch.nn.functional.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype)))
             if scale != 1.0:
                 y.mul_(scale)
@@ -463,7 +496,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
             self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, y_offset: int, y_slice_size: int,
             add_inputs: bool = True,
         ) -> None:  # fmt: skip
-            """Columns y_offset ... of y (tokens, out) += x (tokens, rank) B', B' of the slots (slots, 1, out, rank)."""
+            """Add x (tokens, rank) B' to columns y_offset ... of y (tokens, out). B: (slots, 1, out, rank)."""
             product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
             columns = y[:, y_offset : y_offset + y_slice_size]
             columns.add_(product) if add_inputs else columns.copy_(product)

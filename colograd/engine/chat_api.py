@@ -1,6 +1,6 @@
-"""The OpenAI and Anthropic APIs in vLLM's own models: bodies of requests in, bodies of responses out.
+"""Request and response bodies of the OpenAI and Anthropic APIs, read and written with vLLM's classes.
 
-vLLM's parsers find the tool calls and the reasoning in what was sampled. Nothing here samples.
+vLLM's parsers extract tool calls and reasoning from sampled tokens. Nothing here samples.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Any
 from ..usercode.untrusted import clean, parse_json
 from .sampling import Sampling
 
-# Parameters of a request that change what would be sampled, with the values (beside None) at which they don't.
+# Request parameters that change what is sampled, each with the values (in addition to None) that change nothing.
 SHAPING: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": ([],),
     "ignore_eos": (False,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
-# Parameters that nothing here does, likewise.
+# Request parameters that aren't supported, each with the values (in addition to None) that are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (0,), "top_logprobs": (0,),
     "logprob_token_ids": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
     "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
 }  # fmt: skip
-# Of a tokenizer's `apply_chat_template`, and not of the template.
+# Arguments of a tokenizer's `apply_chat_template` that aren't passed to the template.
 NO_ARGUMENTS = {
     "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
     "padding", "truncation", "max_length",
 }  # fmt: skip
-# How chat templates write calls and reasoning, and the names of vLLM's parsers for it; the first that fits.
+# Pairs of a text in the chat template and the name of vLLM's parser for its tool calls. The first match is used.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
 )  # fmt: skip
-MARKERS = "<[{|"  # with which calls and special tokens begin
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of a character whose tokens aren't all there yet
+MARKERS = "<[{|"  # first characters of tool calls and special tokens
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands at the end of a text that lacks tokens of its last character
 REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
 
 
 class BadRequest(ValueError):
-    """What the program asked for isn't done: the HTTP status and the API's code for it, and whose fault it was."""
+    """A request that isn't served, with the HTTP status and the API's error code."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -53,40 +53,40 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that was read."""
+    """A request after its body was read and checked."""
 
-    api: str  # chat, completions or messages
-    request: Any  # vLLM's model of it, of `messages` the chat request that asks for the same
+    api: str  # "chat", "completions" or "messages"
+    request: Any  # vLLM's request object; for "messages" the equivalent chat request
     n: int
     max_tokens: int | None
-    options: dict[str, Any]  # of vllm.SamplingParams: stop, structured_outputs, and what shapes the distribution
-    shaping: dict[str, Any]  # settings that the run doesn't sample with, by name
+    options: dict[str, Any]  # arguments of vllm.SamplingParams: stop, structured_outputs, `SHAPING`
+    shaping: dict[str, Any]  # sampling settings by name that differ from the run's
     temperature: float | None
     stream: bool
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the chat template
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a request."""
+    """One of the n answers to a request."""
 
-    message: dict[str, Any]  # the assistant's, as the API has it; of `completions` its content alone
-    finish_reason: str  # stop, length or tool_calls
-    stop: str | None  # the stop string that ended it
+    message: dict[str, Any]  # assistant message in the API's form; with `completions` only its content
+    finish_reason: str  # "stop", "length" or "tool_calls"
+    stop: str | None  # stop string that ended the answer
     ids: Sequence[int]
     logprobs: Sequence[float]
-    tokens: Sequence[str]  # a text per id
+    tokens: Sequence[str]  # decoded text of each id; empty if no log-probabilities were requested
 
 
 class ChatAPI:
-    """Reads requests and writes responses for one model.
+    """Reader of requests and writer of responses for one model.
 
     Args:
-        model: the name that programs call it by.
-        template: its chat template, by which parsers are chosen.
-        tool_parser, reasoning_parser: names of vLLM's; None: chosen by the template; "": none.
+        model: name of the model in requests and responses.
+        template: the model's chat template, used to choose parsers.
+        tool_parser, reasoning_parser: names of vLLM's parsers; None: chosen by the template; "": none.
 
     Raises:
         ValueError: vLLM has no parser of that name.
@@ -104,7 +104,7 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # A call that can't be read is the model's mistake, which it is to unlearn: no traceback for each of them.
+        # A malformed tool call is a mistake that the model should unlearn, so vLLM logs no traceback for it.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
@@ -125,16 +125,16 @@ class ChatAPI:
     # -- requests
 
     def read(self, api: str, body: Any, sampling: Sampling) -> Call:
-        """A request's body.
+        """Read the body of a request.
 
         Raises:
-            BadRequest: it isn't one, or asks for what isn't done.
+            BadRequest: the body is malformed, or sets an unsupported parameter.
         """
         try:
             return self._read(api, body, sampling)
         except BadRequest:
             raise
-        except Exception as error:  # whatever vLLM's models and parsers make of a malformed request
+        except Exception as error:  # vLLM's models and parsers raise many types for a malformed request
             raise BadRequest(f"{type(error).__name__}: {error}") from None
 
     def _read(self, api: str, body: Any, sampling: Sampling) -> Call:
@@ -146,7 +146,7 @@ class ChatAPI:
         n = 1 if (n := getattr(request, "n", None)) is None else n
         if n < 1:
             raise BadRequest(f"n is {n}, but must be at least 1.")
-        fields = vars(request)  # reading its deprecated name would warn
+        fields = vars(request)  # getattr with the deprecated name would warn
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
             raise BadRequest(f"max_tokens is {most}, but must be at least 1.")
@@ -223,7 +223,7 @@ class ChatAPI:
         return self._parser(self.tokenizer, request.tools, chat_template_kwargs=dict(arguments))
 
     def _adjusted(self, request: Any, arguments: Mapping[str, Any]) -> Any:
-        """The request with the structure that its ``tool_choice`` asks for."""
+        """Return the request with the output structure that its ``tool_choice`` requires."""
         if self._parser is None or not request.tools or request.tool_choice == "none":
             return request
         try:
@@ -242,11 +242,11 @@ class ChatAPI:
     # -- responses
 
     def choice(self, call: Call, ids: Sequence[int], logprobs: Sequence[float], length: bool, ends: Any) -> Choice:
-        """What was sampled, as an answer.
+        """Convert sampled tokens into an answer.
 
         Args:
-            length: the limit of tokens ended it.
-            ends: ids that end a turn.
+            length: whether the token limit ended the answer.
+            ends: token ids that end a turn.
         """
         own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
         text, stop = self._text(call, own), None
@@ -256,7 +256,7 @@ class ChatAPI:
                 at, stop = min(found)
                 text = text[:at]
         reason = "length" if length else "stop"
-        # 0 asks for the sampled token's, False for none.
+        # 0 requests the log-probability of the sampled token, False none.
         asked = call.request.logprobs is not None and call.request.logprobs is not False
         tokens = [self.tokenizer.decode([token]) for token in ids] if asked else []
         if call.api == "completions":
@@ -269,13 +269,13 @@ class ChatAPI:
         return Choice(message, reason, stop, ids, logprobs, tokens)
 
     def readable(self, call: Call, ids: Sequence[int]) -> dict[str, str]:
-        """The beginnings of an answer's ``reasoning`` and ``content`` that won't change, of its tokens so far."""
+        """Return the beginnings of ``reasoning`` and ``content`` that further tokens can't change."""
         text = self._text(call, ids)
         if stops := call.options.get("stop"):
             text = text[: max(0, len(text) - max(map(len, stops)) + 1)]
         if call.api == "completions" or self._parser is None:
             return {"content": text.rstrip(REPLACEMENT)}
-        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # of which some parsers decode the ids themselves
+        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids
         found = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
         last = "content" if found["content"] else "reasoning"
         return found | {last: _unambiguous(found[last])}
@@ -289,7 +289,7 @@ class ChatAPI:
             reasoning, content, calls = self._parser_of(call.request, call.arguments).parse(
                 text, call.request, enable_auto_tools=True, model_output_token_ids=[*ids]
             )
-        except Exception:  # whatever a parser makes of a malformed text
+        except Exception:  # parsers raise many types for a malformed text
             return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
@@ -305,10 +305,10 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return dict(clean(message))  # of a call's arguments that have surrogates as JSON's escapes, say
+        return dict(clean(message))  # a call's arguments may hold surrogates as JSON escapes, for example
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """The body of a response that isn't streamed."""
+        """Return the body of a response that isn't streamed."""
         usage = _usage(choices, prompt_tokens)
         if call.api == "completions":
             from vllm.entrypoints.openai.completion.protocol import CompletionResponse
@@ -344,7 +344,7 @@ class ChatAPI:
 
     @staticmethod
     def error(api: str, status: int, code: str, message: str) -> dict[str, Any]:
-        """The body of an error."""
+        """Return the body of an error response."""
         if api == "messages":
             kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
             return {"type": "error", "error": {"type": kind or "invalid_request_error", "message": message}}
@@ -352,7 +352,7 @@ class ChatAPI:
 
 
 def _unambiguous(text: str) -> str:
-    """Up to where a parser may find something yet: a call, a special token, or whitespace that it leaves out."""
+    """Cut a text before anything that a parser may still remove: a call, a special token, or outer whitespace."""
     at = min((place for mark in MARKERS if (place := text.find(mark)) >= 0), default=len(text))
     return "" if text[:1].isspace() else text[:at].rstrip()
 
@@ -418,7 +418,7 @@ def _flat_logprobs(choice: Choice) -> dict[str, Any]:
 
 
 def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """An OpenAI response as Anthropic's."""
+    """Convert the body of an OpenAI response into Anthropic's form."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 
     choice, usage = whole["choices"][0], whole["usage"]

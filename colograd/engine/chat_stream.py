@@ -1,7 +1,7 @@
-"""Server-sent events of an answer, as its tokens come, in OpenAI's forms and Anthropic's.
+"""Server-sent events of an answer while its tokens are sampled, in OpenAI's forms and Anthropic's.
 
-What is sent adds up to the message that isn't streamed. So text is held back where a parser may still find a call in it
-or reasoning, and from where a stop string may begin; it comes with the answer's end, as calls do.
+The events add up to the message that a response without streaming has. So text is held back if a parser may still find
+a call or reasoning in it, or if a stop string may begin there. Held-back text and tool calls are sent at the end.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from .chat_api import Call, ChatAPI, Choice
 
-OFTEN = 16  # a text is read again when it has grown by a 16th: reading all of it for each token would take n²
+OFTEN = 16  # parse a text again when it has grown by 1/16: parsing all of it for each token would take n² time
 
 
 class Stream:
     """The events of one request.
 
     Args:
-        prompt_tokens: that the model read.
+        prompt_tokens: number of tokens in the prompt.
     """
 
     def __init__(self, api: ChatAPI, call: Call, prompt_tokens: int) -> None:
         self.api, self.call, self.prompt_tokens = api, call, prompt_tokens
         self._sent = {"reasoning": "", "content": ""}
-        self._read = 0  # tokens of the text that was read last
+        self._read = 0  # number of tokens at the last parse
         forms: dict[str, type[_Chat | _Anthropic]]
         forms = {"chat": _Chat, "completions": _Completions, "messages": _Anthropic}
         self._form = forms[call.api](api.model, prompt_tokens)
@@ -36,7 +36,7 @@ class Stream:
         yield from self._form.begin()
 
     def more(self, ids: Sequence[int]) -> Iterator[str]:
-        """What the only answer has more, of which these are the tokens so far."""
+        """Yield events for the new text of a request's only answer. ``ids`` are all its tokens so far."""
         if len(ids) < self._read + max(1, self._read // OFTEN):
             return
         self._read = len(ids)
@@ -52,7 +52,7 @@ class Stream:
         return text[len(sent) :]
 
     def end(self, choices: Sequence[Choice]) -> Iterator[str]:
-        """The rest of the only answer, or all of several."""
+        """Yield the remaining events: the rest of the only answer, or the whole text of several answers."""
         whole = self.api.response(self.call, choices, self.prompt_tokens)
         for index, choice in enumerate(choices):
             for name in ("reasoning", "content"):
@@ -65,7 +65,7 @@ class Stream:
 
 
 class _Chat:
-    """OpenAI's chat completions."""
+    """Events in the form of OpenAI's chat completions."""
 
     kind, prefix = "chat.completion.chunk", "chatcmpl"
 
@@ -106,7 +106,7 @@ class _Chat:
 
 
 class _Completions(_Chat):
-    """OpenAI's completions."""
+    """Events in the form of OpenAI's completions."""
 
     kind, prefix = "text_completion", "cmpl"
 
@@ -121,14 +121,14 @@ class _Completions(_Chat):
 
 
 class _Anthropic:
-    """Anthropic's messages, which have one answer."""
+    """Events in the form of Anthropic's messages, which have one answer."""
 
     def __init__(self, model: str, prompt_tokens: int) -> None:
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
         }  # fmt: skip
-        self._block, self._open = -1, ""  # the number of the last block, and its type while it is open
+        self._block, self._open = -1, ""  # index of the last content block; its type while it is open
 
     @staticmethod
     def _event(kind: str, **content: Any) -> str:
@@ -163,7 +163,7 @@ class _Anthropic:
         yield self._more(type="text_delta", text=text)
 
     def end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-        if self._block < 0 and whole["content"][0]["type"] == "text":  # an empty one
+        if self._block < 0 and whole["content"][0]["type"] == "text":  # an empty text block
             yield from self._start("text", text="")
         for block in whole["content"]:
             if block["type"] == "tool_use":

@@ -1,7 +1,7 @@
-"""The end of an engine: of one that is closed, of one that fails while it is built, and of one that nobody closed.
+"""Shutdown of an engine that is closed, that fails while it is built, or that nobody closed.
 
-vLLM has its groups of ranks once per process, and whatever shuts a core down takes them along, and torch's process
-group too. Here vLLM's own finaliser has no part, its groups go with the last engine, and the process group stays.
+vLLM has one set of process groups per process. Its shutdown of any engine core destroys them, and torch's process group
+too. So vLLM's finaliser is detached here. vLLM's groups are destroyed with the last engine, and torch's group stays.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from ..runtime import process
 from .building import replaced
 
-_alive: set[Any] = set()  # vLLM's cores that weren't shut down, and a token for each that is being built
-_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it
+_alive: set[Any] = set()  # vLLM's engine cores that weren't shut down, and a token for each engine that is being built
+_set_num_threads = torch.set_num_threads  # torch's function, which vLLM's CPU worker replaces
 
 
 @contextlib.contextmanager
 def closed_if_it_fails() -> Iterator[None]:
-    """While a `vllm.LLM` is built: if that fails, what there was of it is gone when the error arrives."""
+    """Free a `vllm.LLM` that fails while it is built, before the error leaves the context."""
     if _alive:
-        _free_memory()  # an engine that was dropped without being closed makes room
+        _free_memory()  # frees engines that were dropped without being closed
     token, handled = object(), sys.exc_info()[1]
     _alive.add(token)
     try:
@@ -43,9 +43,9 @@ def closed_if_it_fails() -> Iterator[None]:
 
 
 def closes_with(owner: object, llm: Any) -> weakref.finalize:
-    """What closes a `vllm.LLM`: when it is called, when ``owner`` is collected, or at the end of the process."""
+    """Return a finaliser of ``llm``. It runs when called, when ``owner`` is collected, or when the process ends."""
     client = llm.llm_engine.engine_core
-    if (theirs := getattr(client, "_finalizer", None)) is not None:  # not in every version
+    if (theirs := getattr(client, "_finalizer", None)) is not None:  # missing in some versions
         theirs.detach()
     _alive.add(client.engine_core)
     return weakref.finalize(owner, _shut_down, client.engine_core)
@@ -60,19 +60,19 @@ def _shut_down(core: Any) -> None:
 
 
 def _stop(core: Any) -> None:
-    """Let vLLM shut a core down, and nothing that others may need."""
+    """Let vLLM shut an engine core down, but keep the process groups that other engines may need."""
     from vllm.distributed import parallel_state
 
     with contextlib.ExitStack() as spared:
         for name in ("destroy_distributed_environment", "destroy_model_parallel"):
             spared.enter_context(replaced(parallel_state, name, lambda: None))
-        spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # done once, when it is down: half a second each
-        with contextlib.suppress(Exception):  # names differ between versions; letting go of it frees the memory
+        spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # half a second each; done once afterwards
+        with contextlib.suppress(Exception):  # names differ between versions; dropping the core frees its memory
             core.shutdown()
 
 
 def _ownerless_cores() -> list[Any]:
-    """Those of engines whose building failed after the core was there."""
+    """Return the cores of engines that failed to build after their core was made."""
     from vllm.v1.engine.core_client import InprocClient
 
     clients = [found for found in gc.get_objects() if type(found) is InprocClient and hasattr(found, "engine_core")]
@@ -96,7 +96,7 @@ def _leave_groups_with_the_last() -> None:
 
 
 def _free_memory() -> None:
-    gc.unfreeze()  # vLLM freezes what exists when it is built
+    gc.unfreeze()  # vLLM freezes all objects that exist when it is built
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

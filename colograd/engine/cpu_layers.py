@@ -1,4 +1,4 @@
-"""Layers that vLLM computes wrongly on a CPU. What is mended stays so for the process."""
+"""Repairs of layers that vLLM computes wrongly on a CPU. They stay in force for the whole process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import torch
 
 
 def mend_cpu_layers() -> None:
-    """Let convolutions of Gated DeltaNet read the weights that the engine keeps in place, which vLLM would pack; rotate
-    all heads of queries (T, H, D), of which vLLM's kernel for (T, H * D) takes the first ones alone (LFM2's); and let
-    routers choose by sigmoids among all experts, which vLLM asserts not to happen (MiniMax-M2)."""
+    """Replace three of vLLM's functions for layers on a CPU.
+
+    - Convolutions of Gated DeltaNet read weights that the engine keeps in place; vLLM's expect packed ones.
+    - Rotary embeddings rotate all heads of queries (T, H, D); vLLM's kernel for (T, H * D) rotates only the first
+      ones (LFM2).
+    - Routers choose by sigmoids among all experts; vLLM fails an assertion there (MiniMax-M2).
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     try:
         from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-    except ImportError:  # a vLLM that routes elsewhere
+    except ImportError:  # a version with routers in another module
         CPURouter = None
 
     try:
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as delta
-    except ImportError:  # a vLLM that can't run Gated DeltaNet on a CPU
+    except ImportError:  # a version that can't run Gated DeltaNet on a CPU
         delta = None
     functions = {"_causal_conv1d_fwd_cpu": _convolution, "_causal_conv1d_update_cpu": _convolution}
     for owner, changes in (
@@ -62,7 +66,7 @@ def _routing(theirs: Any) -> Any:
     @functools.wraps(theirs)
     def route(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
-            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # all experts are one group
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group of all experts
         return theirs(self, *args, **kwargs)
 
     return route

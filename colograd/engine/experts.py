@@ -1,4 +1,4 @@
-"""A mixture's experts on a CPU in plain products, on weights that lie as they were loaded: a publish can reach them."""
+"""A mixture's experts on a CPU as plain products. Their weights stay as loaded, so that a publish can write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, linear, silu
 
-# gpt-oss: gates and ups alternate, and both are clamped.
+# Constants of gpt-oss. Its gates and ups alternate, and both are clamped.
 SLOPE, LIMIT = 1.702, 7.0
 
 
@@ -18,13 +18,13 @@ def apply_experts(
     kernel: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
     topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, *unused: Any, **given: Any,
 ) -> None:  # fmt: skip
-    """Write what the experts of each token add up to into ``output``; the form of vLLM's kernels.
+    """Write the weighted sum of each token's experts into ``output``. vLLM's kernels have the same signature.
 
     Args:
         output, hidden_states: (T, H).
-        w1: (E, 2I, H), gates and ups.
-        w2: (E, H, I).
-        topk_weights, topk_ids: (T, K): the experts of each token and their shares.
+        w1: (E, 2I, H), gates and ups of each expert.
+        w2: (E, H, I), output projection of each expert.
+        topk_weights, topk_ids: (T, K), weights and numbers of each token's experts.
     """
     count, (tokens, chosen) = len(w1), topk_ids.shape
     activate = ACTIVATIONS[str(activation.value)]

@@ -1,6 +1,8 @@
-"""Images in vLLM: how a prompt with images is handed over, that it is read as the trainer reads it, and that nothing is
-left of it when weights have changed. vLLM gets the pictures and a prompt with one placeholder for each, in whose place
-it puts as many image tokens as its own processor makes of them."""
+"""Images in vLLM: prompts with images, checks that vLLM reads them as the trainer does, and removal of old features.
+
+vLLM gets the images, and a prompt with one placeholder per image. It replaces each placeholder by as many image tokens
+as its own processor makes from the image.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from ..batch import STAND_IN, ModelInput
 
 
 def find_gemma3() -> None:
-    """Let vLLM have its class of Gemma 3 where torchvision isn't installed, for which its module imports a processor
-    only to name it in annotations."""
+    """Register vLLM's class of Gemma 3 if torchvision isn't installed.
+
+    Its module imports a processor that needs torchvision, but uses it only in annotations.
+    """
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models import ModelRegistry
@@ -31,13 +35,15 @@ def find_gemma3() -> None:
         found = importlib.import_module("vllm.model_executor.models.gemma3_mm")
     finally:
         del sys.modules[named.__name__]
-    # A class that is registered isn't looked at in another process, which would fail to import it.
+    # vLLM inspects unregistered classes in another process, where the import would fail.
     ModelRegistry.register_model(architecture, getattr(found, architecture))
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """A prompt as `LLMEngine.add_request` takes it. Where the model or a tool wrote a placeholder, which vLLM takes for
-    a picture's, another token stands in its place meanwhile, and is put back here.
+    """Return a prompt with images in the form that `LLMEngine.add_request` takes.
+
+    vLLM would read a placeholder token that the model or a tool wrote as an image. So `Images.engine_ids` has another
+    token there. This function lets vLLM insert the image tokens, then restores the written placeholders.
 
     Raises:
         RuntimeError: see `check_expanded`.
@@ -58,7 +64,7 @@ def prompt_with_images(core: Any, asked: ModelInput) -> Any:
 
 
 def _written_placeholders(asked: ModelInput) -> list[int]:
-    """The places of those that stand for no picture."""
+    """Return the places of placeholder tokens that stand for no image."""
     images = asked.images
     assert images is not None
     if images.engine_ids.count(STAND_IN) == asked.ids.count(STAND_IN):
@@ -68,7 +74,7 @@ def _written_placeholders(asked: ModelInput) -> list[int]:
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
-    """Raise a RuntimeError if vLLM didn't read the very tokens that the trainer's row has."""
+    """Raise a RuntimeError if vLLM read other tokens than the trainer's row has."""
     if asked.images is None or tuple(found) == asked.ids:
         return
     token = asked.ids[asked.images.places[0]]
@@ -81,11 +87,13 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 
 
 def check_same_processor(model_config: Any, processor: Any) -> None:
-    """Raise a ValueError if a setting of vLLM's image processor isn't that of the trainer's, or if vLLM counts tokens
-    by another one (Gemma 4's)."""
+    """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting.
+
+    Also raise it if vLLM counts an image's tokens by another setting of the model (Gemma 4).
+    """
     from vllm.transformers_utils.processor import cached_processor_from_config
 
-    # By its class: of some names (InternVL's) vLLM has a class of its own too, for older checkpoints.
+    # Load by class: for some names (InternVL's) vLLM also has its own class, for older checkpoints.
     theirs = cached_processor_from_config(model_config, processor_cls=type(processor)).image_processor.to_dict()
     ours = processor.image_processor.to_dict()
     for name in sorted(theirs.keys() | ours.keys()):
@@ -104,14 +112,14 @@ def check_same_processor(model_config: Any, processor: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A setting, whichever class holds it."""
+    """Convert a setting into dicts and lists, so that the class that holds it doesn't matter."""
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
 
 
 def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
-    """Raise a RuntimeError if this vLLM's attention on a CPU can't be told which tokens of a picture see each other."""
+    """Raise a RuntimeError if this vLLM's CPU attention can't be bidirectional within an image, as the model's is."""
     if not (on_cpu and getattr(core.vllm_config.model_config, "is_mm_prefix_lm", False)):
         return
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -126,7 +134,7 @@ def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
 
 
 def check_forgets(core: Any) -> None:
-    """Raise a RuntimeError if this vLLM keeps features of older weights, or takes no prompts that it has read."""
+    """Raise a RuntimeError if this vLLM can't drop image features of older weights, or take rendered prompts."""
     if not (hasattr(core, "reset_encoder_cache") and hasattr(getattr(core, "renderer", None), "render_cmpl")):
         from vllm import __version__ as found
 
@@ -137,5 +145,5 @@ def check_forgets(core: Any) -> None:
 
 
 def forget_features(core: Any) -> None:
-    """Let vLLM encode images anew. (What its processor made of them stays: pixels depend on no weights.)"""
+    """Drop vLLM's image features, so that it encodes images anew. Processed pixels stay: they depend on no weights."""
     core.reset_encoder_cache()

@@ -1,7 +1,7 @@
-"""What truncated sampling left: the tokens that top-k, top-p and min-p keep, of which vLLM draws one, told with it.
+"""Record of the tokens that top-k, top-p and min-p kept for each sampled token.
 
-vLLM's Model Runner V2, which a GPU has, tells them itself (``return_sampling_mask``), where every request has a top_k.
-With V1, as on a CPU, they are read off the sampler's log-probabilities, and go to the scheduler as V2's do.
+vLLM's Model Runner V2, used on a GPU, returns them itself (``return_sampling_mask``) if every request has a top_k. With
+V1, as on a CPU, they are read from the sampler's log-probabilities, and passed to the scheduler in V2's form.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ TELLS_KEPT = "return_sampling_mask"  # vLLM's argument; not on a CPU
 
 
 def tell_kept_tokens(core: Any, runner: Any, itself: bool) -> None:
-    """Have vLLM's LLMEngine ``core`` tell them with each completion, ``itself`` or by watching its model runner.
+    """Let vLLM's LLMEngine ``core`` return the kept tokens with each completion.
+
+    Args:
+        itself: whether vLLM records them; otherwise the sampler of its model runner is watched.
 
     Raises:
-        RuntimeError: this version's scheduler passes none on.
+        RuntimeError: this version's scheduler doesn't pass them on.
     """
     if itself:
-        # It would refuse requests without a top_k, such as those of checks and of a greedy evaluation.
+        # With this flag vLLM refuses requests without a top_k, which checks and greedy evaluations make.
         core.input_processor.model_config.return_sampling_mask = False
         return
     scheduler = core.engine_core.engine_core.scheduler
@@ -39,11 +42,11 @@ def tell_kept_tokens(core: Any, runner: Any, itself: bool) -> None:
 
 
 class _Watched:
-    """A V1 model runner's sampler: what it draws from in a step goes with the step's tokens."""
+    """A watcher of a V1 model runner. It adds to each step's output the tokens that the sampler could draw."""
 
     def __init__(self, runner: Any) -> None:
         self._sample, self._step = runner.sampler.sample, runner.sample_tokens
-        self._left: torch.Tensor | None = None  # (requests, V) bool, of this step
+        self._left: torch.Tensor | None = None  # (requests, V) bool, tokens kept in this step
         runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,8 +60,8 @@ class _Watched:
         self._left = None
         output = self._step(*args, **kwargs)
         if self._left is not None:
-            told = getattr(output, "_model_runner_output", output)  # of asynchronous scheduling
-            self._left &= ~self._left.all(1, keepdim=True)  # the whole vocabulary is told as nothing
+            told = getattr(output, "_model_runner_output", output)  # wrapped with asynchronous scheduling
+            self._left &= ~self._left.all(1, keepdim=True)  # the whole vocabulary is recorded as an empty list
             rows, ids = self._left.nonzero(as_tuple=True)
             offsets = np.searchsorted(rows.numpy(), np.arange(len(self._left) + 1))
             told.sampling_masks = SamplingMaskLists(ids.int().numpy(), offsets)
@@ -66,7 +69,7 @@ class _Watched:
 
 
 def kept_of(completion: Any, vocabulary: int) -> KeptTokens | None:
-    """Of vLLM's finished completion; None: each token was drawn from the whole vocabulary."""
+    """Return the kept tokens of a finished completion; None: each token was drawn from the whole vocabulary."""
     told = getattr(completion, "sampling_mask", None)
     if told is None:
         return None

@@ -1,6 +1,7 @@
-"""What aborted requests have written: vLLM makes a last output of each, for those who stream from its server.
+"""The last outputs of aborted requests, with all tokens that they have written.
 
-`LLMEngine` has nobody to give them to. So while requests are aborted, a list stands in the place of their streams.
+vLLM makes such an output for each aborted request of its server's streaming clients. `LLMEngine` has no such clients.
+So a list takes the place of their streams while requests are aborted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 
 class _Outputs(list[Any]):
-    """In the place of vLLM's RequestOutputCollector."""
+    """A list in the role of vLLM's RequestOutputCollector."""
 
     def put(self, output: Any) -> None:
         self.append(output)
@@ -19,11 +20,12 @@ class _Outputs(list[Any]):
 
 @contextlib.contextmanager
 def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any]]:
-    """While the context lasts, requests of ``core`` (vLLM's LLMEngine) may be aborted; afterwards the mapping has the
-    last output of each.
+    """Collect the last output of each request of ``core`` (vLLM's LLMEngine) that is aborted in the body.
+
+    The yielded mapping, from request to output, is filled when the body ends.
 
     Raises:
-        RuntimeError: this vLLM makes none.
+        RuntimeError: this vLLM makes no last output of aborted requests.
     """
     found, outputs, wanted = dict[str, Any](), _Outputs(), set(requests)
     for state in core.output_processor.request_states.values():

@@ -1,8 +1,8 @@
-"""An engine of several ranks: what its first rank tells vLLM, the others tell theirs.
+"""Lockstep of an engine's ranks: the first rank calls vLLM, and the other ranks repeat its calls.
 
-Each rank has a vLLM with a scheduler of its own, and between steps all must have been told the same. What a round tells
-them depends on clocks, rewards, tools and the user's code. So all of that runs on the first rank alone, which passes on
-what reaches vLLM: requests, aborts and steps.
+Each rank has a vLLM with its own scheduler, and all schedulers must get the same calls between steps. A round's calls
+depend on clocks, rewards, tools and the user's code. So these run on the first rank only, which sends each call of vLLM
+(requests, aborts, steps) to the other ranks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from .building import replaced
 
-TOLD = ("add_request", "abort_request")  # methods of vLLM's LLMEngine that are told on before the next step
+TOLD = ("add_request", "abort_request")  # methods of LLMEngine; their calls are sent to other ranks before a step
 
 
 @contextlib.contextmanager
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
-    """On the first rank: whoever calls ``core`` (vLLM's LLMEngine) in the body, it is called on the other ranks too."""
-    calls: list[bytes] = []  # since the last step
+    """Repeat requests, aborts and steps of ``core`` (vLLM's LLMEngine) on the other ranks. Runs on the first rank."""
+    calls: list[bytes] = []  # pickled calls since the last step
 
     def told(name: str) -> Callable[..., Any]:
         own = getattr(core, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            as_given = pickle.dumps((name, args, kwargs))  # vLLM may write into what it is given
-            result = own(*args, **kwargs)  # what vLLM refuses here isn't told
+            as_given = pickle.dumps((name, args, kwargs))  # pickled first, since vLLM may modify its arguments
+            result = own(*args, **kwargs)  # a call that fails here isn't sent
             calls.append(as_given)
             return result
 
@@ -54,7 +54,7 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
 
 
 def follow(core: Any, group: Lockstep) -> None:
-    """On the other ranks: do what the first one tells, until its body is over."""
+    """Repeat the first rank's calls until the body of its `leading` ends. Runs on the other ranks."""
     goes_on = True
     while goes_on:
         calls, goes_on = group.listen()

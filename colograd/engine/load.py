@@ -1,7 +1,7 @@
-"""The engine's load after each of its steps, for those who watch: sequences that run and wait, KV cache, preemptions.
+"""The engine's load after each step: running and waiting sequences, use of the KV cache, preemptions.
 
-It is read off vLLM's scheduler, which lives in this process. Where a version has it elsewhere, nothing is seen, and
-nothing fails.
+The load is read from vLLM's scheduler in this process. If a version has it elsewhere, no load is reported, and nothing
+fails.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .building import replaced
 
 
 class Load(NamedTuple):
-    """After one step."""
+    """The engine's load after one step."""
 
-    running: int  # sequences
-    waiting: int
-    cache: float  # share of the KV cache that is in use, 0..1
+    running: int  # number of running sequences
+    waiting: int  # number of waiting sequences
+    cache: float  # used share of the KV cache, 0..1
 
 
 @dataclass(slots=True)
 class Preemptions:
-    """Sequences that lost their keys and values to others, for want of room, and began again."""
+    """Number of sequences that lost their keys and values to others for lack of KV cache, and started again."""
 
-    number: int | None = None  # None: this vLLM doesn't say
+    number: int | None = None  # None: this vLLM doesn't expose it
 
 
 def load_of(core: Any) -> Load | None:
-    """Of vLLM's LLMEngine; None where it can't be read."""
+    """Return the present load of vLLM's LLMEngine; None: it can't be read."""
     try:
         scheduler = core.engine_core.engine_core.scheduler
         waiting = len(scheduler.waiting) + len(getattr(scheduler, "skipped_waiting", ()))
@@ -41,7 +41,7 @@ def load_of(core: Any) -> Load | None:
 
 @contextlib.contextmanager
 def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
-    """While the context lasts, ``look`` is called after each of the engine's steps, and preemptions are counted."""
+    """Call ``look`` with the load after each step of the engine, and count preemptions, while the context lasts."""
     found = Preemptions()
     scheduler = None
     with contextlib.suppress(AttributeError):
@@ -60,7 +60,7 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
     with contextlib.ExitStack() as stack:
         if own is not None:
             found.number = 0
-            stack.callback(scheduler.__dict__.pop, "_preempt_request", None)  # last, so that the class's own is found
+            stack.callback(scheduler.__dict__.pop, "_preempt_request", None)  # runs last: uncovers the class's method
             stack.enter_context(replaced(scheduler, "_preempt_request", counted))
         stack.enter_context(replaced(engine, "after_step", after_step))
         yield found
@@ -68,15 +68,17 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
 
 @contextlib.contextmanager
 def stepping(engine: Any, tell: Callable[[int], None]) -> Iterator[None]:
-    """While the context lasts, ``tell`` gets after each of the engine's steps how many sequences run, each of which has
-    a token more. Who watches already goes on."""
+    """Call ``tell`` with the number of running sequences after each step, while the context lasts.
+
+    Each running sequence got a token in the step. Earlier watchers stay active.
+    """
     with load_after_each_step(engine, lambda load: tell(load.running)):
         yield
 
 
 @contextlib.contextmanager
 def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> Iterator[None]:
-    """While the context lasts, ``look`` gets the load after each of the engine's steps, likewise."""
+    """Call ``look`` with the load after each step, while the context lasts. Earlier watchers stay active."""
 
     def after_step() -> None:
         if (load := load_of(engine.core)) is not None:
@@ -88,7 +90,7 @@ def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> Iterator[
 
 @contextlib.contextmanager
 def after_each_step(engine: Any, work: Callable[[], None]) -> Iterator[None]:
-    """While the context lasts, ``work`` is called after each of the engine's steps, behind what is called already."""
+    """Call ``work`` after each step of the engine, behind earlier watchers, while the context lasts."""
     before = engine.after_step
 
     def after_step() -> None:

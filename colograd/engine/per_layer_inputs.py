@@ -1,8 +1,9 @@
-"""What vLLM computes otherwise than transformers on any device, for models of the Gemma family.
+"""Repairs of Gemma models that vLLM computes differently from transformers, on any device.
 
-Gemma 3n's embeddings of each layer are computed in its class that also sees alone: its text model gets none, and says
-something else than the checkpoint. Gemma 4's logits lack the tokens that a generation configuration suppresses, which
-the policy's have: the sampler's probabilities would be others'."""
+vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. The text model gets none, and its outputs
+differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration lists. The policy
+doesn't suppress them, so the sampler's probabilities would differ from the policy's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .building import replaced
 
 
 def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built, give a text model whose forward takes ``per_layer_inputs`` those of its tokens."""
+    """Apply this module's repairs to each model that vLLM builds while the context lasts."""
     from vllm.model_executor.model_loader import base_loader
 
     theirs: Any = base_loader.initialize_model
@@ -35,7 +36,7 @@ def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
 
 
 def add_per_layer_inputs(model: Any) -> None:
-    """Let ``model.forward`` compute the ``per_layer_inputs`` (tokens, layers, size) that it isn't given."""
+    """Let ``model.forward`` compute ``per_layer_inputs`` (tokens, layers, size) if the caller passes none."""
     inner: Any = getattr(model, "model", None)
     embed = getattr(inner, "get_per_layer_input_embeddings", None)
     if embed is None or "per_layer_inputs" not in inspect.signature(type(model).forward).parameters:
@@ -57,8 +58,11 @@ def suppress_no_tokens(model: Any) -> None:
 
 
 def scale_projection(decoder: Any) -> None:
-    """Let a norm have the epsilon that it has behind a factor of hidden_size ** -0.5, which vLLM's code leaves out:
-    1.4e-4 nats of a tiny model."""
+    """Scale the epsilon of a norm after the per-layer projection by hidden_size.
+
+    transformers multiplies the norm's input by hidden_size ** -0.5, and vLLM's code doesn't. The epsilon makes up for
+    that factor. Without it a tiny model's log-probabilities differ by 1.4e-4 nats.
+    """
     compute = getattr(type(decoder), "get_per_layer_inputs", None)
     names = compute.__code__.co_names if compute is not None else ()
     if "per_layer_projection_norm" in names and "per_layer_projection_scale" not in names:

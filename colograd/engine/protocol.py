@@ -1,6 +1,6 @@
-"""`Engine`: everything that the trainer asks of an inference engine in its process. `VLLMEngine` is one.
+"""`Engine`: the interface of an inference engine in the trainer's process. `VLLMEngine` implements it.
 
-Another engine is a class with these members, built in `training/assembly.py`.
+A new engine is a class with these members; `training/assembly.py` builds it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ T = TypeVar("T")
 
 
 class StaleWeights(RuntimeError):
-    """The engine was about to sample with weights that are not the trainer's present ones."""
+    """An attempt to sample with weights of another step than the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One completion, as the engine sampled it."""
+    """One completion as sampled by the engine."""
 
-    ids: array[int]  # [C] "i"
-    logprobs: array[float]  # [C] "f", nats
+    ids: array[int]  # [C] "i", token ids
+    logprobs: array[float]  # [C] "f", log-probabilities in nats
     finish_reason: FinishReason
-    experts: RoutedExperts | None = None  # of prompt and completion, with `router_replay`
-    kept: KeptTokens | None = None  # where the distribution was truncated and that is recorded
+    experts: RoutedExperts | None = None  # experts of prompt and completion; None without `router_replay`
+    kept: KeptTokens | None = None  # tokens kept by truncated sampling; None: nothing was truncated or recorded
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
-        """The rollout of a completion that was sampled in one go behind ``prompt``."""
+        """Return a rollout of this completion of ``prompt``. It must have been sampled in one request."""
         return Rollout(
             input=prompt,
             completion_ids=self.ids,
@@ -52,50 +52,50 @@ class LoRALayer(Protocol):
     """A layer of the engine with slots for adapters."""
 
     def stacks(self, kind: str) -> Sequence[torch.Tensor]:
-        """The present tensors of ``lora_A`` or ``lora_B``, one per fused part: [slots, 1, rows, columns]."""
+        """Return the present tensors of ``lora_A`` or ``lora_B``, one per fused part: [slots, 1, rows, columns]."""
 
 
 class EngineTensors(Protocol):
-    """The engine's tensors by name, and how a checkpoint's names become the engine's."""
+    """The engine's tensors by name, and the translation of a checkpoint's names into the engine's."""
 
     @property
     def fusions(self) -> Mapping[str, Sequence[str]]:
         """Parts of each fused layer: ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``."""
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All parameters, each once, by the names they have without adapters."""
+        """Return all parameters, each once, by their names in a model without adapters."""
 
     def renamed(self, name: str) -> str:
-        """A checkpoint's name of a tensor -> the engine's, before fusions."""
+        """Translate a checkpoint's name of a tensor into the engine's, before fusions."""
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The function of a checkpoint's tensor that the engine holds; None: the tensor itself.
+        """Return the function that maps a checkpoint's tensor to the engine's; None: the two are equal.
 
         Args:
-            place: the engine's name of it, where `renamed` doesn't know it.
+            place: the engine's name of the tensor, if `renamed` doesn't know it.
         """
 
     def expert_layout(self, name: str) -> str:
-        """How a tensor of experts is laid out: "" as in a checkpoint, else the kernel whose layout it has."""
+        """Return the layout of an experts' tensor: "" as in a checkpoint, else the kernel that defines it."""
 
     def merged_outputs(self, name: str) -> Sequence[int]:
-        """Outputs of each part of the layer that a tensor belongs to, which ranks cut one by one; empty: it has one."""
+        """Return the output sizes of a tensor's layer, one per part. Ranks split each part. Empty: one part."""
 
     def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:
-        """Whether a bias belongs to outputs that ranks add up, so that only the first rank adds it."""
+        """Return whether only the first rank adds a bias, because ranks sum the layer's outputs."""
 
     def lora_layers(self) -> Mapping[str, LoRALayer]:
-        """The layers with slots for adapters, by name."""
+        """Return the layers with slots for adapters, by name."""
 
 
 class ServedWeights(Protocol):
-    """The policy's quantised weights that the engine's layers multiply with, where they are."""
+    """The policy's quantised weights that the engine's layers read in place."""
 
     @property
     def weights(self) -> Sequence[PackedWeight]: ...
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Layers that have computed nothing since the engine was built, other than those of some weights."""
+        """Count layers without any computation since the engine was built, except layers with a weight of ``but``."""
 
 
 class Engine(Protocol):
@@ -103,16 +103,16 @@ class Engine(Protocol):
 
     layout: RankLayout
     version: int | None  # the optimizer step of the weights; None: unknown
-    context: int  # tokens of the longest sequence, prompt and completion together
-    vocab_size: int  # tokens that the loaded checkpoint knows
-    max_sequences: int  # decoded at once; others wait
-    kv_tokens: int  # of the whole KV cache
-    weight_bytes: int
-    dtype: torch.dtype  # of weights and activations
-    blank: bool  # no weights were loaded: a publish writes all of them
-    sleeps: bool  # `sleep` frees the KV cache's memory
-    asleep: bool
-    after_step: Callable[[], None] | None  # called after each step
+    context: int  # maximum tokens of a sequence, prompt and completion together
+    vocab_size: int  # vocabulary size of the loaded checkpoint
+    max_sequences: int  # maximum number of sequences decoded at once; others wait
+    kv_tokens: int  # tokens that the whole KV cache holds
+    weight_bytes: int  # bytes of all weights
+    dtype: torch.dtype  # dtype of weights and activations
+    blank: bool  # whether the engine was built without loading weights; a publish writes all weights
+    sleeps: bool  # whether `sleep` frees the KV cache's memory
+    asleep: bool  # whether the engine sleeps now
+    after_step: Callable[[], None] | None  # function called after each step
 
     # requests
 
@@ -120,54 +120,58 @@ class Engine(Protocol):
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
         spent: int = 0, streams: bool = False,
     ) -> str:  # fmt: skip
-        """Queue a request; returns its name.
+        """Queue a request, and return its name.
 
         Args:
-            seed: of the first completion; the i-th draws with seed + i.
-            n: completions; default ``sampling.n``.
+            seed: seed of the first completion; the i-th one draws with seed + i.
+            n: number of completions; default ``sampling.n``.
             spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
-            streams: `written` has its tokens after each step; of one completion.
+            streams: whether `written` returns the request's tokens after each step; needs n = 1.
         """
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
-        """Run one step; returns the requests that it finished, each with its n completions."""
+        """Run one step, and return the requests that it finished, each with its n completions."""
 
     def written(self) -> list[tuple[str, Sequence[int]]]:
-        """Requests that stream and that the last step has added to, without finishing them, with all tokens so far; the
-        next step may append to them."""
+        """Return the streaming requests that got tokens in the last step and haven't finished.
+
+        Each comes with all its tokens so far; the next step may append to this sequence.
+        """
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop requests that are in flight."""
+        """Drop the ``requests`` that are in flight."""
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
-        """Drop requests that are in flight; returns each with what its completions have so far, those that hadn't ended
-        with the reason `ABORT` and, if they waited, without a token. In order."""
+        """Drop the ``requests`` that are in flight, and return each with its completions so far, in order.
+
+        Unfinished completions have the finish reason `ABORT`. Completions that were still waiting have no tokens.
+        """
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`."""
+        """Sample a group per prompt, see `RolloutSource.generate`."""
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics that add up, such as accepted drafts, since the last call."""
+        """Return counters since the last call, such as the number of accepted drafts."""
 
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [P - 1] float32, in nats, of each token after the first, whatever the weights' step."""
+        """Return log-probabilities of the tokens after the first, [P - 1] float32 in nats, with weights of any step."""
 
     def check(self, sampling: Sampling) -> None:
-        """Raise a ValueError for sampling settings that the engine refuses."""
+        """Raise a ValueError if the engine refuses these sampling settings."""
 
     def check_processor(self, processor: Any) -> None:
-        """Raise an error if the engine would read images otherwise than the trainer's ``processor``."""
+        """Raise an error if the engine reads images differently from the trainer's ``processor``."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the first of the engine's ranks while the others follow it, and return ``others``."""
+        """Run ``work`` on the engine's first rank; the others repeat its calls of the engine, and return ``others``."""
 
     # weights
 
     @property
     def tensors(self) -> EngineTensors:
-        """The engine's tensors in this process, which a publish writes."""
+        """The engine's tensors in this process. A publish writes them."""
 
     @property
     def served(self) -> ServedWeights: ...
@@ -176,31 +180,31 @@ class Engine(Protocol):
         """Declare the weights' step unknown: nothing can be sampled before the next `stamp`."""
 
     def stamp(self, version: int) -> None:
-        """Declare that the weights are now those of step ``version``; forget everything computed with older ones."""
+        """Declare that the weights are from step ``version`` now, and drop everything computed with older weights."""
 
     def require(self, version: int) -> None:
-        """Raise `StaleWeights` unless the weights are those of step ``version``."""
+        """Raise `StaleWeights` unless the weights are from step ``version``."""
 
     def load_adapter(self, folder: str) -> None:
-        """Load an adapter, as peft saves it, into the first slot; every request uses it from now on."""
+        """Load an adapter in peft's format into the first slot. Every later request uses it."""
 
     @property
     def adapter_is_active(self) -> bool:
-        """Whether the first slot still is the loaded adapter's."""
+        """Whether the first slot still holds the loaded adapter."""
 
     # memory
 
     def sleep(self) -> None:
-        """Free the KV cache's memory until `wake`, if the engine `sleeps`. Weights stay."""
+        """Free the KV cache's memory until `wake`, if `sleeps` is true. Weights stay in memory."""
 
     def wake(self) -> None:
-        """Allocate the KV cache again, empty."""
+        """Allocate an empty KV cache again."""
 
     def describe(self) -> str:
-        """One line: model, dtype, KV tokens, memory."""
+        """Return one line with model, dtype, KV tokens and memory."""
 
     def warnings(self, config: Any) -> Iterator[str]:
-        """Lines that the user should see at start."""
+        """Yield warnings to print at the start."""
 
     def close(self) -> None:
-        """Free the engine; another may be built in this process afterwards."""
+        """Free the engine. Another one may be built in this process afterwards."""

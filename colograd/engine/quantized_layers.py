@@ -1,5 +1,7 @@
-"""Layers of the engine that multiply with the policy's packed weights instead of weights of their own: one copy of a
-quantised base, for both. To compilers and graphs it is one operator, which reads memory that doesn't move."""
+"""Engine layers that multiply with the policy's packed weights, so that both share one copy of a quantised base.
+
+Compilers and CUDA graphs see one operator that reads memory at a fixed address.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ from .building import replaced
 from .protocol import EngineTensors
 from .tensors import VLLMTensors
 
-# The policy's weights behind each layer of vLLM's model, by its name. What is fused there has several.
+# The policy's weights for each layer of vLLM's model, by layer name. A fused layer has several.
 Parts = Mapping[str, Sequence[PackedWeight]]
 
-_parts: dict[int, Sequence[PackedWeight]] = {}  # of the layers of living engines
-_used: set[int] = set()  # layers that have computed something
+_parts: dict[int, Sequence[PackedWeight]] = {}  # weights by layer number, for layers of living engines
+_used: set[int] = set()  # numbers of layers that have computed something
 
 
 @torch.library.custom_op(
     "colograd::packed_linear", mutates_args=(), schema="(Tensor x, int layer, int width) -> Tensor"
 )
 def packed_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """(..., in) times the weights of a layer, beside each other: (..., width)."""
+    """Multiply x (..., in) with all weights of a layer; concatenate the products to (..., width)."""
     _used.add(layer)
     products = [part.product(x) for part in _parts[layer]]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
@@ -41,8 +43,8 @@ class ServedLayers:
     """The layers of one engine that read the policy's weights."""
 
     def __init__(self) -> None:
-        self.numbers: dict[int, Sequence[PackedWeight]] = {}
-        self.reserved: dict[str, int] = {}  # the layers' names -> their numbers, whether or not vLLM's model has them
+        self.numbers: dict[int, Sequence[PackedWeight]] = {}  # weights by layer number
+        self.reserved: dict[str, int] = {}  # layer numbers by name, also of layers that vLLM's model lacks
 
     @property
     def weights(self) -> list[PackedWeight]:
@@ -52,12 +54,12 @@ class ServedLayers:
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Number layers, after those of living engines: a policy's have the same numbers in each of its runs."""
+        """Number layers, starting after living engines. A policy's layers get the same numbers in each run."""
         self.reserved = {name: number for number, name in enumerate(names, max(_parts, default=-1) + 1)}
 
     @property
     def digest(self) -> str:
-        """Of what compiled code has of the layers: which there are, and their numbers."""
+        """Digest of the layers' names and numbers. Compiled code depends on both."""
         return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
@@ -66,7 +68,7 @@ class ServedLayers:
         return number
 
     def close(self) -> None:
-        """Forget the policy's weights."""
+        """Drop the references to the policy's weights."""
         for number in self.numbers:
             _parts.pop(number, None)
             _used.discard(number)
@@ -75,7 +77,7 @@ class ServedLayers:
 
 @contextlib.contextmanager
 def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[ServedLayers]:
-    """While an engine is built, its layers that ``parts_of`` names, given vLLM's class of the model, get no weights."""
+    """Build the layers that ``parts_of`` names for vLLM's model class without weights, while the context lasts."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
     from vllm.model_executor.model_loader.utils import get_model_architecture
@@ -84,13 +86,13 @@ def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[Served
     found: list[Parts] = []
 
     class ReadsPolicy(LinearMethodBase):
-        """vLLM's way to say how a layer multiplies."""
+        """vLLM's linear method for a layer that reads the policy's weights."""
 
         def __init__(self, number: int, width: int) -> None:
             self.number, self.width = number, width
 
         def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            """A weight of no size, by which others see where the layer is."""
+            """Register an empty weight. Other code reads the layer's device from it."""
             layer.register_parameter("weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
         def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,11 +101,11 @@ def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[Served
 
     def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-        if not found:  # later ones may be of a part's class, as which vLLM builds a language model within a model
+        if not found:  # first layer only: later ones may have the class of a submodel, e.g. the language model
             architecture, _ = get_model_architecture(config.model_config)
             found.append(parts_of(VLLMTensors(architecture)))
             served.reserve(found[0])
-        # What vLLM has compiled for layers of other numbers would read other weights: a part of its cache's key.
+        # Compiled code has layer numbers built in. So they are part of the key of vLLM's compile cache.
         config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
         parts = found[0].get(name)
         if parts is None:

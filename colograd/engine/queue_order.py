@@ -1,9 +1,9 @@
-"""How long each prompt's completions were: where not all fit into the engine at once, the long ones start first.
+"""History of completion lengths per prompt. If not all prompts fit into the engine at once, long ones start first.
 
-A long completion that starts last is decoded alone at the end, one that starts first has the others beside it (the
-longest-processing-time rule of list scheduling; Graham 1969, https://doi.org/10.1137/0117039). Seeds are each request's
-own, so the order changes no rollout, up to a kernel's rounding of other batches (nothing on a CPU). A checkpoint holds
-the lengths, so that a resumed run has the same batches.
+A long completion that starts last is decoded alone at the end. One that starts first is decoded together with others.
+This is the longest-processing-time rule of list scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request
+has its own seed, so the order changes no rollout, except by a kernel's rounding in other batches (none on a CPU). A
+checkpoint holds the lengths, so that a resumed run has the same batches.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 
 from ..batch import Group, Prompt
 
-FILE = "lengths_{rank}.json"  # in a checkpoint
+FILE = "lengths_{rank}.json"  # file name in a checkpoint
 
 
 class LengthHistory:
-    """Mean completion lengths in tokens, by prompt, of the last time that each was sampled."""
+    """Mean completion length of each prompt in tokens, from the last time it was sampled."""
 
     def __init__(self) -> None:
-        self._means: dict[str, float] = {}  # by `ModelInput.key`
+        self._means: dict[str, float] = {}  # mean length in tokens, by `ModelInput.key`
 
     def add(self, prompt: Prompt, group: Group) -> None:
         lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
         self._means[prompt.input.key] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts by descending expected length; one that is new counts as the mean of all, in its place."""
+        """Sort prompts by descending expected length. A new prompt has the mean of all; ties keep their order."""
         if not self._means:
             return list(prompts)
         unknown = sum(self._means.values()) / len(self._means)

@@ -1,8 +1,8 @@
-"""Which experts the engine's routers chose for each token of a sequence, for `router_replay`.
+"""Record of the experts that the engine's routers chose for each token of a sequence, for `router_replay`.
 
-vLLM's Model Runner V2, which a GPU has, tells it itself (``enable_return_routed_experts``). With V1, as on a CPU, its
-routers hand what they choose to a function, and the model runner says whose tokens a step has; a token that the prefix
-cache holds is in no step of its sequence, and has the experts that its keys and values came from.
+vLLM's Model Runner V2, used on a GPU, returns them itself (``enable_return_routed_experts``). With V1, as on a CPU,
+each router passes its choice to a function, and the model runner knows each token's request. A token in the prefix
+cache is in no step of its sequence. It has the experts that its cached keys and values were computed with.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 from ..batch import UNKNOWN, Rollout, RoutedExperts
 
-# vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second one of our "request-7".
+# vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 
 
 class _Sequence:
-    """What was seen of a request's tokens so far: [n, L, K] with room behind."""
+    """Experts of a request's tokens so far: ``rows`` [n, L, K], allocated for more tokens than there are."""
 
     def __init__(self, start: int, chosen: torch.Tensor) -> None:
-        self.cached = start  # tokens before it were in the prefix cache
+        self.cached = start  # number of tokens that came from the prefix cache
         self.rows = chosen.new_empty((0, *chosen.shape[1:]))
 
     def put(self, start: int, chosen: torch.Tensor) -> None:
@@ -40,24 +40,28 @@ class _Sequence:
 
 
 def _filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[tokens, L, K] of its own: the first rows, and UNKNOWN where there are fewer."""
+    """Copy the first ``tokens`` rows into a new tensor [tokens, L, K]; missing rows are UNKNOWN."""
     rows = rows[:tokens]
     return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
 
 def expect_no_experts(core: Any) -> None:
-    """Of a rank that doesn't lead its engine: vLLM's worker tells experts on the first rank alone, but the scheduler,
-    which each rank has, stops where its worker tells none.
+    """Let the scheduler of a rank that doesn't lead its engine run without experts.
+
+    vLLM's worker returns experts on the first rank only. Each rank's scheduler fails if its worker returns none.
     """
     core.engine_core.engine_core.scheduler.aux_output_connector = None
 
 
 class RouterLog:
-    """What is told of an engine's sequences, by vLLM's LLMEngine ``core`` ``itself`` or by watching it, with weights of
-    one version: `forget` at each publish.
+    """Experts of an engine's sequences, all of one version of the weights. Call `forget` at each publish.
+
+    Args:
+        core: vLLM's LLMEngine.
+        itself: whether vLLM returns the experts; otherwise its routers are watched.
 
     Raises:
-        RuntimeError: there are no routers that could be watched.
+        RuntimeError: the model has no routers that return experts.
     """
 
     def __init__(self, core: Any, itself: bool) -> None:
@@ -69,9 +73,9 @@ class RouterLog:
         experts = int(core.vllm_config.model_config.get_num_experts())
         self.dtype = torch.int8 if experts <= 128 else torch.int16
         self._block = int(cache.block_size) if cache.enable_prefix_caching else 0
-        self._cached: dict[bytes, torch.Tensor] = {}  # [block, L, K] by a digest of all tokens up to the block's end
-        self._seen: dict[str, dict[int, _Sequence]] = {}  # by request and completion
-        self._prompts: dict[str, list[bytes]] = {}  # the digests of a request's prompt, by vLLM's name
+        self._cached: dict[bytes, torch.Tensor] = {}  # [block, L, K], by digest of all tokens up to the block's end
+        self._seen: dict[str, dict[int, _Sequence]] = {}  # experts by request name and completion index
+        self._prompts: dict[str, list[bytes]] = {}  # block digests of a request's prompt, by vLLM's request name
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (itself or all(hasattr(router, "set_capture_fn") for router in routers)):
@@ -86,11 +90,11 @@ class RouterLog:
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        """A router's: (tokens of the step, K)."""
+        """Store one router's choice for a step, (tokens of the step, K)."""
         self._step[place] = chosen.to(self.dtype)
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model runner's step, after which its tokens' experts are put to their sequences."""
+        """Run a step of the model runner, then add the experts of its tokens to their sequences."""
         result = self._execute(scheduled, *args, **kwargs)
         counts = scheduled.num_scheduled_tokens
         if not counts:
@@ -107,7 +111,7 @@ class RouterLog:
         return result
 
     def _note(self, name: str, start: int, chosen: torch.Tensor) -> None:
-        """[n, L, K] of a request's tokens from ``start`` on. Requests that aren't ours are left out."""
+        """Add the experts [n, L, K] of a request's tokens from ``start`` on. Skip requests with foreign names."""
         if (ours := NAME.fullmatch(name)) is None:
             return
         of_request, index = self._seen.setdefault(ours[2], {}), int(ours[1] or 0)
@@ -117,7 +121,7 @@ class RouterLog:
         self._put_blocks(self._prompts.get(name, ()), start, chosen)
 
     def _put_blocks(self, digests: Sequence[bytes], start: int, chosen: torch.Tensor) -> None:
-        """Keep the whole blocks of a prompt, or of a sequence, that ``chosen`` has."""
+        """Cache each whole block of a prompt or sequence that lies within ``chosen``."""
         if not self._block:
             return
         end = start + len(chosen)
@@ -127,7 +131,7 @@ class RouterLog:
                 self._cached[digests[place]] = chosen[first : first + self._block].clone()
 
     def _digests(self, ids: Sequence[int]) -> Iterator[bytes]:
-        """Of each whole block with all before it."""
+        """Yield a digest for each whole block: of its tokens and all tokens before."""
         digest = b""
         for end in range(self._block, len(ids) + 1, self._block):
             block = array("i", ids[end - self._block : end]).tobytes()
@@ -135,10 +139,15 @@ class RouterLog:
             yield digest
 
     def take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
-        """Of a completion that has ended, once: vLLM's output, the ``prompt`` [P] and what was written, ``ids`` [C].
+        """Return and remove the experts of a finished completion.
+
+        Args:
+            completion: vLLM's output.
+            prompt: token ids of the prompt [P].
+            ids: token ids of the completion [C].
 
         Raises:
-            RuntimeError: vLLM told nothing of it.
+            RuntimeError: vLLM returned no experts for the completion.
         """
         tokens = len(prompt) + len(ids)
         if self.itself:
@@ -154,11 +163,11 @@ class RouterLog:
         for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
             if (known := self._cached.get(digest)) is not None:
                 whole[place * self._block : (place + 1) * self._block] = known
-        self._put_blocks(digests, 0, whole[: tokens - 1])  # a further turn's prompt begins with them
+        self._put_blocks(digests, 0, whole[: tokens - 1])  # the next turn's prompt begins with these tokens
         return _split(whole, len(prompt))
 
     def _told_by_vllm(self, completion: Any, tokens: int) -> torch.Tensor:
-        """Whose array (tokens that were read, all layers, K) has a row less than there are tokens."""
+        """Read vLLM's array (tokens, all layers, K). It has no row for the last token, which the model never read."""
         told = getattr(completion, "routed_experts", None)
         if told is None:
             raise RuntimeError(
@@ -172,7 +181,7 @@ class RouterLog:
         self._seen.pop(request, None)
 
     def forget(self) -> None:
-        """The prefix cache is empty: its weights have moved on."""
+        """Drop all experts. Called when the weights change and the prefix cache is emptied."""
         self._cached.clear()
         self._seen.clear()
         self._prompts.clear()
@@ -181,23 +190,32 @@ class RouterLog:
 def _expert_layers(model: torch.nn.Module) -> list[Any]:
     try:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
-    except ImportError:  # a vLLM that has them elsewhere
+    except ImportError:  # a version with them in another module
         return []
     return sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda layer: int(layer.layer_id))
 
 
 def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:
-    """In memory of their own: a prompt's is shared by its group, and each may be sent."""
+    """Copy the experts of prompt and completion into separate tensors.
+
+    A group shares the prompt's tensor, and each tensor may be sent to another rank.
+    """
     return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
 
 
 def as_written(experts: RoutedExperts, prompt: int, completion: int) -> RoutedExperts:
-    """Those of a conversation's last turn, whose prompt was all before it, as of the whole conversation's."""
+    """Split the experts of a conversation's last turn at the conversation's first prompt.
+
+    The prompt of the last turn was everything before it, so its experts cover the whole conversation.
+
+    Args:
+        prompt, completion: numbers of tokens in the conversation.
+    """
     return _split(_filled(torch.cat([experts.prompt, experts.completion]), prompt + completion), prompt)
 
 
 def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """A group whose rollouts share the experts of the prompt, as they will share the prompt in a row."""
+    """Let a group's rollouts share one tensor of the prompt's experts, as they will share the prompt in a row."""
     first = rollouts[0]
     if first.experts is None:
         return rollouts

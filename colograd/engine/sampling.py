@@ -1,4 +1,4 @@
-"""How completions are drawn: the sampling parameters of a run, checked against vLLM's, and the seed of each request."""
+"""The sampling parameters of a run, checked against vLLM's, and the seed of each request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..batch import FinishReason
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
-# Every field of vllm.SamplingParams is in one of the next three. A field outside them may return results that no code
-# here reads.
+# Every field of vllm.SamplingParams is in one of the next three collections. A field outside them may return results
+# that no code here reads.
 # Sampling parameters that the trainer sets for each request.
 RESERVED = (
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# Sampling parameters that `generation_kwargs` may set. The text options only change where stop strings match, since
-# reward functions get texts that are decoded from token ids.
+# Sampling parameters that `generation_kwargs` may set. Options about text only change where stop strings match,
+# because reward functions get texts that are decoded from token ids.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
@@ -46,10 +46,10 @@ UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: number of sampled ids with
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    n: int  # G: completions per prompt
-    max_tokens: int
+    n: int  # G, completions per prompt
+    max_tokens: int  # maximum tokens of a completion
     temperature: float
-    options: dict[str, Any]  # further vllm.SamplingParams
+    options: dict[str, Any]  # further arguments of vllm.SamplingParams
 
     @classmethod
     def for_training(cls, config: GRPOConfig) -> Sampling:
@@ -76,16 +76,16 @@ class Sampling:
             from vllm.sampling_params import RepetitionDetectionParams
 
             options["repetition_detection"] = _of_vllm(RepetitionDetectionParams, "repetition_detection", repetition)
-        if isinstance(bias := options.get("logit_bias"), dict):  # JSON's keys are texts
+        if isinstance(bias := options.get("logit_bias"), dict):  # JSON keys are strings
             options["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(n, int(max_tokens or 512), temperature, options)
 
 
 def _structured_outputs(config: GRPOConfig) -> Any:
-    """What every completion must match, as vLLM's StructuredOutputsParams; None: nothing.
+    """Return the structure that every completion must match, as vLLM's StructuredOutputsParams; None: any text.
 
     Raises:
-        ValueError: it is given twice, or vLLM knows no such form.
+        ValueError: the structure is set twice, or vLLM doesn't know its form.
     """
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -102,7 +102,7 @@ def _structured_outputs(config: GRPOConfig) -> Any:
 
 
 def _of_vllm(kind: Any, name: str, given: dict[str, Any]) -> Any:
-    """Make vLLM's object of a mapping.
+    """Make vLLM's object from a mapping.
 
     Raises:
         ValueError: a key that vLLM would ignore.
@@ -114,14 +114,16 @@ def _of_vllm(kind: Any, name: str, given: dict[str, Any]) -> Any:
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """The seed of one prompt's request, from the run's seed and the prompt's place in the stream: a hash of 62 bits, as
-    vLLM seeds the i-th of n completions with seed + i."""
+    """Return the seed of a prompt's request, a hash of the run's seed and the prompt's position in the stream.
+
+    It has 62 bits, because vLLM seeds the i-th of n completions with seed + i.
+    """
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def check_sampling(config: GRPOConfig) -> None:
-    """Raise a ValueError if ``generation_kwargs`` has a name that vLLM doesn't know, or that isn't supported."""
+    """Raise a ValueError if ``generation_kwargs`` has a name that vLLM doesn't know, or one that isn't supported."""
     from vllm import SamplingParams
 
     known = inspect.signature(SamplingParams).parameters
@@ -141,15 +143,15 @@ def check_sampling(config: GRPOConfig) -> None:
     try:
         for drawn in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             SamplingParams(n=drawn.n, max_tokens=drawn.max_tokens, temperature=drawn.temperature, **drawn.options)
-    except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
+    except Exception as error:  # in some versions vLLM's validation errors are no ValueErrors
         raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
 
 def finish_reason_of(name: str) -> FinishReason:
-    """Read vLLM's reason why a completion ended.
+    """Convert vLLM's finish reason.
 
     Raises:
-        RuntimeError: an error of vLLM's, or a reason that this version doesn't know.
+        RuntimeError: the reason is an error, or unknown here.
     """
     if name not in [*FinishReason]:
         raise RuntimeError(

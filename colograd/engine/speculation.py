@@ -1,10 +1,10 @@
 """Speculative decoding that changes no token: each position is sampled with its request's own random numbers.
 
-Drafted tokens save steps of the engine, since one step computes the logits behind several of them. vLLM accepts or
-replaces a draft by random numbers that undrafted decoding doesn't draw (arXiv 2211.17192), so that a completion would
-depend on what was drafted, and with it on the other sequences of the batch. Here the token of each position is sampled
-as without drafts, and a draft is kept where it is that token. A draft d whose probability is p(d) is then kept as often
-as by vLLM's rule for drafts without probabilities, p(d), and the distribution is the target's by construction.
+Drafted tokens save engine steps, because one step computes the logits behind several tokens. vLLM accepts or replaces a
+draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). So a completion would depend on
+the drafts, and through them on other sequences of the batch. Here each position's token is sampled as without drafts,
+and a draft is kept if it equals that token. A draft d of probability p(d) is then kept with probability p(d), as by
+vLLM's rule for drafts without probabilities. The distribution is the target's by construction.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 
 
 class SeededSpeculation(RejectionSampler):
-    """`RejectionSampler` of vLLM's Model Runner V1, by the requests' own random numbers."""
+    """vLLM's `RejectionSampler` (Model Runner V1), sampling with each request's own random numbers."""
 
-    drafted = 0  # tokens, since `take_counts`
-    accepted = 0
+    drafted = 0  # drafted tokens since `take_counts`
+    accepted = 0  # accepted tokens since `take_counts`
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        """See `RejectionSampler.forward`: logits (T, V) of all requests' drafts, and behind each request's last one."""
+        """See `RejectionSampler.forward`. ``logits`` (T, V) has a row per draft, and one more per request."""
         from vllm.v1.outputs import SamplerOutput
 
         constrained = self._constrained(metadata, logits, sampling_metadata)
@@ -36,7 +36,7 @@ class SeededSpeculation(RejectionSampler):
         return SamplerOutput(sampled_token_ids=tokens.to(logits.device), logprobs_tensors=logprobs)
 
     def _constrained(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """The logits that are sampled from, float32: with temperature, top-k and top-p."""
+        """Apply temperature, top-k and top-p to the logits, in float32."""
         last, drafted = metadata.bonus_logits_indices, metadata.target_logits_indices
         found = torch.empty_like(logits, dtype=torch.float32)
         found[last] = self.sampler.apply_logits_processors(logits[last].float(), sampling_metadata, True)
@@ -44,7 +44,7 @@ class SeededSpeculation(RejectionSampler):
         if sampling_metadata.all_greedy:
             return found
         rows = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
-        # In plain torch: on a CPU the kernel that vLLM has for this was seen to leave other temperatures.
+        # Plain torch, because vLLM's kernel for this was seen to leave wrong temperatures on a CPU.
         temperature, top_k, top_p = (
             None if value is None else value.repeat_interleave(rows)
             for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
@@ -53,9 +53,10 @@ class SeededSpeculation(RejectionSampler):
         return apply_top_k_top_p(found, top_k, top_p)
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """Tokens (requests, most drafts + 1) on the CPU; behind the first one that isn't the draft, placeholders.
+        """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first wrong draft.
 
-        A place after the other, of the requests whose drafts were right up to there: no number is drawn in vain.
+        The loop goes from place to place, and draws only for requests with right drafts up to there. So no random
+        number is drawn in vain.
         """
         counts = metadata.num_draft_tokens
         drafts = [part.tolist() for part in metadata.draft_token_ids.split(counts)]
@@ -84,14 +85,14 @@ class SeededSpeculation(RejectionSampler):
         return tokens
 
     def _draw(self, logits: torch.Tensor, requests: list[int], sampling_metadata: Any) -> list[int]:
-        """A token of each of the requests, as vLLM's sampler draws it without drafts."""
+        """Draw one token per request, as vLLM's sampler does without drafts."""
         own = sampling_metadata.generators
         generators = {row: own[request] for row, request in enumerate(requests) if request in own}
         sampled, _ = self.sampler.topk_topp_sampler(logits, generators, None, None)
         return list(sampled.tolist())
 
     def _logprobs(self, metadata: Any, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> Any:
-        """Log-probabilities of the kept tokens, in the places of ``tokens``; the other places are never read."""
+        """Return log-probabilities of the kept tokens, in the places of ``tokens``. Other places are never read."""
         from vllm.v1.outputs import LogprobsTensors
 
         kept = tokens != PLACEHOLDER_TOKEN_ID
@@ -111,23 +112,23 @@ class SeededSpeculation(RejectionSampler):
         return LogprobsTensors(*map(in_places, told[:3]))
 
     def take_counts(self) -> dict[str, float]:
-        """Drafted and accepted tokens since the last call."""
+        """Return the numbers of drafted and accepted tokens since the last call."""
         counts = {"drafts/tokens": float(self.drafted), "drafts/accepted": float(self.accepted)}
         self.drafted = self.accepted = 0
         return counts
 
 
 def _first_rows(counts: list[int]) -> list[int]:
-    """Each request's first row of the logits, which has one per draft and one more."""
+    """Return each request's first row in the logits. A request has a row per draft, and one more."""
     return [drafts + request for request, drafts in enumerate(itertools.accumulate(counts[:-1], initial=0))]
 
 
 def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
-    """Give vLLM's model runner a `SeededSpeculation`; None: it drafts nothing.
+    """Give vLLM's model runner a `SeededSpeculation`, and return it; None: the runner drafts nothing.
 
     Raises:
-        ValueError: it drafts with Model Runner V2, whose tokens depend on the drafts, or on a CPU for a model whose
-            layers have a state.
+        ValueError: the runner is Model Runner V2, where tokens depend on the drafts, or the model has layers with a
+            state and runs on a CPU.
     """
     theirs = getattr(runner, "rejection_sampler", None)
     if theirs is None:

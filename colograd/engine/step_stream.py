@@ -1,9 +1,9 @@
-"""vLLM's steps on a stream of high priority, so that what is queued between two of them gives way (`overlap`).
+"""A high-priority CUDA stream for vLLM's steps, so that training work queued between steps gives way (`overlap`).
 
-CUDA's default stream, on which the policy trains, has the lowest priority that there is: what is to come second stays
-where it is, and the engine moves. A captured graph runs with the priority of the stream on which it was captured, as
-torch instantiates graphs; and vLLM keeps the stream that is current at its first step. So an engine is built on its
-stream, streams that it makes for itself have its priority, and each of its steps runs there.
+The policy trains on CUDA's default stream, which has the lowest priority. So training stays there, and the engine gets
+a stream of higher priority. A CUDA graph, as torch instantiates it, runs with the priority of the stream that captured
+it. vLLM keeps the stream that is current at its first step. So the engine is built on its stream, the streams that it
+makes get the same priority, and each of its steps runs there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from .building import replaced
 
-PRIORITY = -1  # above the 0 of all other streams
-IDLE = 2**28  # bytes of the allocator's cache that are worth the wait in which they are freed
-USUAL_POOL = (0, 0)  # other pools are those of captured graphs, and keep their memory
+PRIORITY = -1  # other streams have 0; lower numbers go first
+IDLE = 2**28  # minimum of cached bytes to free; fewer aren't worth the wait
+USUAL_POOL = (0, 0)  # id of the default memory pool; the pools of CUDA graphs keep their memory
 
 
 class StepStream:
-    """The stream of an engine's steps. Made before the engine, on its device."""
+    """The stream of an engine's steps. Create it before the engine, on the engine's device."""
 
     def __init__(self) -> None:
         self.stream: Any = torch.cuda.Stream(priority=PRIORITY)
@@ -30,11 +30,11 @@ class StepStream:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """While an engine is built."""
+        """Build an engine on the stream, while the context lasts."""
         theirs: Any = torch.cuda.Stream
 
         class Stream(theirs):
-            """As torch's, but with the priority where none is asked for. Streams that exist keep theirs."""
+            """torch's stream with this priority by default. Existing streams keep their priority."""
 
             def __new__(cls, device: Any = None, priority: int = PRIORITY, **kwargs: Any) -> Any:
                 return super().__new__(cls, device, priority=priority, **kwargs)
@@ -43,7 +43,7 @@ class StepStream:
             yield
 
     def take_steps(self, core: Any) -> None:
-        """Let each step of vLLM's LLMEngine run on the stream."""
+        """Run each step of vLLM's LLMEngine on the stream."""
         own = core.step
 
         def step() -> Any:
@@ -54,8 +54,10 @@ class StepStream:
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[None]:
-        """In the body the stream goes on after what was queued on the present one before, and that waits for it at the
-        end. Inside of `apart` nothing waits."""
+        """Let the stream wait for the current one at the start, and the current one for the stream at the end.
+
+        Inside of `apart` nothing waits.
+        """
         if self._is_apart:
             yield
             return
@@ -68,8 +70,11 @@ class StepStream:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Around many steps: the first waits for what was queued before (new weights), and what follows the last for
-        all of them. What is queued on the present stream amid them runs beside them."""
+        """Run many steps concurrently with work that is queued on the current stream between them.
+
+        The first step waits for earlier work of the current stream, such as new weights. After the last step the
+        current stream waits for all steps.
+        """
         with self.ordered():
             before, self._is_apart = self._is_apart, True
             try:
@@ -80,8 +85,10 @@ class StepStream:
             self._release()
 
     def _release(self) -> None:
-        """Free the blocks of this stream in the allocator's cache. Training couldn't take them: it would run out of
-        memory first, and the allocator would free them then."""
+        """Free the stream's blocks in the allocator's cache.
+
+        Training can't reuse them: the allocator frees them only when training runs out of memory.
+        """
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < IDLE:
             return
         segments: list[Any] = torch.cuda.memory_snapshot()

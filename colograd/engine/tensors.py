@@ -1,4 +1,4 @@
-"""vLLM's model as `EngineTensors`: its tensors by name, its fusions and renamings, its LoRA slots."""
+"""`EngineTensors` of vLLM's model: tensors by name, fusions, renamings, LoRA slots."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from ..policy.lora import base_name
 
-AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts as checkpoints have them
-# Functions that vLLM's weight loaders apply, by the last part of the checkpoint's and of vLLM's name.
+AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts in a checkpoint's layout
+# Functions that vLLM's weight loaders apply, by the last parts of the checkpoint's name and of vLLM's.
 FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
     ("A_log", "A"): lambda decay: -torch.exp(decay.float()),  # Mamba's state matrix
 }
 
 
 class VLLMTensors:
-    """The tensors of a vLLM model; its class alone has the names."""
+    """The tensors of a vLLM model. The model's class is enough for `fusions` and `renamed`."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model
@@ -28,7 +28,7 @@ class VLLMTensors:
     def fusions(self) -> Mapping[str, Sequence[str]]:
         found: dict[str, Sequence[str]] = {}
         parts = [self._model] if isinstance(self._model, type) else self._model.modules()
-        for part in parts:  # a model that sees may leave its language model's to that
+        for part in parts:  # a multimodal class may leave fusions to its language model
             found = {**(getattr(part, "packed_modules_mapping", None) or _stacked(part)), **found}
         return found
 
@@ -38,7 +38,7 @@ class VLLMTensors:
 
     def renamed(self, name: str) -> str:
         found = _renamed(self._model, name)
-        for path in self._with_own_names:  # a part of the model whose loader renames once more: Gemma 3n's text model
+        for path in self._with_own_names:  # submodels with a loader that renames again: Gemma 3n's text model
             if found not in self._names and found.startswith(path):
                 inner = path + _renamed(self._model.get_submodule(path[:-1]), found[len(path) :])
                 found = inner if inner in self._names else found
@@ -50,7 +50,7 @@ class VLLMTensors:
 
     @functools.cached_property
     def _with_own_names(self) -> Sequence[str]:
-        """Where the model's parts with a `hf_to_vllm_mapper` of their own are."""
+        """Prefixes of the submodels that have their own `hf_to_vllm_mapper`."""
         if isinstance(self._model, type):
             return []
         parts = ((name, getattr(part, "hf_to_vllm_mapper", None)) for name, part in self._model.named_modules())
@@ -85,7 +85,7 @@ class VLLMTensors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VLLMLoRALayer:
-    """vLLM's layer with LoRA. Its stacks are looked up anew, so that replaced ones are noticed."""
+    """vLLM's layer with LoRA. Each call reads its tensors anew, so that replaced ones are noticed."""
 
     layer: Any
 
@@ -102,14 +102,14 @@ def _renamed(model: Any, name: str) -> str:
     mapper = _mapper_of(model)
     if mapper is None:
         return name
-    if getattr(mapper, "orig_to_new_stacked", None):  # newer mappers fuse too, and drop the part's place
+    if getattr(mapper, "orig_to_new_stacked", None):  # newer mappers also fuse, and lose the name of the part
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
     found = mapper.apply_list([name])
     return found[0] if found else name
 
 
 def _stacked(model: Any) -> dict[str, Sequence[str]]:
-    """The fusions by which a class loads checkpoints that doesn't name them for adapters: StableLM, GPT-J."""
+    """Return the fusions of a class that lists them only in its checkpoint mapper: StableLM, GPT-J."""
     found: dict[str, list[str]] = {}
     for part, (fused, _) in (getattr(_mapper_of(model), "orig_to_new_stacked", None) or {}).items():
         names = part.strip("."), fused.strip(".")

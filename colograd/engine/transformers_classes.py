@@ -1,8 +1,8 @@
-"""Keeps vLLM's changes to transformers' classes away from the policy.
+"""Isolation of the policy from vLLM's changes to transformers' classes.
 
-vLLM's transformers backend decorates transformers' own model classes in place for its compiler: the policy, of the same
-class in the same process, would run through vLLM's ``__call__``, and the next model couldn't be loaded at all. And vLLM
-registers configurations of its own in the place of transformers', which the next policy would get.
+vLLM's transformers backend decorates transformers' model classes in place for its compiler. The policy has the same
+class in the same process, so it would run through vLLM's ``__call__``, and the next model couldn't be loaded. vLLM also
+replaces some of transformers' registered configurations by its own, and the next policy would get these.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-_Class = tuple[tuple[type, ...], dict[str, Any]]  # bases and attributes
+_Class = tuple[tuple[type, ...], dict[str, Any]]  # bases and attributes of a class
 
 
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
-    """While vLLM builds ``model()``: transformers' classes are as before afterwards, also if that fails; modules of
-    vLLM's model whose class it has changed get a class of their own with the changes. Configurations likewise."""
+    """Restore transformers' classes and configurations after vLLM has built ``model()``, also if that fails.
+
+    Modules of vLLM's model that have a changed class get a new class with the changes.
+    """
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in _subclasses(PreTrainedModel)}
     try:
         with _registered_before():
@@ -38,7 +40,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _registered_before() -> Iterator[None]:
-    """Afterwards a model type that transformers knows has the configuration that was registered before, or its own."""
+    """Restore the registered configuration of each model type that transformers knows, when the context ends."""
     registered: dict[str, Any] = CONFIG_MAPPING._extra_content
     before = dict(registered)
     try:
@@ -57,14 +59,14 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _own_class(kind: type, before: _Class) -> type:
-    """Restore ``kind``, and return a subclass with the attributes and bases that it had got."""
+    """Restore ``kind``, and return a subclass with the attributes and bases that were added to it."""
     added = tuple(base for base in kind.__bases__ if base not in before[0])
     changed = _restore(kind, before)
     return type(kind.__name__, (kind, *added), changed | {"__module__": kind.__module__})
 
 
 def _restore(kind: type, before: _Class) -> dict[str, Any]:
-    """Restore ``kind``; returns the attributes that were new or changed."""
+    """Restore ``kind``, and return the attributes that were new or changed."""
     bases, own = before
     changed = {name: value for name, value in vars(kind).items() if value is not own.get(name)}
     changed = {name: value for name, value in changed.items() if name not in ("__dict__", "__weakref__")}

@@ -1,6 +1,6 @@
-"""`Engine`: vLLM in this process, which holds weights of one known step, samples with them, and sleeps.
+"""`VLLMEngine`: vLLM in this process as an `Engine`. It holds weights of one known step, samples, and sleeps.
 
-Every rank builds its own engine, or its part of one that it shares with its neighbours, through vLLM's external
+Every rank builds its own engine, or its part of an engine shared with neighbouring ranks, through vLLM's external
 launcher. All requests of a round enter the queue at once; `generate` yields each group when its last completion ends.
 """
 
@@ -41,31 +41,31 @@ from .transformers_classes import classes_apart
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Sizes and features that a run needs of its engine, beside its configuration."""
+    """Sizes and features that a run needs from its engine, in addition to the configuration."""
 
-    end_tokens: tuple[int, ...] = ()  # end a completion, besides those that the checkpoint names
-    adapter: Adapter | None = None  # the LoRA to have a slot for; see `load_adapter`
-    sequences: int = 0  # the most of one generation; 0: unknown
-    trained: int = 0  # the most of one generation in training; 0: ``sequences``
-    blank: bool = False  # don't load the checkpoint's weights: all will be written
-    # The model's names -> its layers that multiply with the policy's packed weights. Such an engine is blank.
+    end_tokens: tuple[int, ...] = ()  # ids that end a completion, besides the checkpoint's own
+    adapter: Adapter | None = None  # LoRA that gets a slot; see `load_adapter`
+    sequences: int = 0  # maximum number of sequences in one generation; 0: unknown
+    trained: int = 0  # maximum number of sequences in one generation of training; 0: ``sequences``
+    blank: bool = False  # whether to skip loading weights, because a publish writes all of them
+    # Function that names the layers to multiply with the policy's packed weights. It makes the engine blank.
     parts_of: Callable[[EngineTensors], Parts] | None = None
-    images: int = 0  # the most of one prompt; 0: it reads none
-    tokens: int = 0  # the tokenizer's, of which a model may have more rows; 0: unknown
-    text_alone: bool = False  # of a model that could read more: the engine leaves out what it would read that with
+    images: int = 0  # maximum number of images in one prompt; 0: no images
+    tokens: int = 0  # number of tokens in the tokenizer, often fewer than the model's rows; 0: unknown
+    text_alone: bool = False  # whether to leave out a multimodal model's towers
 
 
 class VLLMEngine:
     """vLLM in this process, as an `Engine`.
 
     Args:
-        model_path: folder or Hub id that vLLM loads.
-        dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
-        context: tokens that one sequence may need, prompt and completion together; None: the model's own.
-        kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
+        model_path: folder or Hub id of the model that vLLM loads.
+        dtype: the policy's dtype. The engine uses it too unless ``vllm_engine_kwargs`` sets another.
+        context: maximum tokens of one sequence, prompt and completion together; None: the model's maximum.
+        kv_bytes: bytes of the KV cache; 0: on a GPU the memory that ``vllm_gpu_memory_utilization`` leaves for it.
 
     Raises:
-        RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
+        RuntimeError: vLLM is missing, has an unsupported version, or can't sleep although the configuration sets it.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class VLLMEngine:
     ) -> None:  # fmt: skip
         started = time.perf_counter()
         check_vllm()
-        self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu  # gives its KV cache back when told to
+        self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu  # whether `sleep` frees the KV cache
         self.asleep = False
         self.end_tokens = needs.end_tokens
-        self.version: int | None = None  # the step of the weights, written by `stamp` and `invalidate` alone
-        self._adapter: Any = None  # the LoRARequest that every request carries
-        self._requests = 0  # so far
-        self._open: dict[str, tuple[int, ...]] = {}  # requests in flight, and what they read
+        self.version: int | None = None  # step of the weights; only `stamp` and `invalidate` write it
+        self._adapter: Any = None  # LoRARequest of every request
+        self._requests = 0  # number of requests so far
+        self._open: dict[str, tuple[int, ...]] = {}  # prompt ids of the requests in flight, by name
         self._written: list[tuple[str, Sequence[int]]] = []
-        self.after_step: Callable[[], None] | None = None  # somebody watches: see `load.watched`
+        self.after_step: Callable[[], None] | None = None  # called after each step, see `load.watched`
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         self._reads_images, self._on_cpu = needs.images > 0, config.on_cpu
-        self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
+        self._seen: dict[str, ModelInput] = {}  # prompts of the requests in flight that have images, by name
         gives_way = config.overlap != "off" and not (config.on_cpu or config.why_not_between_steps)
-        self._stream = StepStream() if gives_way else None  # None: as all else
+        self._stream = StepStream() if gives_way else None  # None: steps run on the current stream
         numbers = needs.sequences, needs.images, needs.trained
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, *numbers)
         if needs.text_alone:
@@ -106,7 +106,7 @@ class VLLMEngine:
             while_built.enter_context(conditions)
             from vllm import LLM
 
-            if self._stream is not None:  # after the import, from which on vLLM notes which stream is current
+            if self._stream is not None:  # after the import, because vLLM tracks the current stream from then on
                 while_built.enter_context(self._stream.building())
             if self.blank:
                 while_built.enter_context(buffers_stay())
@@ -132,24 +132,24 @@ class VLLMEngine:
 
             self._speculation = sample_as_without_drafts(self._runner)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
-        self.dtype: torch.dtype = found.dtype  # of the weights and activations
+        self.dtype: torch.dtype = found.dtype  # dtype of weights and activations
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
         self.head_dtype = asked if computes_float32_heads() else self.dtype
-        self.vocab_size = int(found.hf_text_config.vocab_size)  # tokens that the loaded checkpoint knows
+        self.vocab_size = int(found.hf_text_config.vocab_size)  # vocabulary size of the checkpoint
         self.tokens = min(needs.tokens or self.vocab_size, self.vocab_size)
-        self._unknown_tokens = 0  # sampled since `take_counts`
-        self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
-        self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds
+        self._unknown_tokens = 0  # number of sampled unknown tokens since `take_counts`
+        self.context = int(found.max_model_len)  # maximum tokens of a sequence, with its prompt
+        self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # capacity of the cache in tokens
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
-        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each counted once
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each parameter counted once
         self.build_seconds = time.perf_counter() - started
 
     def check_processor(self, processor: Any) -> None:
-        """Whether vLLM makes of images what the trainer's ``processor`` makes, and anew when weights change.
+        """Check that vLLM processes images like the trainer's ``processor``, and encodes them anew for new weights.
 
         Raises:
             ValueError: vLLM's processor has other settings.
-            RuntimeError: this vLLM can't forget features.
+            RuntimeError: this vLLM can't drop image features, or can't attend within an image as the model does.
         """
         images.check_forgets(self.core)
         images.check_reads_as_the_model(self.core, self._on_cpu)
@@ -209,8 +209,8 @@ class VLLMEngine:
 
     def _forget_prefixes(self, version: int | None) -> None:
         inner = self.core.engine_core.engine_core
-        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
-        # may have a batch in flight, which what tells of routed experts wouldn't survive.
+        # After the last output, the worker still has to be notified of finished requests. Asynchronous scheduling may
+        # have a batch in flight, and vLLM's record of routed experts wouldn't survive a reset during that batch.
         while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
             self.core.step()
         if self._routed is not None:
@@ -228,7 +228,7 @@ class VLLMEngine:
         return VLLMTensors(self.model)
 
     def load_adapter(self, folder: str) -> None:
-        """Let vLLM load an adapter, as peft saves it, into its first slot; every request uses it from now on."""
+        """Let vLLM load an adapter in peft's format into its first slot. Every later request uses it."""
         from vllm.lora.request import LoRARequest
 
         self._adapter = LoRARequest("policy", 1, folder)
@@ -245,13 +245,13 @@ class VLLMEngine:
     def sleep(self) -> None:
         if not self.sleeps or self.asleep:
             return
-        self._forget_prefixes(self.version)  # older versions leave that to the caller
+        self._forget_prefixes(self.version)  # older versions of vLLM don't do it themselves
         if self._releases:
-            # Pauses the scheduler, which the release asks for. Aborting would reset what tells of routed experts.
+            # The release needs a paused scheduler. Aborting requests would reset vLLM's record of routed experts.
             self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
         else:
-            self.core.sleep(level=1)  # which reaches the KV cache only: see `weights_stay`
+            self.core.sleep(level=1)  # frees only the KV cache, see `weights_stay`
         self.asleep = True
 
     def wake(self) -> None:
@@ -262,7 +262,7 @@ class VLLMEngine:
         """
         if not self.asleep:
             return
-        torch.cuda.empty_cache()  # the cache is mapped past torch's allocator, which must not keep what it needs
+        torch.cuda.empty_cache()  # vLLM maps the cache outside torch's allocator, so cached memory must be free
         self.core.wake_up(tags=["kv_cache"] if self._releases else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
@@ -276,10 +276,10 @@ class VLLMEngine:
     # -- sampling
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """See `Engine.on_engine_leader`. Only in ``work`` may calls of the engine depend on clocks and on this rank.
+        """See `Engine.on_engine_leader`. Calls of the engine may depend on clocks and on this rank only in ``work``.
 
         Raises:
-            Exception: what ``work`` raises, on its rank only; of the others, what fails there.
+            Exception: an error of ``work`` on the first rank; on the other ranks an error in a repeated call.
         """
         apart = contextlib.nullcontext() if self._stream is None else self._stream.apart()
         with usual_algorithms(), process.collector_at_rest(), apart:
@@ -296,21 +296,22 @@ class VLLMEngine:
                 return self._tidily(work)
 
     def _tidily(self, work: Callable[[], T]) -> T:
-        """Leave nothing in flight, though an error's traceback may keep generators open."""
+        """Run ``work``, and abort all requests afterwards. An error's traceback may keep generators open."""
         try:
             return work()
         finally:
-            with contextlib.suppress(Exception):  # of an engine that has failed, what it raised first counts
+            with contextlib.suppress(Exception):  # if the engine has failed, its first error counts
                 self.abort([*self._open])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample ``sampling.n`` completions of each prompt; yield each `Group` as it finishes. A generator that is
-        closed early aborts what is in flight.
+        """Sample ``sampling.n`` completions of each prompt, and yield each `Group` when it finishes.
+
+        Closing the generator early aborts its requests in flight.
 
         Raises:
-            StaleWeights: the engine's weights are not of ``version``.
+            StaleWeights: the engine's weights are not from step ``version``.
         """
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
@@ -325,14 +326,14 @@ class VLLMEngine:
             self.abort(waiting)
 
     def check(self, sampling: Sampling) -> None:
-        """Let vLLM judge a request with these settings: patterns and schemas, token ids. Nothing is sampled.
+        """Let vLLM validate a request with these settings: patterns, schemas, token ids. Nothing is sampled.
 
         Raises:
-            ValueError: vLLM refuses it.
+            ValueError: vLLM refuses the request.
         """
         try:
             self.abort([self.submit((0,), sampling, seed=0)])
-        except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
+        except Exception as error:  # in some versions vLLM's validation errors are no ValueErrors
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def take_counts(self) -> dict[str, float]:
@@ -362,8 +363,8 @@ class VLLMEngine:
         return self._enqueue(prompt, params)
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
-        """Give vLLM a request. Returns its name."""
-        if prompt.images is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows that fill up
+        """Add a request to vLLM's queue, and return its name."""
+        if prompt.images is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read padding rows
             raise ValueError(
                 f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
                 "numbered from 0: use the tokenizer of the model."
@@ -378,7 +379,7 @@ class VLLMEngine:
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
-        """A request's vllm.SamplingParams; see `submit`."""
+        """Return a request's vllm.SamplingParams; see `submit`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -391,9 +392,9 @@ class VLLMEngine:
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,  # in one list per completion: an object per token would take most of the time
-            detokenize=bool(options.get("stop")),  # text is needed only to find stop strings
+            logprobs=0,  # only the sampled token's
+            flat_logprobs=True,  # one list per completion: an object per token would take most of the time
+            detokenize=bool(options.get("stop")),  # only stop strings need text
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(options | {"stop_token_ids": ends}),
         )
@@ -412,7 +413,7 @@ class VLLMEngine:
         return self._written
 
     def _sampled(self, output: Any) -> list[Sampled]:
-        """vLLM's finished request -> its completions."""
+        """Convert vLLM's finished request into completions."""
         request, read, found = output.request_id, self._open.pop(output.request_id, ()), []
         if (asked := self._seen.pop(request, None)) is not None:
             images.check_expanded(asked, output.prompt_token_ids)
@@ -426,14 +427,14 @@ class VLLMEngine:
         return found
 
     def _completion(self, output: Any) -> Sampled:
-        """vLLM's completion, without experts."""
+        """Convert one of vLLM's completions, without experts."""
         if self.tokens < self.vocab_size:
             self._unknown_tokens += sum(token >= self.tokens for token in output.token_ids)
         kept, reason = kept_of(output, self.vocab_size), finish_reason_of(output.finish_reason)
         return Sampled(array("i", output.token_ids), _logprobs(output), reason, kept=kept)
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop those of the requests that are in flight. When there are no others, drain the engine."""
+        """Drop the ``requests`` that are in flight. If no others are left, drain the engine."""
         if names := [name for name in requests if name in self._open]:
             self.core.abort_request(names)
             for name in names:
@@ -454,7 +455,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # With a temperature vLLM's sampler for requests without a seed would be compiled: seconds.
+        # With a temperature vLLM would compile its sampler for requests without a seed, which takes seconds.
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))

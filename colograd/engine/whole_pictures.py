@@ -1,7 +1,7 @@
-"""Pictures whose tokens see each other (Gemma 3's) are read in one step of the engine.
+"""Reading of whole images in one engine step, for models with bidirectional image tokens (Gemma 3).
 
-vLLM reads long prompts in parts, and tokens of a picture wouldn't see those in the next part. On GPUs it doesn't cut
-pictures of such models, but for those whose features it has from another prompt; on a CPU it cuts all.
+vLLM reads long prompts in parts, and an image's tokens can't attend to tokens in the next part. On GPUs vLLM cuts an
+image of such models only if it has the image's features from another prompt. On a CPU it cuts every image.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def whole_on_cpu() -> Iterator[None]:
-    """Let engines that are built while it lasts not cut such pictures, as on GPUs. (Of other models vLLM would refuse
-    those whose largest picture has more tokens than a step.)"""
+    """Keep such images whole on a CPU, as on GPUs, in engines that are built while the context lasts.
+
+    Other models stay unchanged, because vLLM would refuse a model if its largest image has more tokens than a step.
+    """
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
@@ -34,7 +36,7 @@ def whole_on_cpu() -> Iterator[None]:
 
 
 def whole_of_known_features() -> None:
-    """Let engines that don't cut pictures not cut those either whose features they have, for the whole process."""
+    """Keep images with known features whole too, in all engines of the process that don't cut images."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
@@ -57,8 +59,13 @@ def whole_of_known_features() -> None:
 
 
 def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
-    """How many tokens of a prompt to read after the ``computed`` ones: ``count``, or fewer so as to cut none of the
-    ``pictures`` (first and last token + 1 of each)."""
+    """Return how many tokens of a prompt to read next: ``count``, or fewer so that no image is cut.
+
+    Args:
+        pictures: first and last token + 1 of each image.
+        computed: tokens that were read before.
+        count: tokens that the scheduler chose.
+    """
     for first, end in pictures:
         if first < computed + count < end:
             return max(0, first - computed)
