@@ -3,8 +3,8 @@
     Prompt -> Rollout -> Group -> ScoredGroup -> SampledStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
 Each stage has one frozen type. A field is set when the object is made, or belongs to a later type. Shape letters:
-P prompt tokens, C completion tokens, G completions of a group, R reward functions, T tokens of a packed row, N predicted
-completion tokens of a micro-batch, S segments of a packed row, M micro-batches of a step.
+P prompt tokens, C completion tokens, G completions of a group, R reward functions, T tokens of a packed row,
+N predicted completion tokens of a micro-batch, S segments of a packed row, M micro-batches of a step.
 
 All examples show the same group: the prompt "2 + 2 =" is the tokens 11 12 13, and its two completions are "4" (21, then
 the end token 2) and "I say 5" (22 23 24 2). The only reward function gives them 1 and 0.

@@ -95,7 +95,7 @@ class _Piece(NamedTuple):
         return all(tensor.is_contiguous() for tensor in self.tensors())
 
     def cut(self, size: int) -> Iterator[_Piece]:
-        """Yield slices of at most ``size`` elements as 1-D views, or the whole piece if its layout has no such views."""
+        """Yield slices of at most ``size`` elements as 1-D views, or the piece itself if it has no such views."""
         if not self.is_flat():
             yield self
             return
@@ -303,7 +303,7 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
     Call it after model and state are loaded: the model then holds these values rounded, with ties to even.
 
     Args:
-        owned: the parameters, or parts of them, that the optimizer updates.
+        owned: the parameters or parameter parts that the optimizer updates.
         masters: name and float32 tensor, one at a time. Names without an owned part are skipped.
     """
     wanted: dict[str, list[Owned]] = {}
