@@ -101,9 +101,9 @@ class Loop:
                 self._update(epoch)
                 trainer.report_step(learner.finish_step())
                 self._log_evaluate_save()
-                times.begin_step()  # `finish_step` ended the step before: logging, evaluating and saving are no step's time
-                # At `max_steps`, or if a callback requests it. The round's other steps are dropped then. A due checkpoint
-                # is refused with a line, because a run can't resume in the middle of a round.
+                times.begin_step()  # `finish_step` ended the last one: logging, evaluating, saving are no step's time
+                # At `max_steps`, or if a callback requests it. The round's other steps are dropped then. A due
+                # checkpoint is refused with a line, because a run can't resume in the middle of a round.
                 if trainer.control.should_training_stop:
                     return
             if trainer.control.should_epoch_stop:
@@ -124,7 +124,7 @@ class Loop:
         prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
         for _ in range((self.steps_per_epoch - trained) // length):
             of_round = [next(prompts_of_steps) for _ in range(length)]
-            yield of_round[: self.args.steps_per_generation]  # the rest repeats these prompts, as `Learner.schedule` does
+            yield of_round[: self.args.steps_per_generation]  # `Learner.schedule` repeats these itself
 
     def _update(self, epoch: int) -> None:
         """Clip the gradient's norm, let the optimizer change the weights, and count the step."""

@@ -1,4 +1,4 @@
-"""Training by a recipe: parse, build, train, save, push.
+"""Train by a recipe: parse, build, train, save, push.
 
 accelerate launch colograd/train.py --config recipes/X.yaml [--any_flag value]
 torchrun --nproc-per-node 2 -m colograd.train --config recipes/X.yaml

@@ -73,7 +73,7 @@ class SeamTrainer(Trainer):
         self.recorder = Recorder(self, self.is_world_process_zero())
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # in a notebook: our table replaces transformers' bar
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # a notebook: our table replaces it
             from ..reporting.notebook import RewardTable
 
             self.add_callback(RewardTable())
@@ -187,7 +187,7 @@ class SeamTrainer(Trainer):
     # -- the model
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing. The policy moves into the engine's memory when the engine is built (see `weights.weight_sync`)."""
+        """Do nothing: the policy moves into the engine's memory after the engine's start (see `weights.weight_sync`)."""
 
     def compute_loss_context_manager(self) -> Any:
         """Return autocast if `bf16` is set; accelerate would wrap the model in it."""
@@ -205,7 +205,7 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save as transformers does, from host memory (see `state_dict_on_host`); save only the adapter of a LoRA policy."""
+        """Save as transformers does, from host memory (see `state_dict_on_host`); a LoRA policy's adapter only."""
         if not self.args.should_save:  # since 5.24 transformers calls this on all ranks
             return
         if state_dict is None:
