@@ -49,7 +49,7 @@ PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # model inputs that mark th
 class Images:
     """The processed images of a prompt or of a tool's answer.
 
-    All completions share one object. Two objects are equal if their pictures' digests are equal, because a run has
+    All completions share one object. Two objects are equal if their digests and texts are equal, because a run has
     only one processor.
 
         Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
@@ -57,7 +57,7 @@ class Images:
 
     digest: str  # digest of the pictures' sizes and bytes
     engine_ids: tuple[int, ...]  # the text with one placeholder per picture, as the engine takes it
-    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; only the engine reads them
+    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; () on ranks that only train
     inputs: Mapping[str, torch.Tensor]  # tensors that the model's forward takes in addition to ids, on the host
     places: tuple[int, ...]  # indices in the text of the tokens that the pictures' features replace
     placeholder: int = -1  # id of the placeholder token
@@ -79,11 +79,11 @@ class ModelInput:
         ModelInput(ids=(11, 12, 13))
     """
 
-    ids: tuple[int, ...]  # [P], one token per feature of a picture
+    ids: tuple[int, ...]  # [P] tokens; a picture takes one per feature
     images: Images | None = None
 
     def __len__(self) -> int:
-        """P: the number of tokens."""
+        """Return P, the number of tokens."""
         return len(self.ids)
 
     def followed_by(self, ids: Sequence[int], images: Images | None = None) -> ModelInput:
@@ -258,7 +258,7 @@ class Rollout(_Asked):
     sampler_logprobs: torch.Tensor  # [C] float32, nats, sampled tokens' log-probabilities at the sampling temperature
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
     finish_reason: FinishReason
-    policy_version: int  # step of the weights that sampled it; with `spans`: of the round that trains it
+    policy_version: int  # optimizer step of its weights; with `spans`: of the weights in the round that trains it
     messages: tuple[dict[str, Any], ...] = ()  # a conversation's messages behind the prompt; (): the completion is text
     columns: Mapping[str, Any] = field(default_factory=dict)  # this completion's keywords for reward functions
     experts: RoutedExperts | None = None  # with `router_replay`

@@ -336,7 +336,9 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with the settings ``*_eval``, and compute the loss (`loss_eval`).
+        """Sample and score the evaluation prompts with the settings ``*_eval``.
+
+        The loss is computed too, unless `loss_eval` is false.
 
         Args:
             eval_dataset: other prompts than the trainer's, or the name of one of its evaluation datasets.

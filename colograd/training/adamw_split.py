@@ -87,11 +87,11 @@ class _Piece(NamedTuple):
         return Job(kernel, found[: len(state)], found[len(state) :])
 
     def can_be_fused(self) -> bool:
-        """Whether the compiled kernel can take this piece. One element would be compiled for its size only."""
+        """Return whether the compiled kernel can take this piece. One element would be compiled for its size only."""
         return self.remainder is not None and self.parameter.numel() > 1 and self.is_flat()
 
     def is_flat(self) -> bool:
-        """Whether 1-D views of all tensors name the same elements in the same order."""
+        """Return whether 1-D views of all tensors name the same elements in the same order."""
         return all(tensor.is_contiguous() for tensor in self.tensors())
 
     def cut(self, size: int) -> Iterator[_Piece]:

@@ -313,7 +313,7 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
 def agent_sessions(
     engine: Engine, config: GRPOConfig, agent: Agent, policy: Policy, trainer: Any = None
 ) -> AgentSessions:
-    """Return the source that makes an agent's sessions the completions.
+    """Return the source of completions for an agent: each completion is a session.
 
     Args:
         trainer: its journal records sessions during training.

@@ -61,7 +61,7 @@ def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) ->
         earlier: whether an earlier evaluation had the metric.
 
     Raises:
-        ValueError: no evaluation has a metric of this name.
+        ValueError: no evaluation can have a metric of this name.
     """
     if (name := best_metric(args)) in metrics:
         return ""

@@ -44,7 +44,7 @@ from .recorded_settings import run_settings
 
 OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # settings of a group of parameters
 RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")
-PATIENCE = 10.0  # seconds to wait for an unfinished checkpoint before the next one is skipped
+PATIENCE = 10.0  # seconds that a checkpoint may take; after that the next one is skipped
 
 
 class Checkpointer(TrainerCallback):

@@ -159,7 +159,7 @@ class Learner:
         return step.rows
 
     def _early_step(self, rows: Sequence[PackedRow]) -> StepBatch:
-        """Make a step of the next step's rows, with the second models' log-probabilities."""
+        """Make a `StepBatch` of the next step's rows, with the second models' log-probabilities."""
         if self.second_models:
             with self.hooks.compute_loss_context_manager():
                 rows = fill(self.second_models, rows, self.config.temperature)
@@ -389,7 +389,7 @@ class Learner:
         )
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
-        """Pack this step and the rest of its round in smaller micro-batches on all ranks, after an out-of-memory."""
+        """Pack this step and the rest of its round in smaller micro-batches, after a rank ran out of memory."""
         self._free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.console.warn(

@@ -113,7 +113,7 @@ def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | Non
 
 
 def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, tools: Toolbox | None) -> PromptRules:
-    """Return the rules that make rows prompts.
+    """Return the rules for the conversion of rows into prompts.
 
     Args:
         name: name of the dataset in messages: train, eval or the user's.

@@ -117,7 +117,7 @@ class ReplayStore(RolloutStore):
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Make a warning of other weights, because other settings of the training lead to them."""
+        """Only warn of other weights, because other training settings are allowed and lead to them."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:

@@ -64,7 +64,7 @@ def step_batch(
     Args:
         statistics: statistics of this rank's samples for the step, the source of its metrics.
         tell: function to call with all ranks' statistics.
-        divide: function that divides this rank's groups into trained ones and the others.
+        divide: function that divides this rank's groups into groups with first rows and the rest.
     """
     with times.phase("pack"):
         groups = trainable(step.kept, rules)
@@ -114,7 +114,7 @@ def schedule(
     """Return a round's steps in the order of their training, ``iterations`` times over.
 
     A step that trains other weights than the ones that sampled its rollouts gets old log-probabilities. They are
-    computed now, with the present weights, because the policy will have changed by then.
+    computed now, with the present weights, which sampled the step, because the policy will have changed by then.
 
     Args:
         version: optimizer step of the present weights. Each step makes the next version.

@@ -112,7 +112,7 @@ class TRLNames:
     if not TYPE_CHECKING:  # a type checker knows the real attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Return the value of TRL's attribute, which has another name in Colograd."""
+            """Return the value of TRL's attribute from its equivalent in Colograd."""
             if name in OF_ARGUMENTS:
                 return getattr(self.args, name)
             if name in ALWAYS:
