@@ -261,7 +261,7 @@ class Rollout(_Asked):
     policy_version: int  # optimizer step of its weights; with `spans`: of the weights in the round that trains it
     messages: tuple[dict[str, Any], ...] = ()  # a conversation's messages behind the prompt; (): the completion is text
     columns: Mapping[str, Any] = field(default_factory=dict)  # this completion's keywords for reward functions
-    experts: RoutedExperts | None = None  # with `router_replay`
+    experts: RoutedExperts | None = None  # the engine's experts, with `router_replay`
     kept: KeptTokens | None = None  # tokens that truncated sampling had left; None: not truncated or not recorded
     images: tuple[Images, ...] = ()  # images of tools' answers, with places in the completion
     branches: tuple[Branch, ...] = ()  # branches of a tree; (): each token sees the prompt and all tokens before it
@@ -518,7 +518,7 @@ class MicroBatch:
     # (N, 2, K) float32, with `top_k`: ids (exact in float32) and log-probabilities of the teacher's K likeliest tokens.
     teacher_top: torch.Tensor | None = None
     step_constants: StepConstants = StepConstants()
-    in_loss: bool = True  # whether any token counts in the loss: known without asking the device
+    in_loss: bool = True  # whether any token counts in the loss, known without a device sync
     completion_lengths: tuple[int, ...] = ()  # tokens of each completion
     experts: torch.Tensor | None = None  # (T, L, K), chosen by the engine; see `PackedRow.experts`
     kept: KeptTokens | None = None  # kept tokens of each label, on the host; every model's softmax is over them

@@ -1,4 +1,4 @@
-"""The training loop. `Loop._run_epoch` in outline, where a round is the prompts that are sampled together:
+"""The training loop. A round is the prompts that are sampled together. `Loop._run_epoch` in outline:
 
     for prompts in rounds:                         this rank's, a list per optimizer step
         publish()                                  the engine samples with the policy's present weights

@@ -72,7 +72,7 @@ class Recorder(TrainerCallback):
         self.lanes = Timeline()
         self._rollout: dict[str, Any] | None = None  # timeline of the present round
         self._next = 0  # step of the next statistics
-        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # by step, until it is trained; may be shown
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # sampled groups by step, until the step is trained
         self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # log-probabilities of this step
         self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # of the next step's first rows
         self._step: dict[str, float] = {}  # figures of the present step in addition to its metrics

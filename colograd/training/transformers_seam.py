@@ -59,7 +59,7 @@ class SeamTrainer(Trainer):
         self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
         self.checkpoint_config.restore()
-        self.model_accepts_loss_kwargs = True  # the loss applies the step's denominator itself, not transformers
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the step's denominator, not by transformers
         # No DDP around the model: ranks hold full copies, and their gradients are summed once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
         self.facts: dict[str, Any] = {}  # for the model card and the journal: recipe, command, dataset
@@ -73,7 +73,7 @@ class SeamTrainer(Trainer):
         self.recorder = Recorder(self, self.is_world_process_zero())
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # a notebook: our table replaces it
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # in a notebook our table replaces it
             from ..reporting.notebook import RewardTable
 
             self.add_callback(RewardTable())

@@ -121,7 +121,7 @@ class Matrices:
         trained = sum(p.numel() for p in inside if p.requires_grad)
         shape = Shape.of(base.config)
         frozen = sum(p.numel() for p in inside) - trained
-        parts = parts_of(base)  # a rank's parts of matrices are counted, but all heads of the model
+        parts = parts_of(base)  # matrices are this rank's parts, but `shape` has the whole model's heads
         queries = shape.queries if parts is None else shape.queries // parts.engine.size
         return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 
