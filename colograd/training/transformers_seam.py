@@ -187,7 +187,7 @@ class SeamTrainer(Trainer):
     # -- the model
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing: the policy moves into the engine's memory after the engine's start (see `weights.weight_sync`)."""
+        """Do nothing: the policy moves into the engine's memory when that exists (see `weights.weight_sync`)."""
 
     def compute_loss_context_manager(self) -> Any:
         """Return autocast if `bf16` is set; accelerate would wrap the model in it."""
