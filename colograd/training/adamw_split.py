@@ -123,7 +123,7 @@ class AdamWSplit(torch.optim.Optimizer):
     are float32 or bfloat16.
 
     Args:
-        params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay are torch's too.
+        params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
         compiled: use one fused kernel per tensor (see `adamw_fused`). None: on a GPU with Triton. If compiling fails,
             a line is logged and torch's steps are taken.
         streamed: keep the state in host memory and pass it through the device piece by piece (see `HostStream`).

@@ -1,4 +1,4 @@
-"""The configuration of the policy's checkpoint, restored before a save because `transformers.Trainer` changes it."""
+"""The policy's configuration as its checkpoint has it. `transformers.Trainer` changes it, so it is restored."""
 
 from __future__ import annotations
 

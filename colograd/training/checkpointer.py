@@ -107,7 +107,7 @@ class Checkpointer(TrainerCallback):
         return found
 
     def begin(self, checkpoint: str | None) -> None:
-        """Print where the run begins; move a streamed dataset or a curriculum behind the checkpoint's prompts."""
+        """Print where the run begins; set a streamed dataset or a curriculum to the prompts after the checkpoint."""
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
         if checkpoint is not None:
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
@@ -415,7 +415,7 @@ class Checkpointer(TrainerCallback):
             aside.rmdir()
 
     def finish_alone(self) -> None:
-        """Finish the save under way although other ranks may be gone; see `Writer.finish_alone`."""
+        """Finish the save under way when other ranks may be gone; see `Writer.finish_alone`."""
         if not self.writer.finish_alone():
             self._host_files = HostFiles(self.args.device)
 

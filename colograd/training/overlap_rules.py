@@ -46,7 +46,7 @@ def why_not(
 
 
 def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup], bool]) -> OwnGroups | None:
-    """Make the store of finished groups that are trained early; None: no group is."""
+    """Return the container of finished groups to train early; None: no group is."""
     if config.overlap == "off" or why:
         return None
     if config.world_size == 1:

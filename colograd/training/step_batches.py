@@ -103,8 +103,8 @@ def step_batch(
 def trainable(groups: Sequence[ScoredGroup], rules: PackingRules) -> list[ScoredGroup]:
     """Return the groups to pack.
 
-    Groups without a reward difference have no gradient. They count in the denominators and the metrics, but are not
-    trained on."""
+    With ``skip_without_signal`` groups without a reward difference are left out, because they have no gradient. They
+    still count in the denominators and the metrics."""
     return [group for group in groups if has_signal(group) or not rules.skip_without_signal]
 
 
