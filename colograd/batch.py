@@ -1,12 +1,12 @@
-"""The types that data has on its way from a prompt to an optimizer step. Imports torch only.
+"""The types of the data on its way from a prompt to an optimizer step. Imports torch only.
 
     Prompt -> Rollout -> Group -> ScoredGroup -> SampledStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
-One frozen type per stage; a field is there from the start or belongs to a later type. Shape letters: P prompt tokens, C
-completion tokens, G completions of a group, R reward functions, T tokens of a packed row, N predicted completion tokens
-of a micro-batch, S segments of a packed row, M micro-batches of a step.
+Each stage has one frozen type. A field is set when the object is made, or belongs to a later type. Shape letters:
+P prompt tokens, C completion tokens, G completions of a group, R reward functions, T tokens of a packed row,
+N predicted completion tokens of a micro-batch, S segments of a packed row, M micro-batches of a step.
 
-Each type shows the same group: the prompt "2 + 2 =" is the tokens 11 12 13, and its two completions are "4" (21, then
+All examples show the same group: the prompt "2 + 2 =" is the tokens 11 12 13, and its two completions are "4" (21, then
 the end token 2) and "I say 5" (22 23 24 2). The only reward function gives them 1 and 0.
 """
 
@@ -41,25 +41,26 @@ class FinishReason(enum.StrEnum):
         return self in (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
-STAND_IN = 0  # a token that is no placeholder, of any model
-PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # inputs that say of each token whether it is an image's
+STAND_IN = 0  # a token that is no model's image placeholder
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # model inputs that mark the tokens of images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """The images of a prompt, or of a tool's answer, as the processor made them, once: completions share this object.
+    """The processed images of a prompt or of a tool's answer.
 
-    Equal where the pictures are, by their digest; processors are a run's.
+    All completions share one object. Two objects are equal if their digests and texts are equal, because a run has
+    only one processor.
 
         Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
     """
 
-    digest: str  # of the pictures' sizes and bytes
-    engine_ids: tuple[int, ...]  # the text with one placeholder per picture, which the engine fills itself
-    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; dropped where only the trainer
-    inputs: Mapping[str, torch.Tensor]  # reads them. What the model's forward takes beside ids, on the host
-    places: tuple[int, ...]  # in the text, of the tokens whose embeddings the pictures' features replace
-    placeholder: int = -1  # the token of that name
+    digest: str  # digest of the pictures' sizes and bytes
+    engine_ids: tuple[int, ...]  # the text with one placeholder per picture, as the engine takes it
+    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; () on ranks that only train
+    inputs: Mapping[str, torch.Tensor]  # tensors that the model's forward takes in addition to ids, on the host
+    places: tuple[int, ...]  # indices in the text of the tokens that the pictures' features replace
+    placeholder: int = -1  # id of the placeholder token
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Images) and (self.digest, self.engine_ids) == (other.digest, other.engine_ids)
@@ -70,29 +71,30 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """All that the model reads before it writes: tokens, and the images among them.
+    """The model's input: tokens, and the images among them.
 
-    Completions share a prompt in a packed row exactly where their inputs are equal, so all fields must be hashable and
+    Completions share a prompt in a packed row exactly if their inputs are equal, so all fields must be hashable and
     comparable.
 
         ModelInput(ids=(11, 12, 13))
     """
 
-    ids: tuple[int, ...]  # [P], with as many tokens for a picture as the model has features of it
+    ids: tuple[int, ...]  # [P] tokens; a picture takes one per feature
     images: Images | None = None
 
     def __len__(self) -> int:
-        """P: the tokens."""
+        """Return P, the number of tokens."""
         return len(self.ids)
 
     def followed_by(self, ids: Sequence[int], images: Images | None = None) -> ModelInput:
-        """What the engine reads for a further turn: all of this, and what was written behind it.
+        """Return the engine's input for a further turn: this input, then ``ids``.
 
-        A placeholder that somebody wrote is no picture's: the engine, which would take it for the next one's, gets
-        another token in its place, and puts it back (see `engine.images`).
+        A placeholder that the model or a user wrote stands for no picture, but the engine would take it for the next
+        one's. So the engine gets another token in its place, and puts the placeholder back (see `engine.images`).
 
         Args:
-            images: among ``ids``, with places in them.
+            ids: tokens behind this input.
+            images: the images among ``ids``, with places in ``ids``.
         """
         before, last = self.images, images or self.images
         if last is None:
@@ -117,21 +119,21 @@ class ModelInput:
 
     @property
     def key(self) -> str:
-        """A digest of all that is read: the same in every process, and in each epoch of a run."""
+        """A digest of tokens and images: the same in every process, and in each epoch of a run."""
         seen = b"" if self.images is None else self.images.digest.encode()
         return hashlib.blake2b(array("q", self.ids).tobytes() + seen, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutId:
-    """Which completion of the run it is. Two completions of equal tokens have two identities."""
+    """The identity of a completion in a run. Two completions of equal tokens have two identities."""
 
-    position: int  # of its prompt in the stream of prompts
-    index: int  # in its group
+    position: int  # position of its prompt in the stream of prompts
+    index: int  # index of the completion in its group
 
 
 class _Asked:
-    """A prompt, or what answers one: it has an ``input``."""
+    """The base of prompts and completions: an object with an ``input``."""
 
     __slots__ = ()
     input: ModelInput
@@ -148,53 +150,53 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class Prompt(_Asked):
-    """A prompt in the queue: the dataset's row, what the model reads of it, and its place in the stream of prompts.
+    """A prompt in the queue: the dataset's row, the model's input, and the position in the stream of prompts.
 
     ``position`` counts prompts over the whole run and all ranks, so a request's seed depends on neither the number of
-    ranks nor the batch it falls into.
+    ranks nor its batch.
 
         Prompt({"prompt": "2 + 2 =", "answer": "4"}, ModelInput((11, 12, 13)), position=0)
     """
 
     example: dict[str, Any]
-    input: ModelInput  # or [P] ids, which become one
+    input: ModelInput  # or [P] ids, which are converted
     position: int
 
 
-TEACHER = "teacher"  # the dataset's column that names a prompt's teacher, where there are several
-UNTAUGHT = float("inf")  # in the place of a teacher's log-probability: the prompt names none
-UNKNOWN = -1  # in the place of an expert: the engine didn't tell which it was
+TEACHER = "teacher"  # the dataset's column that names a prompt's teacher, in a run with several
+UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
+UNKNOWN = -1  # value of an expert's index if the engine didn't record it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """Which experts the engine's routers chose for a rollout's tokens: K in each of L layers that have some. The last
-    token's aren't known: it was never read.
+    """The experts that the engine's routers chose for a rollout's tokens: K in each of L layers with experts.
 
-    In int8 (int16 of more than 128 experts), so L * K bytes per token, and once for all that answer a prompt.
+    The last token has no known experts, because the engine never read it. The tensors are int8 (int16 above 128
+    experts), so a token takes L * K bytes. All completions of a prompt share the prompt's tensor.
     """
 
-    prompt: torch.Tensor  # [P, L, K], of a group's rollouts one tensor
+    prompt: torch.Tensor  # [P, L, K], one tensor for all rollouts of a group
     completion: torch.Tensor  # [C, L, K]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """Which tokens top-k, top-p and min-p had left when each of N tokens was drawn: the places' ids one after another.
+    """The tokens that top-k, top-p and min-p had left when each of N tokens was sampled, in one flat tensor.
 
-    Of the second completion, whose 23 was drawn from the whole vocabulary, as a 0 says:
+    In the second completion, 23 was sampled from the whole vocabulary, so its count is 0:
 
         completion_ids   22          23  24        2
         ids              22 27 29        24 12     2
         counts           3           0   2         1
     """
 
-    ids: torch.Tensor  # [sum counts] int32
-    counts: torch.Tensor  # [N] int32; 0: all
+    ids: torch.Tensor  # [sum counts] int32 token ids
+    counts: torch.Tensor  # [N] int32, number of ids per token; 0: the whole vocabulary
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
-        """Those of several sequences one after another, each with its length; None: all were drawn from the whole."""
+        """Concatenate the kept tokens of several sequences, each with its length; None if nothing was truncated."""
         if all(kept is None for kept, _ in parts):
             return None
         none = torch.empty(0, dtype=torch.int32)
@@ -202,7 +204,7 @@ class KeptTokens:
         return cls(torch.cat([none if kept is None else kept.ids for kept, _ in parts]), torch.cat(counts))
 
     def of(self, places: torch.Tensor) -> KeptTokens:
-        """Those of some of the N tokens."""
+        """Select the kept tokens at some of the N places."""
         starts, counts = self.counts.cumsum(0) - self.counts, self.counts[places]
         shifts = starts[places] - (counts.cumsum(0) - counts)
         index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts.long())
@@ -211,59 +213,59 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Consecutive tokens of a rollout that is a tree: of an agent's session, whose contexts share beginnings.
+    """Consecutive tokens of a rollout that is a tree. An agent's session is one: its contexts share beginnings.
 
-    A rollout's branches lie one after the other in its completion, each behind the one that it goes on from. Here the
-    agent called the model behind the whole prompt 11 12 13 (branch 0), went on (1), and then again from the prompt's
-    first two tokens, with a shorter context (2):
+    A rollout's branches lie one after the other in its completion, each somewhere behind its parent. Here the agent
+    called the model behind the whole prompt 11 12 13 (branch 0) and continued (1). Then it called the model again with
+    a shorter context, the prompt's first two tokens (2):
 
         completion_ids   21 22 | 31 32 | 41 42
         branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
     """
 
     length: int  # tokens
-    after: int | None = None  # the branch at whose end it goes on; None: within the prompt, or at its end
-    prompt: int = 0  # of a branch after none: the tokens of the prompt that it sees
+    after: int | None = None  # index of the parent branch, continued at its end; None: the prompt is the parent
+    prompt: int = 0  # number of the prompt's tokens that the branch sees, if the prompt is its parent
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Consecutive tokens of a rollout that the same weights sampled, where rounds carried it over (`carry_over`).
+    """Consecutive tokens that the same weights sampled, in a rollout that rounds carried over (`carry_over`).
 
-    The second completion, of which the round at step 7 sampled two tokens, and the one at step 8 the others:
+    The round at step 7 sampled two tokens of the second completion, and the round at step 8 the others:
 
         completion_ids   22 23 | 24  2
         spans            VersionSpan(2, version=7), VersionSpan(2, version=8)
     """
 
     length: int  # tokens
-    version: int  # the optimizer step whose weights sampled them
+    version: int  # optimizer step of the weights that sampled them
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout(_Asked):
-    """One completion, with what the sampler knew of it.
+    """One completion, with the sampler's record.
 
-    The second completion; each log-probability is that of the token given all before it:
+    The second completion, with the log-probability of each token given all tokens before it:
 
         input.ids         11 12 13
         completion_ids              22   23   24    2
         sampler_logprobs          -1.2 -0.3 -0.9 -0.1
     """
 
-    input: ModelInput  # or [P] ids, which become one
-    completion_ids: array[int]  # [C] "i", as sampled, never re-tokenised; any sequence of ids becomes one
-    sampler_logprobs: torch.Tensor  # [C] float32, nats, of the sampled token at the sampling temperature
+    input: ModelInput  # or [P] ids, which are converted
+    completion_ids: array[int]  # [C] "i", as sampled, never re-tokenised; any sequence of ids is converted
+    sampler_logprobs: torch.Tensor  # [C] float32, nats, sampled tokens' log-probabilities at the sampling temperature
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
     finish_reason: FinishReason
-    policy_version: int  # the optimizer step whose weights sampled it; with `spans`: those of the round that trains it
-    messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
-    columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
-    experts: RoutedExperts | None = None  # with `router_replay`
-    kept: KeptTokens | None = None  # of its tokens, where the sampler's distribution was truncated and that is recorded
-    images: tuple[Images, ...] = ()  # of tools' answers, with places in the completion
-    branches: tuple[Branch, ...] = ()  # of a tree; (): each token sees the prompt and all before it
-    spans: tuple[VersionSpan, ...] = ()  # which weights sampled its tokens; (): those of `policy_version` all of them
+    policy_version: int  # optimizer step of its weights; with `spans`: of the weights in the round that trains it
+    messages: tuple[dict[str, Any], ...] = ()  # a conversation's messages behind the prompt; (): the completion is text
+    columns: Mapping[str, Any] = field(default_factory=dict)  # this completion's keywords for reward functions
+    experts: RoutedExperts | None = None  # the engine's experts, with `router_replay`
+    kept: KeptTokens | None = None  # tokens that truncated sampling had left; None: not truncated or not recorded
+    images: tuple[Images, ...] = ()  # images of tools' answers, with places in the completion
+    branches: tuple[Branch, ...] = ()  # branches of a tree; (): each token sees the prompt and all tokens before it
+    spans: tuple[VersionSpan, ...] = ()  # weights that sampled its tokens; (): `policy_version` sampled all
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
@@ -272,19 +274,19 @@ class Rollout(_Asked):
 
     @property
     def tree(self) -> tuple[Branch, ...]:
-        """The branches; of a rollout that is none, the one that is all of it."""
+        """The branches. A rollout that is no tree has one, the whole completion."""
         return self.branches or (Branch(len(self.completion_ids), prompt=len(self.input)),)
 
     @property
     def versions(self) -> torch.Tensor:
-        """[C] int64: the optimizer step whose weights sampled each token."""
+        """[C] int64: optimizer step of the weights that sampled each token."""
         if not self.spans:
             return torch.full((len(self.completion_ids),), self.policy_version)
         return torch.cat([torch.full((span.length,), span.version) for span in self.spans])
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The tokens before each branch of the `tree`, which all of its own see."""
+        """Number of tokens before each branch of the `tree` that the branch's tokens see."""
         found: list[int] = []
         for branch in self.tree:
             before = branch.prompt if branch.after is None else found[branch.after] + self.tree[branch.after].length
@@ -293,7 +295,7 @@ class Rollout(_Asked):
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of its sequences, one per branch that no other goes on from, each with all that it sees."""
+        """Tokens of all sequences of the tree: each leaf with the tokens that it sees."""
         within = {branch.after for branch in self.tree}
         ends = (i for i in range(len(self.tree)) if i not in within)
         return sum(self.seen[i] + self.tree[i].length for i in ends)
@@ -301,7 +303,7 @@ class Rollout(_Asked):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G completions of one prompt. All are sampled and scored on one rank; another may train them.
+    """The G completions of one prompt. One rank samples and scores the group; another may train it.
 
     The first prompt's two completions:
 
@@ -311,7 +313,7 @@ class Group:
 
     example: dict[str, Any]
     rollouts: tuple[Rollout, ...]  # [G]
-    position: int  # of the prompt in the stream
+    position: int  # position of the prompt in the stream of prompts
 
     @property
     def rollout_ids(self) -> tuple[RolloutId, ...]:
@@ -321,17 +323,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What reward functions logged of a group beside its rewards."""
+    """Values that reward functions logged for a group in addition to its rewards."""
 
-    columns: dict[str, tuple[Any, ...]]  # [G] values of each further column of the completions table
-    metrics: dict[str, tuple[float, int]]  # sum and number of the values of each
+    columns: dict[str, tuple[Any, ...]]  # column of the completions table -> [G] values
+    metrics: dict[str, tuple[float, int]]  # metric -> (sum, number of values)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
     """A group with its rewards and advantages.
 
-    One reward function, and one advantage per completion (or one per token, 2 + 4 of them):
+    One reward function, and one advantage per completion (or one per token, here 2 + 4):
 
         rewards       [[1.0], [0.0]]
         advantages    [0.71, -0.71]
@@ -343,8 +345,8 @@ class ScoredGroup:
     logged: Logged = field(default_factory=lambda: Logged({}, {}))
 
     def for_training(self) -> ScoredGroup:
-        """The group without what only rewards and logs read, to be sent to another rank."""
-        seen: dict[ModelInput, ModelInput] = {}  # one object for the completions of one prompt, also where they arrive
+        """Return a copy to send to another rank, without the fields that only rewards and logs read."""
+        seen: dict[ModelInput, ModelInput] = {}  # a prompt's completions share one object, on the receiver too
         rollouts = tuple(
             dataclasses.replace(
                 rollout,
@@ -357,31 +359,31 @@ class ScoredGroup:
         )
         kept = {name: value for name, value in self.group.example.items() if name == TEACHER}
         group = dataclasses.replace(self.group, example=kept, rollouts=rollouts)
-        # Clones, because a view of a larger tensor is sent with all of it.
+        # Clones, because a view would be sent with its whole storage.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
 
 
 def _bare(asked: ModelInput) -> ModelInput:
-    """An input without the pictures."""
+    """Return the input without its pictures."""
     return asked if asked.images is None else dataclasses.replace(asked, images=_without_pictures(asked.images))
 
 
 def _without_pictures(images: Images) -> Images:
-    """Of which the pixels are left."""
+    """Return the images without PIL pictures, but with the forward's inputs."""
     return dataclasses.replace(images, pictures=())
 
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups of one optimizer step on this rank. The two differ with dynamic sampling only."""
+    """The groups of one optimizer step on this rank. `kept` and `sampled` differ with dynamic sampling only."""
 
-    kept: tuple[ScoredGroup, ...]  # what the step is about: its denominators count them
-    sampled: tuple[ScoredGroup, ...]  # this step's share of all that was sampled: metrics and logs count them
+    kept: tuple[ScoredGroup, ...]  # groups of the step: its denominators count them
+    sampled: tuple[ScoredGroup, ...]  # this step's share of all sampled groups: metrics and logs count them
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Which tokens of a packed row see which: each segment sees itself (causally) and the earlier segments it names.
+    """The attention between a packed row's segments: each sees itself (causally) and the earlier segments it names.
 
     Both completions see the prompt:
 
@@ -390,22 +392,22 @@ class SegmentLayout:
         attends_to       ((), (0,), (0,))
     """
 
-    lengths: tuple[int, ...]  # [S] tokens, in the order of the row
-    attends_to: tuple[tuple[int, ...], ...]  # [S] indices of earlier segments, in the order of their keys
+    lengths: tuple[int, ...]  # [S] tokens of each segment, in the order of the row
+    attends_to: tuple[tuple[int, ...], ...]  # [S] indices of the earlier segments that each sees, in key order
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """[S] index in the row of each segment's first token."""
+        """[S] index of each segment's first token in the row."""
         return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
 
     @property
     def num_tokens(self) -> int:
-        """T: the length of the row."""
+        """T: the row's length in tokens."""
         return sum(self.lengths)
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest segment with those it attends to."""
+        """Maximum over the segments of their tokens plus the tokens they attend to."""
         seen = zip(self.lengths, self.attends_to, strict=True)
         return max(own + sum(self.lengths[s] for s in earlier) for own, earlier in seen)
 
@@ -417,23 +419,23 @@ class SegmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepConstants:
-    """What the terms of the entropy and of routers must know of the whole step (see `losses.entropy`)."""
+    """Values of the whole step that the entropy and router terms of a loss need (see `losses.entropy`)."""
 
-    coefficient: float = 0.0  # of the bonus, in this step
-    denominator: float = 1.0  # the step's, by which the trainer will divide the sum
-    threshold: float | None = None  # of the top-entropy quantile, nats; None: the micro-batch is the whole step
-    tokens: float | None = None  # that the bonus is a mean over; None: likewise
-    sequence_tokens: float | None = None  # of all sequences, each with its prompt; None: likewise
+    coefficient: float = 0.0  # the entropy bonus's coefficient in this step
+    denominator: float = 1.0  # the step's denominator: the trainer divides the sum by it
+    threshold: float | None = None  # nats, the top-entropy quantile; None: the micro-batch is the whole step
+    tokens: float | None = None  # tokens in the mean of the bonus; None: as above
+    sequence_tokens: float | None = None  # tokens of all sequences with their prompts; None: as above
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """Some completions of one group with their prompt: what is packed as a unit."""
+    """Some completions of one group with their prompt: the unit of packing."""
 
     ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[torch.Tensor, ...]  # per rollout: () or [C]
-    teacher: str = ""  # by which these are scored, where there are several
+    advantages: tuple[torch.Tensor, ...]  # one tensor per rollout, () or [C]
+    teacher: str = ""  # name of the teacher that scores these rollouts, in a run with several
 
     @property
     def num_tokens(self) -> int:
@@ -442,36 +444,38 @@ class PackedGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """What goes into one micro-batch. It copies no token: `packing.collate` does when a forward needs the row, so a
-    step's tokens lie in memory once, as they were sampled, and none wait on the device."""
+    """The content of one micro-batch, without a copy of its tokens.
+
+    `packing.collate` copies them when a forward needs the row. So a step's tokens are in memory once, as they were
+    sampled, and none wait on the device."""
 
     parts: tuple[PackedGroup, ...]
     mask_truncated: bool
-    device: torch.device  # where the forward will be
+    device: torch.device  # device of the forward
     old_logprobs: torch.Tensor | None = None  # (N,) float32 on the device; see MicroBatch
-    ref_logprobs: torch.Tensor | None = None  # likewise
-    teacher_logprobs: torch.Tensor | None = None  # likewise
-    teacher_states: torch.Tensor | None = None  # (N, hidden) in host memory beside a GPU; see MicroBatch
-    teacher_top: torch.Tensor | None = None  # (N, 2, K), likewise
+    ref_logprobs: torch.Tensor | None = None  # (N,) float32 on the device
+    teacher_logprobs: torch.Tensor | None = None  # (N,) float32 on the device
+    teacher_states: torch.Tensor | None = None  # (N, hidden), with a GPU in host memory; see MicroBatch
+    teacher_top: torch.Tensor | None = None  # (N, 2, K), with a GPU in host memory; see MicroBatch
     step_constants: StepConstants = StepConstants()
 
     @property
     def num_tokens(self) -> int:
-        """T: the length of the row."""
+        """T: the row's length in tokens."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of its completions, each with its prompt."""
+        """Tokens of the row's sequences, each with its prompt."""
         return sum(rollout.sequence_tokens for part in self.parts for rollout in part.rollouts)
 
     @property
     def rollouts(self) -> tuple[RolloutId, ...]:
-        """The completions in this row, in its order."""
+        """The completions in this row, in the row's order."""
         return tuple(identity for part in self.parts for identity in part.ids)
 
     def experts(self) -> torch.Tensor | None:
-        """(T, L, K) of the row's tokens, `UNKNOWN` where the engine told none; None: it told none of all."""
+        """Return the experts of the row's tokens (T, L, K), `UNKNOWN` if not recorded; None if none are recorded."""
         told = [r.experts for part in self.parts for r in part.rollouts if r.experts is not None]
         if not told:
             return None
@@ -486,50 +490,50 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward sees: one packed row without padding.
+    """The input of one forward and backward: one packed row without padding.
 
     The [N] tensors are aligned with each other: one entry per completion token that the row predicts.
 
         input_ids       11 12 13 | 21  2 | 22 23 24  2
         position_ids     0  1  2 |  3  4 |  3  4  5  6
-        logit_positions       2  3 |  2  5  6  7                the places whose hidden states predict ...
+        logit_positions       2  3 |  2  5  6  7                hidden states at these places predict ...
         labels          21  2 | 22 23 24  2                ... these tokens
-        sequence         0  0 |  1  1  1  1                of the completions rollouts = (0, 0), (0, 1)
+        sequence         0  0 |  1  1  1  1                index into rollouts = (0, 0), (0, 1)
     """
 
     input_ids: torch.Tensor  # (1, T) int64
     position_ids: torch.Tensor  # (1, T) int64
     layout: SegmentLayout
-    logit_positions: torch.Tensor  # (N,) int64: the place in the row whose hidden state predicts the label
+    logit_positions: torch.Tensor  # (N,) int64: index in the row of the hidden state that predicts the label
     labels: torch.Tensor  # (N,) int64
     loss_mask: torch.Tensor  # (N,) float32, 1: the token counts in the loss
-    sequence: torch.Tensor  # (N,) int64: which completion of this row the token belongs to, 0 ... num_sequences-1
+    sequence: torch.Tensor  # (N,) int64: index of the token's completion in this row, 0 ... num_sequences-1
     sampler_logprobs: torch.Tensor  # (N,) float32
     advantages: torch.Tensor  # (N,) float32
     old_logprobs: torch.Tensor | None  # (N,) float32; None exactly when the rollouts are on-policy
     ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
-    rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
+    rollouts: tuple[RolloutId, ...]  # the completions in this row, in the row's order
     teacher_logprobs: torch.Tensor | None = None  # (N,) float32, with a teacher and `distillation_kl: sampled`
-    teacher_states: torch.Tensor | None = None  # (N, hidden of the teacher), what its head is given; with `exact`
-    # (N, 2, K) float32, its K most probable tokens' ids, which float32 holds exactly, and log-probabilities; `top_k`.
+    teacher_states: torch.Tensor | None = None  # (N, hidden of the teacher), input of its head; with `exact`
+    # (N, 2, K) float32, with `top_k`: ids (exact in float32) and log-probabilities of the teacher's K likeliest tokens.
     teacher_top: torch.Tensor | None = None
     step_constants: StepConstants = StepConstants()
-    in_loss: bool = True  # whether any token counts in the loss: known without asking the device
+    in_loss: bool = True  # whether any token counts in the loss, known without a device sync
     completion_lengths: tuple[int, ...] = ()  # tokens of each completion
-    experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
-    kept: KeptTokens | None = None  # of the labels, in host memory; every model's distribution is that over them
-    images: Mapping[int, tuple[Images, ...]] | None = None  # by their segment, with places in it; None: there are none
+    experts: torch.Tensor | None = None  # (T, L, K), chosen by the engine; see `PackedRow.experts`
+    kept: KeptTokens | None = None  # kept tokens of each label, on the host; every model's softmax is over them
+    images: Mapping[int, tuple[Images, ...]] | None = None  # segment -> images, with places in it; None: no images
     ages: torch.Tensor | None = None  # (N,) float32, optimizer steps from a token's weights to the round's; None: 0
-    host_positions: torch.Tensor | None = None  # (N,) logit_positions in host memory, for ranks that share the row
+    host_positions: torch.Tensor | None = None  # (N,) logit_positions on the host, for ranks that share the row
 
     @property
     def num_sequences(self) -> int:
-        """Completions in this row."""
+        """Number of completions in this row."""
         return len(self.rollouts)
 
     @property
     def predictors(self) -> torch.Tensor:
-        """The former name of `logit_positions`, for losses written against it."""
+        """The former name of `logit_positions`, for losses that use it."""
         return self.logit_positions
 
 
@@ -537,21 +541,21 @@ class MicroBatch:
 class StepBatch:
     """One optimizer step's work on this rank, with the step's global denominators.
 
-    With the example's group alone, on one rank: num_loss_tokens = 6, num_sequences = 2.
+    With only the example's group, on one rank: num_loss_tokens = 6, num_sequences = 2.
     """
 
-    rows: tuple[PackedRow, ...]  # [M] one per micro-batch, M equal on all ranks where these must step together
+    rows: tuple[PackedRow, ...]  # [M] one per micro-batch; M is equal on ranks that must step together
     num_loss_tokens: int  # tokens in the loss, over all ranks and groups, packed or not
-    num_sequences: int  # completions, likewise
-    metrics: dict[str, float]  # reduced over ranks: what was known before training
-    groups: tuple[ScoredGroup, ...]  # what the rows hold: they can be packed again under another budget
-    version: int = 0  # the optimizer step whose weights it trains
+    num_sequences: int  # completions, over all ranks and groups, packed or not
+    metrics: dict[str, float]  # metrics known before training, reduced over ranks
+    groups: tuple[ScoredGroup, ...]  # content of the rows, to pack them again under another budget
+    version: int = 0  # optimizer step of the weights that it trains
     counted: bool = True  # False: another rank has the same rows, and sums over ranks count them there
-    trained: int = 0  # of the rows: the first ones, whose gradients were made before all was sampled
+    trained: int = 0  # number of first rows with gradients made before sampling ended
 
     @property
     def on_policy(self) -> bool:
-        """Whether the weights that it trains sampled all of its rollouts."""
+        """Whether the weights that the step trains sampled all of its rollouts."""
         return all(
             rollout.policy_version == self.version for scored in self.groups for rollout in scored.group.rollouts
         )
@@ -559,7 +563,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What a loss says of one micro-batch."""
+    """The loss and metrics of one micro-batch."""
 
     loss: torch.Tensor  # () the unnormalised SUM; the step's denominator is applied once, by the trainer
     sums: dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)

@@ -1,4 +1,4 @@
-"""The training loop. `Loop._run_epoch` in outline, where a round is the prompts that are sampled together:
+"""The training loop. A round is the prompts that are sampled together. `Loop._run_epoch` in outline:
 
     for prompts in rounds:                         this rank's, a list per optimizer step
         publish()                                  the engine samples with the policy's present weights
@@ -8,13 +8,13 @@
             learner.train(step)                    forward and backward of all its rows; one sum of gradients over ranks
             update()                               clip the gradient; optimizer, learning rate
             report_step(learner.finish_step())     the step's metrics: console, journal, report, the next log
-            log_evaluate_save()                    where they are due
+            log_evaluate_save()                    if they are due
 
-Every rank runs it. Where several ranks share an engine, the first of them gets the groups, and `collect` gives the
-others empty steps, which `schedule` fills with a part of the first one's.
+Every rank runs it. If several ranks share an engine, the first of these gets the groups, and `collect` returns empty
+steps to the others. `schedule` fills them with a part of the first rank's groups.
 
-`transformers.Trainer.train` calls it in the place of its own loop, which is made for batches that exist before a step
-begins. Callbacks get the same events in the same order; a round is sampled before the first of its steps begins.
+`transformers.Trainer.train` calls it instead of its own loop, which needs batches that exist before a step begins.
+Callbacks get the same events in the same order. A round is sampled before its first step begins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loop:
     """One training of a `GRPOTrainer`.
 
     Args:
-        trainer: the GRPOTrainer, whose parts do the work: `sampler`, `learner`, `recorder`, `checkpointer`. Its names
+        trainer: the GRPOTrainer. Its parts do the work: `sampler`, `learner`, `recorder`, `checkpointer`. Its names
             with an underscore are transformers' own state, which transformers' other methods read.
         checkpoint: the folder to resume from; None: start from the model.
         ignore_keys: as in `transformers.Trainer.train`, for evaluations.
@@ -45,22 +45,22 @@ class Loop:
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
-        self.step_of_epoch = 0  # optimizer steps of the present epoch that are trained
-        self.grad_norm = 0.0  # of the last step, before it was clipped
-        self.learning_rate = 0.0  # that the last step was taken with
+        self.step_of_epoch = 0  # trained optimizer steps of the present epoch
+        self.grad_norm = 0.0  # gradient norm of the last step, before clipping
+        self.learning_rate = 0.0  # learning rate of the last step
 
     def run(self) -> TrainOutput:
         """Train from the checkpoint, or the model, to the last step, or until a callback stops the training."""
         trainer = self.trainer
         self._prepare()
         self._tell("on_train_begin")
-        trainer.measure_budget()  # tokens per micro-batch; here, since it needs the optimizer
+        trainer.measure_budget()  # tokens per micro-batch; here, because it needs the optimizer
         if self.args.eval_on_start:
             trainer._evaluate(None, self.ignore_keys, skip_scheduler=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # last, so that nothing before has drawn from it
+                trainer._load_rng_state(self.checkpoint)  # last, so that nothing draws from it before
             self._run_epoch(epoch)
             self._tell("on_epoch_end")
             self._log_evaluate_save()
@@ -96,25 +96,25 @@ class Loop:
             sampled = trainer.sampler.collect(prompts, meanwhile=learner)
             for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
-                # `Learner.train(step)`, by transformers' name for it, which subclasses may wrap.
+                # `Learner.train(step)`, under transformers' name, which subclasses may wrap.
                 trainer._tr_loss += trainer.training_step(trainer.model, step)
                 self._update(epoch)
                 trainer.report_step(learner.finish_step())
                 self._log_evaluate_save()
                 times.begin_step()  # `finish_step` ended the last one: logging, evaluating, saving are no step's time
-                # At `max_steps`, or where a callback asks for it. A round's other steps are dropped then, and a
-                # checkpoint that is due is refused with a line, as a run can't resume in the middle of a round.
+                # At `max_steps`, or if a callback requests it. The round's other steps are dropped then. A due
+                # checkpoint is refused with a line, because a run can't resume in the middle of a round.
                 if trainer.control.should_training_stop:
                     return
             if trainer.control.should_epoch_stop:
                 return
 
     def _rounds(self, epoch: int) -> Iterator[list[list[Prompt]]]:
-        """This rank's prompts of each round of an epoch, a list per optimizer step, without the rounds that the
-        checkpoint has trained.
+        """Yield this rank's prompts of each round of an epoch, a list per optimizer step.
 
-        An epoch is whole rounds (`StepOrder` in data/order.py). As in TRL it counts optimizer steps, so the loader
-        yields a round's prompts `num_iterations` times.
+        Rounds that the checkpoint has trained are skipped. An epoch consists of whole rounds (`StepOrder` in
+        data/order.py). As in TRL it counts optimizer steps, so the loader yields a round's prompts `num_iterations`
+        times.
         """
         length = self.args.round_length  # optimizer steps: steps_per_generation x num_iterations
         trained = self.steps_trained if epoch == self.first_epoch else 0
@@ -124,7 +124,7 @@ class Loop:
         prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
         for _ in range((self.steps_per_epoch - trained) // length):
             of_round = [next(prompts_of_steps) for _ in range(length)]
-            yield of_round[: self.args.steps_per_generation]  # the others repeat them: `Learner.schedule` does that
+            yield of_round[: self.args.steps_per_generation]  # `Learner.schedule` repeats these itself
 
     def _update(self, epoch: int) -> None:
         """Clip the gradient's norm, let the optimizer change the weights, and count the step."""
@@ -155,21 +155,21 @@ class Loop:
         trainer, control = self.trainer, self.trainer.control
         if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log()
-        if control.should_evaluate:  # which publishes the weights first
+        if control.should_evaluate:  # `_evaluate` publishes the weights first
             metrics = trainer._evaluate(None, self.ignore_keys)
             is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            if trainer.checkpointer.save():  # else it failed, and said why, or will ask again at the round's end
+            if trainer.checkpointer.save():  # else it failed with a warning, or will be due again at the round's end
                 self._tell("on_save")
             trainer.control.should_save = False
 
     def _log(self) -> None:
-        """Log the mean loss since the last log; `trainer.log` adds the means of what `report_step` kept."""
+        """Log the mean loss since the last log; `trainer.log` adds the means of the metrics that `report_step` kept."""
         trainer = self.trainer
         step, losses = trainer.state.global_step, trainer._tr_loss
-        # Each rank has the loss over all ranks, unless a subclass's `training_step` returned its own.
+        # Each rank has the loss over all ranks, unless a subclass's `training_step` returned another one.
         total = nested_gather(losses, self.args.parallel_mode).mean().item()
         losses.zero_()
         mean = total / (step - trainer._globalstep_last_logged)

@@ -1,6 +1,6 @@
 """`Replayer`: a `GRPOTrainer` that trains a run's recorded steps again, without an engine and without rewards.
 
-the checkpoint before the steps --> the recorded rounds after it, up to the last step --> figures beside the first
+the checkpoint before the steps --> the recorded rounds after it, up to the last step --> a comparison of figures
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .training.task import Task
 
 
 class Unasked:
-    """Stands for a reward function, whose recorded rewards are taken."""
+    """A placeholder for a reward function, because a replay takes the recorded rewards."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -39,14 +39,14 @@ class Replayer(GRPOTrainer):
     """Trains recorded steps again.
 
     Args:
-        flags: by which the settings differ from the run's, for people.
-        args: the run's configuration with a folder of its own, ``journal: keep``, and nothing that saves, evaluates or
+        flags: command-line flags that changed the run's settings, for the summary.
+        args: the run's configuration with a folder of its own and ``journal: keep``, without saving, evaluation and
             reports.
-        reward_funcs: as the run's; never called.
+        reward_funcs: the run's reward functions; never called.
         given: the other arguments of `GRPOTrainer`.
 
     Raises:
-        ValueError: an error of `GRPOTrainer`, steps that aren't recorded, or other settings than the records hold for.
+        ValueError: an error of `GRPOTrainer`, steps without a record, or settings that don't fit the records.
     """
 
     samples = False
@@ -82,7 +82,7 @@ class Replayer(GRPOTrainer):
         return self._sampler_of(ReplaySampler, task, source=None)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """From the checkpoint before the first step to the end of the last one."""
+        """Train from the checkpoint before the first step to the end of the last step."""
         output = super().train()
         self.console.say(self.comparison.summary(self.flags))
         return output
@@ -93,7 +93,7 @@ class Replayer(GRPOTrainer):
         return super().training_step(*args, **kwargs)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Show the requested steps beside their recorded figures."""
+        """Print the requested steps with their recorded figures."""
         step = self.state.global_step
         if step < self.replay.first:
             return
@@ -105,7 +105,7 @@ class Replayer(GRPOTrainer):
         if self.profile is not None and step == self.replay.last:
             self.console.say(line)
 
-    # -- where it begins
+    # -- the start
 
     def make_checkpointer(self) -> Checkpointer:
         return ReplayCheckpoints(self, self.replay)
@@ -118,7 +118,7 @@ class Replayer(GRPOTrainer):
 
 
 class ReplayCheckpoints(Checkpointer):
-    """The checkpoints of the replayed run: read by all ranks, never written."""
+    """The checkpoints of the replayed run. All ranks read them, and none writes."""
 
     def __init__(self, trainer: GRPOTrainer, replay: Replay) -> None:
         super().__init__(trainer)
@@ -128,7 +128,7 @@ class ReplayCheckpoints(Checkpointer):
         return False
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """The last undamaged checkpoint before the first step to replay; None: it starts from the model."""
+        """Find the last undamaged checkpoint before the first step to replay; None: start from the model."""
         for start in gather(self.replay.starts())[0]:
             if not start:
                 break
@@ -148,7 +148,7 @@ def _check_end(replay: Replay, args: GRPOConfig) -> None:
 
 
 def _unasked(functions: Sequence[Any], names: Sequence[str]) -> list[Unasked]:
-    """As many as the run's recipe names; environments that reward themselves come with them."""
+    """Make as many placeholders as the recipe has reward functions; environments add their own rewards later."""
     return [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not __package__:
-    # Run as a file, Python puts colograd/ first on the path, where our modules would shadow others of the same name.
+    # Python puts the folder of a script first on the path. There our modules would shadow others of the same name.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from colograd import __version__
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one training; the exit status. Bad input is one line on standard error and status 2."""
+    """Run one training and return the exit status. Bad input prints one line to standard error and returns 2."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         from colograd.config.parse import flags_help
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         run(trainer)
-    except KeyboardInterrupt:  # the second one
+    except KeyboardInterrupt:  # the second Ctrl-C
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """The trainer that a command line describes; None for bad input, after one line on standard error.
+    """Make the trainer that a command line describes; print one line to standard error and return None for bad input.
 
     Args:
-        kind: makes the trainer in `GRPOTrainer`'s place.
+        kind: class or function that makes the trainer instead of `GRPOTrainer`.
     """
     try:
         process.follow_launcher()
@@ -70,13 +70,13 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def _stage() -> str:
-    """What the start is at, as soon as the module is there that knows it."""
+    """Return the present stage of the start; empty until the watchdog is imported."""
     stage = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
     return "" if stage is None else str(stage())
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
-    """The trainer that a command line describes.
+    """Make the trainer that a command line describes.
 
     Raises:
         ValueError: bad input, before anything is trained.
@@ -95,7 +95,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         from colograd.checkpoint.search import finished_checkpoint, nothing_left
 
         checkpoint = finished_checkpoint(config.resume_from_checkpoint, str(config.output_dir), config.max_steps)
-        if checkpoint is not None:  # before the model and the engine are loaded for nothing
+        if checkpoint is not None:  # before model and engine are loaded in vain
             if config.process_index == 0:
                 print(nothing_left(checkpoint, config.max_steps))
             raise SystemExit(0)
@@ -110,7 +110,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def dataset_names(script: ScriptArguments) -> list[str]:
-    """The datasets as the recipe names them, and the one on the Hub that an exam's own function reads."""
+    """Return the recipe's dataset names, and the Hub's dataset behind an exam's own loading function."""
     from colograd.exams.catalogue import EXAMS
 
     parts = script.datasets if isinstance(script.datasets, list) else []
@@ -128,13 +128,13 @@ def make_trainer(
     from colograd.policy.supported import check_supported
 
     config.resolve_loading(**{**model.init_kwargs(), **(config.model_init_kwargs or {})})  # type: ignore[dict-item]
-    with on_all_ranks("the start"):  # before the trainer's own check: its imports take long
+    with on_all_ranks("the start"):  # before the trainer's own check, because its imports take long
         check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    with on_all_ranks("loading the data"):  # one node may not have them
+    with on_all_ranks("loading the data"):  # a node may lack the files
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
@@ -157,7 +157,7 @@ def make_trainer(
 
 
 def _with_exams(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
-    """The recipe's exams, beside the test split if there is one."""
+    """Add the recipe's exams to the test split, if there is one."""
     from colograd.exams.catalogue import EXAMS
     from colograd.exams.exam import parse_specs
 

@@ -1,4 +1,4 @@
-"""`GRPOTrainer`: a `transformers.Trainer` made of four parts, which `loop.py` calls.
+"""`GRPOTrainer`: a `transformers.Trainer` with four parts, which `loop.py` calls.
 
     sampler        rollout/sampler.py        prompts -> scored groups
     learner        training/learner.py       scored groups -> optimizer steps -> gradients
@@ -60,7 +60,7 @@ S = TypeVar("S", bound=Sampler)
 
 
 def _add_metrics(callbacks: Sequence[Any] | None) -> bool:
-    """Whether callbacks may add metrics to an evaluation's: those of transformers don't."""
+    """Return whether callbacks may add metrics to an evaluation. Transformers' own callbacks don't."""
     kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
     return any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
 
@@ -74,8 +74,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             (modules, folders or Hub ids).
         args: the configuration; docs/configuration.md has its fields.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``; so does None,
-            for environments that make all prompts.
+            the reward functions. An `IterableDataset` is read during training, and needs ``max_steps``. None is for
+            environments that make all prompts, and needs ``max_steps`` too.
         eval_dataset: prompts for `evaluate`, in the same forms, or names of exams (``"gsm8k"``, ``["math500@4"]``), or
             a dict of either (such as a DatasetDict).
         processing_class: the tokenizer, or a vision-language model's processor; default: the model's.
@@ -86,7 +86,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         peft_config: a `peft.LoraConfig`: train an adapter only.
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
-        environment_factory: makes environments, whose methods are tools; or several by name.
+        environment_factory: a function that makes environments with tools as methods, or several by name.
         agent: a function or command that calls the model over HTTP, once per completion (see docs/guide/agents.md).
 
     Raises:
@@ -142,7 +142,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
-        # Callbacks look at the datasets as they were given.
+        # Callbacks see the datasets that the user passed.
         self.train_dataset = task.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
         self._tokenised = (self.train_dataset, eval_dataset)
@@ -173,7 +173,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if self.samples and compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
         built = assemble(args, task, rules.max_tokens, self.times, self.closing, self.samples)
-        self.engine: Any = built.engine  # None where nothing is sampled, as the two that follow
+        self.engine: Any = built.engine  # None if nothing is sampled, like the next two
         self.weights: Any = built.weights
         self.device_turns: Any = built.device_turns
         self.sharding = strategy.for_run(self.model, args)
@@ -197,7 +197,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)
-        # Else the rows were proved as they will run.
+        # Otherwise `prepare` has proved the rows with the kernels that train.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
             with self.compute_loss_context_manager():
                 self.learner.prove_rows(task.seen)
@@ -206,7 +206,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         args.freeze()
 
     def _make_sampler(self, task: Task) -> Sampler:
-        """Overridden to read groups from a record."""
+        """Make the sampler. A replay overrides this to read groups from a record."""
         return self._sampler_of(Sampler, task, rollout_source(self.engine, self.args, task, trainer=self))
 
     def _sampler_of(self, kind: type[S], task: Task, source: Any) -> S:
@@ -238,24 +238,24 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return self.sampler.generate(prompts)
 
     def score(self, group: Group) -> torch.Tensor:
-        """Rewards [G, R] float32 of one group, NaN where a function abstains."""
+        """Compute the rewards [G, R] float32 of one group; NaN: a function abstains."""
         return self.sampler.begin_scoring([group]).result()
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages of one group: [G], or one per completion token ([sum of lengths]).
+        """Compute the advantages of one group: [G], or one per completion token ([sum of lengths]).
 
         With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. An
-        agent's `turn_rewards`, and what reward functions returned for its single answers, add to those of their tokens.
+        agent's `turn_rewards`, and rewards of its single answers, add to the advantages of these answers' tokens.
         """
         weights = dict(zip(self.learner.reward_names, self.estimator.weights, strict=True))
         return with_turn_rewards(self.estimator.of_group(rewards), group, self.estimator, weights)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
-        """The objective's sum over one micro-batch, before the step's denominator divides it."""
+        """Compute the objective's sum over one micro-batch, before the step's denominator divides it."""
         return self.learner.loss_of_row(model, micro_batch)
 
     def replaces(self, stage: str) -> bool:
-        """Whether a subclass or this object overrides a stage."""
+        """Return whether a subclass or this object overrides a stage."""
         return getattr(getattr(self, stage), "__func__", None) is not getattr(GRPOTrainer, stage)
 
     @property
@@ -265,11 +265,11 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     @property
     def evaluating(self) -> bool:
-        """Whether `evaluate` calls the stages."""
+        """Whether `evaluate` is calling the stages."""
         return self.sampler.purpose is Purpose.EVALUATION
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        """[G, R] rewards -> [G] weighted sums."""
+        """Compute the weighted sums [G] of rewards [G, R]."""
         return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
@@ -281,15 +281,15 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in transformers; see `SeamTrainer.train` for resuming."""
+        """Train as transformers does; see `SeamTrainer.train` for resuming."""
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.forget_round()
         self._unlogged = []
         if self.in_flight is not None:
             self.in_flight.groups = ()
-        self.sampler.take_counts()  # drop what a step counted before it failed
+        self.sampler.take_counts()  # drop the counts of a step that failed
         if self.engine is not None:
-            self.engine.invalidate()  # steps are counted anew, or other weights are loaded
+            self.engine.invalidate()  # steps are counted from 0 again, or other weights are loaded
         with self.recorder.run():
             return super().train(*args, **kwargs)
 
@@ -297,16 +297,16 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: str | None = None,
         trial: Any = None, ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:  # fmt: skip
-        """`loop.py` in the place of transformers' loop."""
+        """Run `loop.py` instead of transformers' loop."""
         self.checkpoint_config.restore()
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """`Learner.train`, for subclasses that wrap a step; returns its loss."""
+        """Call `Learner.train` and return the step's loss. Subclasses may wrap this method."""
         return torch.tensor(self.learner.train(inputs), device=self.args.device)
 
     def publish(self) -> None:
-        """Give the engine the policy's weights, unless it has them."""
+        """Copy the policy's weights into the engine, unless it has them."""
         with self.times.phase("publish"):
             if self.engine is not None and self.engine.version != self.state.global_step:
                 self.sharding.traffic.published += self.weights.publish(self.state.global_step)
@@ -320,14 +320,14 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.recorder.step(metrics)
 
     def measure_budget(self) -> None:
-        """Measure how many tokens fit into a micro-batch, unless the configuration sets it or it is known."""
+        """Measure how many tokens fit into a micro-batch, unless the number is set or already measured."""
         args: GRPOConfig = self.args
         if not self.learner.rules.max_tokens:
             shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
             self.learner.measure_budget(shape)
 
     def at_boundary(self) -> bool:
-        """Whether a round has ended; checkpoints don't hold rollouts, so a run can't resume in the middle of one."""
+        """Return whether a round has ended. Checkpoints hold no rollouts, so a run can't resume within a round."""
         return not self.learner.pending
 
     # -- evaluation
@@ -336,15 +336,16 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with the settings ``*_eval``; compute the loss, unless `loss_eval` is
-        false.
+        """Sample and score the evaluation prompts with the settings ``*_eval``.
+
+        The loss is computed too, unless `loss_eval` is false.
 
         Args:
             eval_dataset: other prompts than the trainer's, or the name of one of its evaluation datasets.
 
         Returns:
             ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
-            ``<prefix>_completions/...`` and times; with a dict of datasets, each under ``<prefix>_<its name>``.
+            ``<prefix>_completions/...`` and times. With a dict of datasets the prefix of each is ``<prefix>_<name>``.
         """
         metrics = self._evaluated(eval_dataset, metric_key_prefix)
         self.log(metrics)
@@ -353,13 +354,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     @ends_together("the evaluation")
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """The metrics of `evaluate` with another prefix, not logged; as in TRL without predictions or labels."""
+        """Return the metrics of `evaluate` with another prefix, unlogged, and as in TRL no predictions or labels."""
         metrics = self._evaluated(test_dataset, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
     def _evaluated(self, eval_dataset: Any, prefix: str) -> dict[str, float]:
-        """The metrics of one dataset, or of several by name."""
+        """Compute the metrics of one dataset, or of several by name."""
         with on_all_ranks("the evaluation's prompts"):
             self._follow_datasets()
         prompts = self.eval_prompts
@@ -370,7 +371,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if prompts is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
         if not self.is_in_train and self.engine is not None:
-            self.engine.invalidate()  # anything may have changed the weights since the last step
+            self.engine.invalidate()  # the user may have changed the weights since the last step
         metrics: dict[str, float] = {}
         for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
             full = f"{prefix}_{name}" if name else prefix
@@ -380,12 +381,12 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     # -- data
 
     def get_train_dataloader(self) -> PromptLoader | StreamLoader:
-        """One item is the list of prompts of one optimizer step on this rank."""
+        """Return a loader with one item per optimizer step: the list of this rank's prompts."""
         self._follow_datasets()
         return loader_of(self.train_prompts, self.args)
 
     def _follow_datasets(self) -> None:
-        """Tokenise a dataset that was put in the place of the trainer's."""
+        """Tokenise a dataset that has replaced the trainer's."""
         train_dataset, eval_dataset = self._tokenised
         given = self.policy, self.args, self.toolbox, self.engine_context
         if self.train_dataset is not train_dataset:
@@ -395,13 +396,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As in transformers, but a fraction of an epoch ends with a whole round, so that it can be saved."""
+        """Compute transformers' values, but end a fraction of an epoch with a whole round, so that it can be saved."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
     @property
     def engine_context(self) -> int | None:
-        """Tokens that a sequence of the engine may have; None: there is no engine."""
+        """Maximum tokens of a sequence in the engine; None: no engine."""
         return None if self.engine is None else self.engine.context
 
     # -- the end

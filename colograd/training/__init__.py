@@ -1,1 +1,1 @@
-"""From scored groups to a trained policy: `Learner`, and what a `GRPOTrainer` is put together from."""
+"""Training on scored groups: the `Learner`, and the other parts of a `GRPOTrainer`."""

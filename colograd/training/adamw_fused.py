@@ -1,6 +1,6 @@
-"""AdamW on a split master as one kernel over each tensor, made by torch.compile.
+"""AdamW on a split master as one compiled kernel per tensor.
 
-A GPU uses it by default. A CPU doesn't, because torch.compile doesn't vectorise int16 there: its loop takes about five
+It is the default on a GPU, but not on a CPU. There torch.compile doesn't vectorise int16, and its loop takes about five
 times as long as torch's fused AdamW.
 """
 
@@ -17,7 +17,7 @@ from ..policy.sending import to_device_async
 # shape; see `fused_step`.
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-TRIAL = 4096  # elements that a new kernel is tried on
+TRIAL = 4096  # elements of the tensors for a new kernel's trial
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def step_constants(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, device: torch.device
 ) -> torch.Tensor:
-    """What of a step is the same for all elements, as a tensor, so that a new learning rate compiles nothing.
+    """Compute the constants of a step as a tensor, so that a new learning rate triggers no compilation.
 
     Returns:
         [7] float32: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias correction, eps, and
@@ -45,13 +45,13 @@ def fused_step(
     remainder: torch.Tensor,
     constants: torch.Tensor,
 ) -> None:
-    """AdamW (arXiv 1711.05101) on contiguous 1-D tensors of one length, in place.
+    """Take an AdamW step (arXiv 1711.05101) in place, on contiguous 1-D tensors of one length.
 
     Args:
         high: int16, the bits of the bfloat16 parameter.
         grad: float32 or bfloat16.
         exp_avg, exp_avg_sq: float32.
-        remainder: int16; with ``high`` it is the float32 master, see `colograd.optim.join_master`.
+        remainder: int16; with ``high`` it makes up the float32 master, see `join_master` in `adamw_split`.
         constants: see `step_constants`.
     """
     decay, weight1, beta2, weight2, root, eps, size = constants.unbind()
@@ -68,7 +68,7 @@ def fused_step(
 
 
 def make_kernel(device: torch.device) -> Kernel | None:
-    """The compiled pass for a device, tried once on tensors of its own; None, and a line in the log, if that fails."""
+    """Compile the kernel for a device and try it on small tensors; log a line and return None if that fails."""
     try:
         kernel = compiled_step()
         parameter = torch.zeros(TRIAL, dtype=torch.bfloat16, device=device)
@@ -84,12 +84,12 @@ def make_kernel(device: torch.device) -> Kernel | None:
 
 
 def compiled_step() -> Kernel:
-    """`fused_step` by torch.compile: one kernel for all lengths."""
+    """Compile `fused_step` into one kernel for all lengths."""
     compiled = torch.compile(fused_step, dynamic=True, fullgraph=True)
 
     def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
         *state, constants = others
-        # Through `.data` a view is a tensor without a base, by whose shape dynamo would compile again.
+        # `.data` makes a view a tensor without a base. Dynamo would compile again for each shape of a base.
         compiled(parameter.view(-1).view(torch.int16).data, *(tensor.view(-1).data for tensor in state), constants)
 
     return run

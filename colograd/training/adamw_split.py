@@ -1,8 +1,8 @@
-"""AdamW for bfloat16 parameters with an exact float32 master, and the float32 gradients it wants.
+"""AdamW for bfloat16 parameters with an exact float32 master and float32 gradients.
 
 A bfloat16 weight keeps 8 bits of precision: with RL's learning rates (1e-6) nearly every update would round to nothing.
-The master is therefore kept as *bfloat16 parameter + 16-bit remainder*, which together are the float32 value bit for
-bit: two extra bytes instead of four. (The idea is that of "parameter remainders" in TransformerEngine's FusedAdam.)
+The master is therefore kept as *bfloat16 parameter + 16-bit remainder*. Together they are the float32 value bit for
+bit, with two extra bytes instead of four. (TransformerEngine's FusedAdam has the same idea: "parameter remainders".)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..runtime.page_locked import host_empty
 from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
 
-# Elements of the float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache
+# Elements of float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache
 # (whole tensors of SmolLM2-135M took 2.5 times as long); a GPU wants few, large kernels.
 CPU_PIECE = 2**18
 GPU_PIECE = 2**24
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 -> (bfloat16 rounded to nearest, ties away from zero; int16 remainder). Exact: see `join_master`.
+    """Split float32 into bfloat16 (rounded to nearest, ties away from zero) and an int16 remainder, without loss.
 
-    Ties go away from zero and not to even, because then the remainder always fits 16 bits.
+    Ties go away from zero, not to even, because then the remainder always fits 16 bits. `join_master` is the inverse.
     """
     bits = master.contiguous().view(torch.int32)
     high = (bits + 0x8000).bitwise_right_shift_(16)
@@ -49,30 +49,30 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 master of a bfloat16 parameter and its int16 remainder, as a new tensor."""
+    """Return the float32 master of a bfloat16 parameter and its int16 remainder, as a new tensor."""
     bits = parameter.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(remainder).view(torch.float32)
 
 
 class _Piece(NamedTuple):
-    """A parameter and what belongs to it, or the same slice of each."""
+    """A parameter with its gradient and optimizer state, or the same slice of each tensor."""
 
     parameter: torch.Tensor
     grad: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     remainder: torch.Tensor | None  # None for a float32 parameter
-    step: torch.Tensor  # of the whole parameter
+    step: torch.Tensor  # () float32, step count of the whole parameter
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self[:5] if tensor is not None]
 
     def job(self, update: Callable[[_Piece], None], streamed: bool, factor: float | None) -> Job:
-        """``update`` of this piece, with copies in the places of what is on the host.
+        """Return a job that calls ``update`` on this piece, with device copies in place of its tensors on the host.
 
         Args:
-            streamed: whether the state is.
-            factor: of the gradient, which is there too; None: it isn't.
+            streamed: whether the state is on the host.
+            factor: scale of the gradient, if the gradient is on the host; None: it is on the device.
         """
         state = [name for name in DTYPES if streamed and getattr(self, name) is not None]
         names = [*state, *(["grad"] if factor is not None else [])]
@@ -87,15 +87,15 @@ class _Piece(NamedTuple):
         return Job(kernel, found[: len(state)], found[len(state) :])
 
     def can_be_fused(self) -> bool:
-        """Whether the compiled pass takes it. A single element would be compiled for that size alone."""
+        """Return whether the compiled kernel can take this piece. One element would be compiled for its size only."""
         return self.remainder is not None and self.parameter.numel() > 1 and self.is_flat()
 
     def is_flat(self) -> bool:
-        """Whether 1-D views of all tensors name the same elements in the same order."""
+        """Return whether 1-D views of all tensors name the same elements in the same order."""
         return all(tensor.is_contiguous() for tensor in self.tensors())
 
     def cut(self, size: int) -> Iterator[_Piece]:
-        """Slices of at most ``size`` elements as 1-D views; itself where the layout has no such views."""
+        """Yield slices of at most ``size`` elements as 1-D views, or the piece itself if it has no such views."""
         if not self.is_flat():
             yield self
             return
@@ -105,7 +105,7 @@ class _Piece(NamedTuple):
 
 
 class HostGradients(Protocol):
-    """Gradients in host memory, of which the optimizer takes ``factor`` times if that is below 1."""
+    """Gradients in host memory. The optimizer multiplies them by ``factor`` if that is below 1."""
 
     factor: float
 
@@ -115,21 +115,21 @@ class HostGradients(Protocol):
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW (decoupled decay, arXiv 1711.05101) on a split float32 master.
 
-    Each step is torch's own AdamW on the joined master, piece by piece (`CPU_PIECE`, `GPU_PIECE`), so at no moment is
-    there a float32 copy of the whole model; on a GPU the pieces of a bucket go through torch's multi-tensor kernels.
-    Compiled, it is one pass over each tensor, equal but for rounding. Parameters are written in place, so they may be
-    views of larger tensors. State per parameter: int16 remainder, two float32 moments (10 bytes besides the parameter),
-    and a step count per tensor. Float32 parameters in the same model are updated by plain AdamW. Gradients are float32
-    or bfloat16.
+    Each step is torch's own AdamW on the joined master, piece by piece (`CPU_PIECE`, `GPU_PIECE`), so a float32 copy of
+    the whole model never exists. On a GPU the pieces of a bucket go through torch's multi-tensor kernels. The compiled
+    step is one pass over each tensor, with equal results up to rounding. Parameters are written in place, so they may
+    be views of larger tensors. State per parameter: int16 remainder, two float32 moments (10 bytes besides the
+    parameter), and a step count per tensor. Float32 parameters in the same model are updated by plain AdamW. Gradients
+    are float32 or bfloat16.
 
     Args:
-        params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps, weight_decay likewise.
+        params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
         compiled: use one fused kernel per tensor (see `adamw_fused`). None: on a GPU with Triton. If compiling fails,
-            a line is logged and the steps are torch's.
-        streamed: the state stays in host memory, and passes through the device piece by piece (see `HostStream`).
+            a line is logged and torch's steps are taken.
+        streamed: keep the state in host memory and pass it through the device piece by piece (see `HostStream`).
     """
 
-    host_gradients: HostGradients | None = None  # in place of the parameters' own
+    host_gradients: HostGradients | None = None  # replace the parameters' `grad`
 
     def __init__(
         self,
@@ -214,14 +214,14 @@ class AdamWSplit(torch.optim.Optimizer):
         return state
 
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """An uninitialised state of `DTYPES` for a parameter."""
+        """Allocate an uninitialised state tensor of `DTYPES` for a parameter."""
         if self.streamed:
-            watchdog.progress()  # large models' states take minutes to be page-locked
+            watchdog.progress()  # page-locking a large model's state takes minutes
             return host_empty(parameter.shape, DTYPES[name], parameter.device)
         return torch.empty_like(parameter, dtype=DTYPES[name])
 
     def _kernel(self, device: torch.device) -> Kernel | None:
-        """The compiled pass for a device; None: torch's steps are taken there."""
+        """Return the compiled kernel for a device; None: the device takes torch's steps."""
         if device not in self._kernels:
             wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
             self._kernels[device] = make_kernel(device) if wanted else None
@@ -229,18 +229,18 @@ class AdamWSplit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        """Make ``master`` (float32, the parameter's shape) a bfloat16 parameter's value; the moments stay."""
+        """Set a bfloat16 parameter to ``master`` (float32, the parameter's shape) and keep the moments."""
         high, remainder = split_master(master.to(parameter.device))
         parameter.copy_(high)
         self._state(parameter)["remainder"].copy_(remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like torch's, but moments stay float32 and remainders int16 (torch casts them to the parameter's dtype).
+        """Load a state, with moments in float32 and remainders in int16 (torch casts to the parameter's dtype).
 
-        Takes the state of torch's AdamW too: what this class doesn't have (amsgrad, fused, ...) is left out.
+        A state of torch's AdamW is accepted too. Settings that this class lacks (amsgrad, fused, ...) are dropped.
 
         Raises:
-            ValueError: the state of another kind of optimizer.
+            ValueError: the state is of another kind of optimizer.
         """
         known = {*self.param_groups[0], "initial_lr"}
         groups = [{k: v for k, v in group.items() if k in known} for group in state_dict["param_groups"]]
@@ -268,7 +268,7 @@ class AdamWSplit(torch.optim.Optimizer):
 
 
 def _torch_step(bucket: Sequence[_Piece], group: dict[str, Any], foreach: bool) -> None:
-    """torch's AdamW on the bucket's masters. The step counts are left as they are: a tensor's pieces share one."""
+    """Run torch's AdamW on the bucket's masters. Step counts don't change, because a tensor's pieces share one."""
     masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
     adamw(
         masters,
@@ -294,7 +294,7 @@ def _torch_step(bucket: Sequence[_Piece], group: dict[str, Any], foreach: bool) 
             piece.remainder.copy_(remainder)
 
 
-# -- between checkpoints of float32 and of split training
+# -- checkpoints of float32 training for split training, and the reverse
 
 
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -303,8 +303,8 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
     Call it after model and state are loaded: the model then holds these values rounded, with ties to even.
 
     Args:
-        owned: the parameters, or parts of them, that the optimizer updates.
-        masters: name and float32 tensor, one at a time. Names that nothing is owned of are passed over.
+        owned: the parameters or parameter parts that the optimizer updates.
+        masters: name and float32 tensor, one at a time. Names without an owned part are skipped.
     """
     wanted: dict[str, list[Owned]] = {}
     for piece in owned:
@@ -317,10 +317,10 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
 
 @torch.no_grad()
 def join_remainders(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer go on without remainders after it loaded the state of `AdamWSplit`.
+    """Remove the remainders from an optimizer that loaded the state of `AdamWSplit`.
 
-    Float32 parameters (which hold the saved bfloat16 values) become the exact masters; the state loses ``remainder``,
-    and the groups get back the settings that AdamWSplit's groups don't have (``fused``, ``foreach``, ...).
+    Float32 parameters, with the saved bfloat16 values, become the exact masters. The state loses ``remainder``, and the
+    groups get back the settings that AdamWSplit's groups don't have (``fused``, ``foreach``, ...).
     """
     if isinstance(optimizer, AdamWSplit):
         foreign = [p for p in optimizer.state if p.dtype != torch.bfloat16]
@@ -347,7 +347,7 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Let gradients of bfloat16 parameters accumulate in float32.
 
     Returns:
-        False where this torch can't (before 2.10): gradients then accumulate in the parameters' dtype.
+        False if this torch can't (before 2.10). Gradients then accumulate in the parameters' dtype.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
@@ -358,10 +358,10 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
 
 
 def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
-    """AdamWSplit where it is asked for, or has a part; None: transformers makes the optimizer that ``optim`` names.
+    """Return AdamWSplit and its arguments if ``optim`` needs it; None: transformers makes the optimizer.
 
     Raises:
-        ValueError: ``optim_args`` that adamw_split doesn't have.
+        ValueError: ``optim_args`` has settings that adamw_split lacks.
     """
     if args.optim not in KEEPS_MASTER:
         return None
@@ -379,7 +379,7 @@ def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
 
 
 def _compiled_from(optim: str, optim_args: str | None) -> bool | None:
-    """``compiled=true`` or ``compiled=false``; None where nothing is said."""
+    """Parse ``compiled=true`` or ``compiled=false``; None if ``optim_args`` is empty."""
     text = (optim_args or "").replace(" ", "").lower()
     if text in ("", "compiled=true", "compiled=false"):
         return text == "compiled=true" if text else None

@@ -1,5 +1,4 @@
-"""The engine built beside the policy, once, before the first step, or the policy alone; and the lines that say what
-was built."""
+"""Building the engine next to the policy before the first step, or only the policy; and a description of both."""
 
 from __future__ import annotations
 
@@ -62,23 +61,23 @@ from ..weights import (
 from .prompts import Prompts, longest_completion, prompts_with_images, reset_rules, without_template
 from .task import Task
 
-# Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
+# Tokens reserved behind the longest prompt for an environment's `reset`, unless the context is set or shorter.
 OBSERVATION = 1024
-SESSION = 4096  # likewise, that an agent's messages and tools may add
+SESSION = 4096  # tokens reserved in the same way for an agent's messages and tools
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine beside a policy, or the policy alone."""
+    """An engine and a policy, or only the policy."""
 
     engine: Engine | None  # None: nothing is sampled
     weights: WeightSync | None  # gives the engine the policy's weights
-    device_turns: DeviceTurns | None  # says who has the device's memory when
+    device_turns: DeviceTurns | None  # schedules the device's memory between engine and training
     memory: MemoryPlan
     second_models: SecondModels
 
     def describe(self) -> Iterator[str]:
-        """What the user should know of it, in lines."""
+        """Yield lines that describe the assembly to the user."""
         if self.engine is None or self.weights is None or self.device_turns is None:
             yield "engine: none, as nothing is sampled"
         else:
@@ -91,7 +90,7 @@ class Assembly:
             yield second.describe()
 
     def warnings(self, config: GRPOConfig, task: Task) -> Iterator[str]:
-        """What the user should look at, in lines."""
+        """Yield lines that warn the user."""
         yield from (*config.notes, *config.advice())
         yield from () if self.engine is None else self.engine.warnings(config)
         yield from task.policy.warnings(config)
@@ -105,17 +104,17 @@ class Assembly:
 def assemble(
     config: GRPOConfig, task: Task, max_tokens: int, times: PhaseTimes, closing: ExitStack, samples: bool = True
 ) -> Assembly:
-    """Build the engine, and bring the policy to its place beside it. A collective.
+    """Build the engine, and move the policy to its place next to it. A collective.
 
     Args:
-        max_tokens: of a micro-batch; 0: still to be measured.
+        max_tokens: tokens of a micro-batch; 0: not measured yet.
         closing: closes the engine.
-        samples: False: no engine is built, and the policy trains alone.
+        samples: False: build no engine, only the policy.
 
     Raises:
-        ValueError: no room for the KV cache of one sequence or for training, settings that vLLM refuses, or a way of
-            publishing that can't be had.
-        RuntimeError: the engine doesn't read a parameter where it should be.
+        ValueError: no room for the KV cache of one sequence or for training, settings that vLLM refuses, or an
+            impossible way of publishing.
+        RuntimeError: the engine doesn't read a parameter at its expected place.
     """
     policy, run = task.policy, read_run(config, task, max_tokens)
     with on_all_ranks("the teacher's context"):
@@ -142,7 +141,7 @@ def assemble(
             seen=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
         )
     if config.on_cpu:
-        process.give_back_freed_memory()  # the policy's former place
+        process.give_back_freed_memory()  # the policy's former memory
     with on_all_ranks("the second models"):
         others = second_models(task.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
@@ -179,13 +178,13 @@ def engine_alone(
     config: GRPOConfig, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
     closing: ExitStack,
 ) -> Engine:  # fmt: skip
-    """An engine with a checkpoint's own weights and no policy beside it, for exams. A collective.
+    """Build an engine with a checkpoint's own weights and no policy, for exams. A collective.
 
     Args:
         model: folder or Hub id; ``model_config`` is its configuration, as transformers reads it.
-        end_tokens: end a completion, besides those that the checkpoint names.
+        end_tokens: tokens that end a completion, in addition to the checkpoint's.
         length: tokens of the longest sequence.
-        sequences: completions that this engine will be asked for together.
+        sequences: completions that this engine will sample together.
         closing: closes the engine.
     """
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
@@ -209,9 +208,10 @@ def engine_alone(
 
 
 def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> None:
-    """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
-    room, ``offload_optimizer: auto`` keeps on the host what it must, ``gradient_checkpointing`` is on for as few layers
-    as is needed then. A collective."""
+    """Resolve the unset settings that depend on memory. A collective.
+
+    ``sharding: auto`` becomes the least sharded way that leaves room. ``offload_optimizer: auto`` keeps on the host as
+    little as it must. ``gradient_checkpointing`` is then on for as few layers as necessary."""
     if config.sharding == "auto":
         run = read_run(config, task, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
@@ -233,7 +233,7 @@ def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> N
 
 
 def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
-    """The run in numbers, from which its memory follows."""
+    """Describe the run in the numbers that its memory depends on."""
     policy = task.policy
     work = Workload(
         length=needed_context(config, task),
@@ -255,22 +255,24 @@ def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
 
 
 def most_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None, context: int) -> int:
-    """Of what the engine is asked: of a prompt, or with what tools answer as many as have a token in its context."""
+    """Return the maximum number of images in one engine request.
+
+    With tools this is the context length, because each image needs a token."""
     if policy.processor is None:
         return 0
     return context if tools is not None else max(1, *(getattr(part, "most_images", 0) for part in prompts))
 
 
 def sampled_together(config: GRPOConfig) -> int:
-    """Completions of one generation in this rank's engine."""
+    """Return the number of completions of one generation in this rank's engine."""
     return config.groups_in_flight * (config.num_generations or 1)
 
 
 def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
-    """Completions of this rank's engine in a generation or in an evaluation, whichever has more.
+    """Return the number of completions of this rank's engine in its largest generation or evaluation.
 
     Args:
-        prompts: of training, then of each evaluation.
+        prompts: prompts of training, then of each evaluation.
     """
     engines, each = config.layout.data_size, config.eval_generations()
     parts = [part for part in prompts[1:] if isinstance(part, PromptDataset)]
@@ -279,7 +281,7 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
 
 
 def needed_context(config: GRPOConfig, task: Task) -> int:
-    """Tokens that one sequence of the engine may have, prompt and completion together."""
+    """Return the maximum tokens of one sequence of the engine, prompt and completion together."""
     longest = max(part.longest for part in task.prompts) + longest_completion(config)
     told = OBSERVATION if task.toolbox is not None and task.toolbox.has_environments else 0
     told += SESSION if task.agent is not None else 0
@@ -287,10 +289,10 @@ def needed_context(config: GRPOConfig, task: Task) -> int:
 
 
 def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any) -> RolloutSource:
-    """The writer of completions: the user's source or function, conversations with tools, or the engine alone.
+    """Return the source of completions: the user's source or function, conversations with tools, or the engine.
 
     Args:
-        trainer: is handed to a user's function; has what is in flight.
+        trainer: argument of a user's function; holds the groups in flight.
     """
     write, tools = task.rollout_func, task.toolbox
     if hasattr(write, "generate"):
@@ -311,13 +313,13 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
 def agent_sessions(
     engine: Engine, config: GRPOConfig, agent: Agent, policy: Policy, trainer: Any = None
 ) -> AgentSessions:
-    """The source in which an agent asks the model.
+    """Return the source of completions for an agent: each completion is a session.
 
     Args:
-        trainer: has a journal, for sessions while it trains.
+        trainer: its journal records sessions during training.
 
     Raises:
-        ValueError: a chat template that writes no conversation, or a parser that vLLM doesn't have.
+        ValueError: the chat template writes no conversation, or vLLM lacks the parser.
     """
     tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
     form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
@@ -347,9 +349,9 @@ def choose_kernels(
     closing: ExitStack,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[str]:
-    """Put Liger's kernels or compiled layers into the policy and the second models, if asked for. A collective.
+    """Put Liger's kernels or compiled layers into the policy and the second models, if set. A collective.
 
-    Yields lines for people, each before a slow part.
+    Yields lines for the user, each before a slow part.
     """
     others = [
         each.model for each in second_models.values() if each.of_policy and unwrap(each.model) is not unwrap(model)

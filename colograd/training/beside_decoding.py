@@ -1,8 +1,8 @@
-"""Training between the steps of a rank's own engine: in the tail of its sampling a rank trains its finished groups, one
-micro-batch at a time.
+"""Training between the steps of a rank's own engine, in the tail of its sampling.
 
-Few sequences keep a GPU waiting for its memory most of the time. There a micro-batch is queued between two steps and
-never waited for; the engine's steps go before it (`engine/step_stream.py`). The next one is queued when it is done.
+With few sequences a GPU mostly waits for its memory, so a rank then trains its finished groups, one micro-batch at a
+time. A micro-batch is queued between two engine steps, and nothing waits for it. The engine's steps go before it
+(`engine/step_stream.py`). The next micro-batch is queued when it is done.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ..rollout.finished_groups import OwnGroups
 from .first_rows import EarlyRows
 from .loss_pass import check_finite
 
-TAIL = 4  # an engine is in its tail when the sequences that run are this part of the most that ran at once
+TAIL = 4  # in the tail at most 1/TAIL of the peak number of sequences runs
 
-# Tokens of a micro-batch that keep a GPU busy, whose products are bound by arithmetic from some hundreds of tokens on:
-# a smaller one costs the decoding more (its launches) than it spares the step.
+# Tokens of a micro-batch that keep a GPU busy. Its products are bound by arithmetic from some hundreds of tokens on,
+# but a smaller micro-batch costs the decoding more (its launches) than it saves the step.
 ENOUGH = 8192
 
-# Queues forward and backward of micro-batches, whose losses' metrics it adds, and their losses, which it doesn't read;
-# returns them with what second models say of them.
+# (rows, metrics, losses) -> rows. Queue forward and backward of the rows, add to the metrics, append the losses without
+# reading them, and return the rows with the second models' log-probabilities.
 TrainRows = Callable[[Sequence[PackedRow], Metrics, list[torch.Tensor]], Sequence[PackedRow]]
 
 
 class BesideDecoding:
-    """What a rank trains of a step while it samples.
+    """The training of a step's first groups while this rank samples.
 
     Args:
-        pack: micro-batches of some groups.
+        pack: function that packs groups into micro-batches.
         train: see `TrainRows`.
-        drop_gradients: forgets those of all micro-batches.
-        arrived: is told when a micro-batch that was queued is done.
-        device: that trains.
+        drop_gradients: function that drops the gradients of all micro-batches.
+        arrived: function to call when a queued micro-batch is done.
+        device: device of the training.
     """
 
     def __init__(
@@ -56,14 +56,15 @@ class BesideDecoding:
     def begin(self) -> None:
         """Begin a round."""
         self.early = EarlyRows()
-        self._rows: list[PackedRow] = []  # of the groups that were taken: still to train
+        self._rows: list[PackedRow] = []  # untrained rows of the groups taken so far
         self._losses: list[torch.Tensor] = []
-        self._most = 0  # sequences that ran at once
+        self._most = 0  # largest number of sequences that ran at once
         self._queued: Any = None  # the event after the last micro-batch on a GPU
 
     def after_step(self, finished: OwnGroups, load: Load, budget: int) -> None:
         """Train a micro-batch, if this is the tail, enough is finished, and the device is done with the one before.
-        Where a rank that has sampled wants groups, they are left to it: it has nothing else to do.
+
+        If a rank that has sampled wants groups, it gets them, because it has nothing else to do.
 
         Args:
             budget: tokens of a micro-batch.
@@ -76,19 +77,19 @@ class BesideDecoding:
         self._train_next()
 
     def wait(self) -> None:
-        """Wait until the device is done with what was queued."""
+        """Wait until the device is done with the queued micro-batch."""
         if self._queued is not None:
             self._queued.synchronize()
             self._is_done()
 
     def end(self, version: int) -> EarlyRows:
-        """Train the rest of the groups that were taken, when this rank has sampled.
+        """Train the remaining rows of the taken groups, after this rank has sampled.
 
         Args:
-            version: of the weights, for an error.
+            version: optimizer step of the weights, for an error's text.
 
         Returns:
-            What was trained in this round.
+            The rows trained in this round, with their groups and metrics.
 
         Raises:
             FloatingPointError: a loss isn't finite.
@@ -101,7 +102,7 @@ class BesideDecoding:
         return self.early
 
     def _take(self, finished: OwnGroups, budget: int) -> bool:
-        """Take groups for a micro-batch, if there are enough; whether there were."""
+        """Take groups for a micro-batch, if there are enough; return whether there were."""
         if finished.is_wanted or finished.tokens_left < min(budget, ENOUGH):
             return False
         groups = finished.take_own(budget)
@@ -119,7 +120,7 @@ class BesideDecoding:
             return
         except torch.OutOfMemoryError:
             pass
-        # The exception, whose traceback holds activations, is gone.
+        # The exception is gone, and with it the activations that its traceback held.
         self.early, self._rows, self._losses = EarlyRows(self.early.groups), [], []
         self.drop_gradients()
 

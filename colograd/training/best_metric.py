@@ -1,5 +1,4 @@
-"""Checks of `metric_for_best_model`: an error at start if no evaluation can have it, a warning if one evaluation lacks
-it."""
+"""Checks of `metric_for_best_model`: an error at start if no evaluation can have it, a warning if one lacks it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ..exams.prompts import ExamPrompts
 from ..rewards import RewardFunction
 from ..rewards.calling import parameters_of
 
-# Metrics of every evaluation, of rewards, of the loss and of exams. OF_LOSS matches others of the loss.
+# Names of an evaluation's metrics: of rewards, of the loss, of exams. OF_LOSS matches the loss's other metrics.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
 NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
 NAMES_OF_EXAMS = ("accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens")
@@ -30,10 +29,10 @@ def check_best_metric(
     """Check that evaluations can have ``metric_for_best_model``.
 
     Args:
-        others: code of the user's may add metrics of any name.
+        others: whether the user's code may add metrics of any name.
 
     Raises:
-        ValueError: none can have it.
+        ValueError: no evaluation can have it.
     """
     best = args.metric_for_best_model
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
@@ -51,18 +50,18 @@ def check_best_metric(
 
 
 def best_metric(args: GRPOConfig) -> str:
-    """The name of ``metric_for_best_model`` among an evaluation's metrics."""
+    """Return the name of ``metric_for_best_model`` among an evaluation's metrics."""
     return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return why the best model can't be chosen by an evaluation; empty: it can.
+    """Return why an evaluation can't choose the best model; empty: it can.
 
     Args:
-        earlier: an earlier evaluation had the metric.
+        earlier: whether an earlier evaluation had the metric.
 
     Raises:
-        ValueError: its name isn't that of a metric which some evaluations lack.
+        ValueError: no evaluation can have a metric of this name.
     """
     if (name := best_metric(args)) in metrics:
         return ""
@@ -93,7 +92,7 @@ def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction],
 
 
 def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
-    """The commonest names, without `eval_`."""
+    """Yield the most common names, without `eval_`."""
     if isinstance(prompts, dict):
         for part, of_part in prompts.items():
             yield from (f"{part}_{name}" for name in _names(args, rewards, of_part))
@@ -108,7 +107,7 @@ def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) ->
 
 
 def _may_log(function: Callable[..., Any]) -> bool:
-    """Whether a reward function may log metrics: it takes ``log_metric``, or does something with its ``**kwargs``."""
+    """Return whether a reward function may log metrics: it takes ``log_metric``, or uses its ``**kwargs``."""
     parameters = parameters_of(function)
     further = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
     while isinstance(function, functools.partial):

@@ -1,4 +1,4 @@
-"""The policy's configuration as its checkpoint has it. `transformers.Trainer` changes it, and so what is saved."""
+"""The policy's configuration as its checkpoint has it. `transformers.Trainer` changes it, so it is restored."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class CheckpointConfig:
     """Values of a model's configuration and generation configuration before a trainer is made.
 
     `transformers.Trainer` sets ``use_cache`` when it is made, and the special tokens to the tokenizer's when it trains.
-    A token stays as it is where the tokenizer names none, where the checkpoint names the tokenizer's among others, and
-    where padding stands in as the end token. Other tokens of the tokenizer are new ones, which the saved model needs.
+    The checkpoint's token is kept in three cases: the tokenizer has none, the checkpoint's list contains the
+    tokenizer's, or the tokenizer's padding token is its end token. Other tokens of the tokenizer are new, and the saved
+    model needs them.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -26,7 +27,7 @@ class CheckpointConfig:
         ]
 
     def restore(self) -> None:
-        """Set the values that a saved model keeps."""
+        """Restore the values that a saved model keeps."""
         for config, values in self._values:
             for name, value in values.items():
                 if not self._stays(name, value):

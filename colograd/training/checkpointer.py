@@ -1,8 +1,8 @@
-"""`Checkpointer`: saves a trainer's checkpoints beside its training, finds the one to resume from, and loads it.
+"""`Checkpointer`: saves a trainer's checkpoints during training, finds the one to resume from, and loads it.
 
 A save copies the tensors into host memory and returns; a thread writes them to the disk (see `checkpoint.writing`)
-while the next steps train. At the end of a step the ranks tell each other whether their parts are written. A checkpoint
-that couldn't be written is a warning, and several in a row end the run.
+while the next steps train. At the end of a step the ranks exchange whether their parts are written. A failed checkpoint
+causes a warning, and several in a row end the run.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from .recorded_settings import run_settings
 
 OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # settings of a group of parameters
 RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")
-PATIENCE = 10.0  # seconds that a checkpoint may take before the next one is left out instead of waiting for it
+PATIENCE = 10.0  # seconds that a checkpoint may take; after that the next one is skipped
 
 
 class Checkpointer(TrainerCallback):
     """The checkpoints of one trainer. As its callback, it settles and requests saves at the end of each step.
 
     Args:
-        trainer: its model, optimizer, schedule, random state and prompts are saved and loaded.
+        trainer: trainer with the model, optimizer, schedule, random state and prompts to save and load.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -61,15 +61,15 @@ class Checkpointer(TrainerCallback):
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)
-        self._in_background = False  # the checkpoint that is being assembled will be written by the thread
-        self._why_in_foreground = ""  # the reason that was printed last
-        self._is_due = False  # a checkpoint was asked for in the middle of a round
-        self._failures = 0  # in a row
-        self._best_before: str | None = None  # the best checkpoint's folder, restored if the present save fails
-        self._damaged: set[int] = set()  # steps of checkpoints
+        self._in_background = False  # whether the thread will write the checkpoint that is being assembled
+        self._why_in_foreground = ""  # the last printed reason
+        self._is_due = False  # whether a save was requested in the middle of a round
+        self._failures = 0  # failed saves in a row
+        self._best_before: str | None = None  # folder of the best checkpoint, restored if the present save fails
+        self._damaged: set[int] = set()  # steps of damaged checkpoints
 
     def _resolve_folders(self) -> bool:
-        """Whether nodes share no file system. Each node then writes whole checkpoints into its own folder.
+        """Return whether nodes share no file system. Each node then writes whole checkpoints into its own folder.
 
         Raises:
             ValueError: ``save_on_each_node`` is set, but all nodes share the folder.
@@ -92,13 +92,13 @@ class Checkpointer(TrainerCallback):
     # -- the run
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint that ``resume_from_checkpoint`` asks for. A collective.
+        """Find the checkpoint that ``resume_from_checkpoint`` names. A collective.
 
         Raises:
             ValueError: there is none, or it is damaged.
         """
         with on_all_ranks("the search for a checkpoint"):
-            if self.args.should_save:  # before the search: it restores a checkpoint that was being replaced
+            if self.args.should_save:  # first, because it restores a half-replaced checkpoint
                 folders.sweep(self.args.output_dir)
         self._is_due, self._failures = False, 0
         found, self._damaged = search(
@@ -128,10 +128,10 @@ class Checkpointer(TrainerCallback):
             )
 
     def _compare_settings(self, checkpoint: str) -> None:
-        """Print the settings that differ from the checkpoint's: all of them hold from the next step on.
+        """Print the settings that differ from the checkpoint's. They hold from the next step on.
 
         Raises:
-            ValueError: one can't be applied.
+            ValueError: a changed setting can't be applied.
         """
         changed = folders.changed_settings(
             checkpoint, run_settings(self.args, self.trainer.rewards, self.trainer.agent)
@@ -149,7 +149,7 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """Around a training: a signal becomes a checkpoint and a stop, and no save is left under way at the end."""
+        """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end."""
         self.stop_signal.install()
         ends_by_error = True
         try:
@@ -157,14 +157,14 @@ class Checkpointer(TrainerCallback):
             self.settle(wait=True)
             ends_by_error = False
         finally:
-            self.finish_alone()  # where the run ends by an error
-            # A launcher that has seen one rank die sends the others a SIGTERM, which must not keep this one from saying
-            # why it ends. `GRPOTrainer.close` removes what is left.
+            self.finish_alone()  # if the run ends by an error
+            # A launcher that has seen one rank die sends the others a SIGTERM. The handler stays, so that this rank can
+            # still print its error. `GRPOTrainer.close` removes it.
             if not ends_by_error or world_size() == 1:
                 self.stop_signal.remove()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put a save off to the end of the round; turn a signal on any rank into a save and a stop on all."""
+        """Postpone a save to the end of the round; turn a signal on any rank into a save and a stop on all."""
         stops, saves = zip(*gather((self.stop_signal.received, self.writer.state())), strict=True)
         self.settle(wait=False, states=saves)
         stop = any(stops)
@@ -187,13 +187,13 @@ class Checkpointer(TrainerCallback):
     # -- one checkpoint
 
     def save(self) -> bool:
-        """Begin to save a checkpoint of this step; where it can't be written in the background, finish it.
+        """Begin to save a checkpoint of this step; finish it if it can't be written in the background.
 
         Returns:
-            Whether callbacks' ``on_save`` is to be called: the checkpoint is there, or on its way to the disk.
+            Whether to call callbacks' ``on_save``: the checkpoint is written, or on its way to the disk.
 
         Raises:
-            RuntimeError: it is one too many in a row that couldn't be written.
+            RuntimeError: `save_failures` checkpoints in a row couldn't be written.
         """
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if not trainer.at_boundary():
@@ -216,7 +216,7 @@ class Checkpointer(TrainerCallback):
         try:
             with on_all_ranks("saving"):
                 save = self._assemble()
-        except Exception as error:  # a full disk, say; every rank has an error then
+        except Exception as error:  # a full disk, say; all ranks then raise
             self._fail(state.global_step, f"{type(error).__name__}: {error}".splitlines()[0])
             return False
         finally:
@@ -230,7 +230,7 @@ class Checkpointer(TrainerCallback):
         return True
 
     def _reason_for_foreground(self) -> str:
-        """Why training waits for this checkpoint, on whichever rank; printed when it changes. A collective."""
+        """Return why training waits for this checkpoint on some rank; print a new reason. A collective."""
         trainer = self.trainer
         optimizer, owned = self.optimizer, trainer.sharding.owned()
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
@@ -246,13 +246,13 @@ class Checkpointer(TrainerCallback):
         return why
 
     def _is_last(self) -> bool:
-        """Whether training ends after this step. A collective."""
+        """Return whether training ends after this step. A collective."""
         state = self.trainer.state
         stops = self.trainer.control.should_training_stop or self.stop_signal.received
         return any(gather(bool(stops))) or state.global_step >= state.max_steps
 
     def _assemble(self) -> Save:
-        """This rank's files of the checkpoint: in host memory, or on the disk where training waits for them."""
+        """Collect this rank's files of the checkpoint: in host memory, or on the disk if training waits for them."""
         run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
         name, aside = f"checkpoint-{state.global_step}", folders.aside_folder(run_dir)
         best = state.best_global_step
@@ -276,7 +276,7 @@ class Checkpointer(TrainerCallback):
         )
 
     def _write_contents(self, folder: Path) -> None:
-        """Write all that resuming needs, in the files of transformers' Trainer and a few of our own."""
+        """Write everything a resumed run needs, in the files of transformers' Trainer and a few of our own."""
         trainer, state = self.trainer, self.trainer.state
         trainer.store_flos()
         trainer.save_model(str(folder), _internal_call=True)
@@ -304,8 +304,10 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def _own_folder(self, aside: Path) -> Iterator[Path]:
-        """A folder for this rank's files: a temporary one whose small files are then read into memory, or beside the
-        checkpoint's place, from where they are moved."""
+        """Make a folder for this rank's files.
+
+        In the background it is temporary, and its small files are read into memory. Otherwise it lies next to the
+        checkpoint's place, and its files are moved there."""
         if self._in_background:
             with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
@@ -327,7 +329,7 @@ class Checkpointer(TrainerCallback):
         return writing.contents_of(folder) | images
 
     def _weight_names(self, folder: Path) -> list[str]:
-        """The tensors of the file of weights that was just written; none if it is an adapter's, or there are shards."""
+        """Return the tensor names of the weights file just written; none for an adapter or shards."""
         file = folder / SAFE_WEIGHTS_NAME
         if not file.is_file():
             return [*self.weight_places()]
@@ -335,53 +337,53 @@ class Checkpointer(TrainerCallback):
             return [*opened.keys()]
 
     def _rotate(self, best: str | None, step: int) -> None:
-        """Delete old checkpoints and recorded rounds. Runs in the thread when every node has the new checkpoint."""
+        """Delete old checkpoints and recorded rounds, in the thread, when every node has the new checkpoint."""
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
-            # The last two checkpoints make earlier rounds needless: two, since the last may be damaged.
+            # Rounds before the last two checkpoints aren't needed: two, since the last may be damaged.
             complete = folders.complete_steps(self.args.output_dir)
             kept = [found for found in complete if found <= step and found not in damaged]
             if len(kept) > 1:
                 journal.prune(before=kept[-2])
 
-    # -- its tensors
+    # -- a checkpoint's tensors
 
     @property
     def write_tensors(self) -> Any:
-        """Writes a file of the checkpoint's tensors; called like `safetensors.torch.save_file`."""
+        """The function that writes a file of tensors, with the signature of `safetensors.torch.save_file`."""
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Host memory for the weights by name, from the save before; filling it spares `write_tensors` a copy."""
+        """Return the previous save's host memory for the weights by name; filling it saves `write_tensors` a copy."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def saving_model(self) -> contextlib.AbstractContextManager[None]:
-        """Within it ``save_pretrained`` writes weights with `write_tensors`, on each rank that calls it."""
+        """Make ``save_pretrained`` write weights with `write_tensors`, on each rank that calls it."""
         return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
 
     def save_optimizer(self, folder: str, usual: Callable[[], None]) -> None:
-        """Write the optimizer and the schedule: each rank its own part, or ``usual`` where the optimizer isn't cut."""
+        """Write optimizer and schedule: each rank its part, or by ``usual`` if the optimizer isn't sharded."""
         leads = self.args.should_save
         if not self.trainer.sharding.save_optimizer(self.optimizer, Path(folder), leads, self.write_tensors):
             usual()
         elif leads:
             torch.save(self.trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
-    # -- whether it was written
+    # -- the end of a save
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
         """Find out whether the checkpoint under way was written, if all ranks know by now. A collective.
 
         Args:
-            wait: until they know.
+            wait: whether to wait until all ranks know.
             states: `Writer.state` of each rank, if the ranks have exchanged it already.
 
         Returns:
-            Whether the checkpoint is there; also if none was under way.
+            Whether the checkpoint is written; True if none was under way.
 
         Raises:
-            RuntimeError: it is one too many in a row that couldn't be written.
+            RuntimeError: `save_failures` checkpoints in a row couldn't be written.
         """
         save = self.writer.present
         if save is None:
@@ -413,7 +415,7 @@ class Checkpointer(TrainerCallback):
             aside.rmdir()
 
     def finish_alone(self) -> None:
-        """Finish the save under way where other ranks may be gone: see `Writer.finish_alone`."""
+        """Finish the save under way when other ranks may be gone; see `Writer.finish_alone`."""
         if not self.writer.finish_alone():
             self._host_files = HostFiles(self.args.device)
 
@@ -436,7 +438,7 @@ class Checkpointer(TrainerCallback):
     # -- loading
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model; ``usual`` loads it where transformers' Trainer can: neither cut, nor with images or experts.
+        """Load the model, by ``usual`` if transformers' Trainer can: not sharded, without images and experts.
 
         Raises:
             ValueError: the weights can't be read, or are of another model.
@@ -457,7 +459,7 @@ class Checkpointer(TrainerCallback):
         model = self.trainer.model
         state = model.state_dict()
         absent = set(missing) - set(model._keys_to_ignore_on_save or ())
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied one has another name there
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied tensor is saved once
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
@@ -465,10 +467,10 @@ class Checkpointer(TrainerCallback):
             )
 
     def load_optimizer(self, checkpoint: str) -> None:
-        """Load the optimizer and the schedule, written by any number of ranks and any sharding strategy.
+        """Load an optimizer and a schedule that any number of ranks and any sharding strategy wrote.
 
         A float32 checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse. Rates and decays
-        are the recipe's, as it is now.
+        come from the present recipe.
         """
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         with loading(checkpoint, "the optimizer's state"), _own_settings(optimizer, self.trainer.lr_scheduler):
@@ -490,9 +492,10 @@ class Checkpointer(TrainerCallback):
 
 @contextlib.contextmanager
 def _own_settings(optimizer: torch.optim.Optimizer, schedule: Any) -> Iterator[None]:
-    """Around the loading of an optimizer and its schedule: afterwards they have the settings that they were made with.
+    """Wrap the loading of an optimizer and its schedule, and restore the settings that they were made with.
 
-    A schedule that counts steps computes its rate from these. Another one's rate is state, and stays as it was loaded.
+    A schedule that counts steps computes its rate from these settings. Any other schedule keeps its loaded rate,
+    because the rate is part of its state.
     """
     made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
     base_rates = getattr(schedule, "base_lrs", None)

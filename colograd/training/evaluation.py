@@ -1,5 +1,4 @@
-"""An evaluation of scored groups: TRL's metrics of completions, pass@k, and its loss as a step of all of them. Or an
-exam, which has metrics of its own."""
+"""Evaluations: TRL's metrics of completions, pass@k, and the loss over all groups as one step; exams have their own."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ from ..rollout.sampler import OwnEvaluation
 from ..rollout.statistics import Combine, RolloutStatistics
 from .step_batches import step_batch
 
-EVALUATION_TOKENS = 4096  # of a micro-batch in an evaluation's forward where a GPU's room hasn't been measured yet
+EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[str, float]:
     """Sample, score and measure every prompt once, over all ranks.
 
     Args:
-        trainer: whose `sampler` and `learner` do it.
-        name: the evaluation's, in the records of the run.
+        trainer: trainer with the `sampler` and `learner` to use.
+        name: name of the evaluation in the run's records.
     """
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
@@ -53,7 +52,7 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[st
 
 
 def _exam_metrics(trainer: Any, prompts: ExamPrompts, name: str) -> dict[str, float]:
-    """Take an exam with its own sampling and checker, but completions no longer than the run's evaluations."""
+    """Take an exam with its own sampling and checker, but with completions at most as long as other evaluations'."""
     config, sampler = trainer.args, trainer.sampler
     exam = shortened(prompts.exam, int(config.max_completion_length_eval or config.max_completion_length))
     mine = prompts.prompts(config.layout.data_rank, config.layout.data_size)
@@ -75,10 +74,10 @@ def evaluation_metrics(
     combine: Combine,
     config: GRPOConfig,
 ) -> dict[str, float]:
-    """The metrics of the groups of all ranks. A collective.
+    """Compute the metrics of all ranks' groups. A collective.
 
     Args:
-        groups: this rank's.
+        groups: groups of this rank.
         counts: sums of rewards and tools since the evaluation began.
         combine: [G, R] rewards -> [G], see `RolloutStatistics.add`.
     """
@@ -96,15 +95,15 @@ def evaluation_metrics(
 
 
 def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
-    """Of a prompt's weighted rewards [G]: how many were judged (aren't NaN), and how many of these are passes."""
+    """Count a prompt's judged completions (rewards [G] that aren't NaN) and the passes among them."""
     return int((~totals.isnan()).sum()), int((totals >= threshold).sum())
 
 
 def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4 ... ``most``: the chance that at least one of k completions of a prompt is a pass.
+    """Estimate pass@k for k = 1, 2, 4 ... ``most``: the chance that at least one of k completions is a pass.
 
-    The unbiased estimate from n completions, c of them passes (`exams.results.pass_at`). The mean over prompts; one
-    with fewer than k judged completions doesn't count.
+    Each prompt has the unbiased estimate from n completions with c passes (`exams.results.pass_at`). The result is the
+    mean over the prompts with at least k judged completions.
 
     Args:
         passes: (n, c) of each prompt.
@@ -124,7 +123,7 @@ def evaluation_step(
     reward_names: Sequence[str],
     times: PhaseTimes,
 ) -> StepBatch:
-    """What an evaluation sampled, with its advantages, as a step of all of it. A collective."""
+    """Pack all groups of an evaluation, with their advantages, into one step. A collective."""
     tokens = rules.max_tokens or EVALUATION_TOKENS
     rules = dataclasses.replace(rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     (drawn,) = scale_over_steps([SampledStep(tuple(groups), ())], estimator)

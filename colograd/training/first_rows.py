@@ -1,5 +1,7 @@
-"""A step's first rows: those that ranks trained before all was sampled, or that a recorded step trained so. The rest of
-its groups is still to be balanced and packed."""
+"""A step's first rows: ranks train them before all groups are sampled. A replay repeats the recorded first rows.
+
+The step's other groups are balanced and packed later.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,27 @@ from ..rollout.partition import Partition, Row, fits, has_equal_counts, pieces_o
 
 @dataclass
 class EarlyRows:
-    """What a rank has trained of a step before ranks exchange groups."""
+    """The rows of a step that a rank trained before ranks exchanged groups."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # that it took, its own or others'
-    rows: list[PackedRow] = field(default_factory=list)  # of these groups: their gradients are made
-    metrics: Metrics = field(default_factory=Metrics)  # of the rows' losses
+    groups: list[ScoredGroup] = field(default_factory=list)  # groups it took, its own or others'
+    rows: list[PackedRow] = field(default_factory=list)  # rows of these groups, with computed gradients
+    metrics: Metrics = field(default_factory=Metrics)  # metrics of the rows' losses
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether memory ran out: all gradients are to be dropped, and the groups are trained with the others."""
+        """Whether memory ran out: the caller drops all gradients, and trains the groups with the others."""
         return bool(self.groups) and not self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """A step's groups on this rank, divided into those whose rows come first and the rest, which is still to pack."""
+    """A step's groups on this rank, divided into groups with first rows and groups to pack."""
 
     rest: list[ScoredGroup]
-    groups: tuple[ScoredGroup, ...] = ()  # of the rows
+    groups: tuple[ScoredGroup, ...] = ()  # groups of the first rows
     rows: tuple[PackedRow, ...] = ()
-    trained: bool = False  # whether the rows' gradients are made
-    moved: int = 0  # of the groups: how many another engine sampled
+    trained: bool = False  # whether the rows' gradients are computed
+    moved: int = 0  # number of the groups that another engine sampled
     partition: Partition = ()  # the first rows of all ranks
 
 
@@ -46,11 +48,11 @@ def first_rows(
     """Divide a step's groups. A collective, unless both ``early`` and ``recorded`` are None.
 
     Args:
-        groups: this rank's own that are to be packed.
-        early: what this rank has trained.
-        recorded: of all ranks, when the step was trained before; then nothing is trained, and the same rows come first.
-            Ranks that train rows together can't have it, as it may give them different ones, nor those that step
-            together one of ranks that didn't.
+        groups: this rank's own groups to pack.
+        early: rows that this rank has trained.
+        recorded: first rows of all ranks when the step was trained before. Nothing is trained then, and the same rows
+            come first. It is ignored if ranks train rows together, because it may give them different rows. It is also
+            ignored if ranks must have equal numbers of rows and the recorded ones differ.
     """
     if recorded is not None and (rules.ranks_per_row > 1 or (rules.equal_counts and not has_equal_counts(recorded))):
         recorded = None
@@ -65,10 +67,10 @@ def first_rows(
     else:
         held, partition, trained = gather(own), recorded, False
         if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
-            return FirstRows([*groups])  # of another number of ranks, say: the update is equal up to rounding
+            return FirstRows([*groups])  # another number of ranks, say; the update is equal up to rounding
         early = _as_recorded(groups, recorded, held, rules)
     owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
-    # What a rank took and has no rows of, as memory ran out there, is its owner's again.
+    # A group without rows, because memory ran out on the rank that took it, returns to its owner.
     taken = {position for position, _ in pieces_of(partition)}
     rest = [scored for scored in groups if scored.group.position not in taken]
     if not early.rows:
@@ -81,7 +83,7 @@ def first_rows(
 def _as_recorded(
     groups: Sequence[ScoredGroup], recorded: Partition, held: Sequence[Sequence[tuple[int, int]]], rules: PackingRules
 ) -> EarlyRows:
-    """This rank's groups and rows of a recorded partition; they aren't trained yet. A collective.
+    """Collect this rank's groups and untrained rows of a recorded partition. A collective.
 
     Args:
         held: position and size of each rank's groups.

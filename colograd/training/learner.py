@@ -1,4 +1,4 @@
-"""`Learner`: scored groups in, a trained policy out; or, in an evaluation, the loss of what was sampled."""
+"""`Learner`: trains the policy on scored groups, and computes the loss of an evaluation's groups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .loss_pass import loss_pass
 from .overlap import train_while_others_sample
 from .step_batches import schedule, step_batch, trainable
 
-AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # to a group with its rewards [G, R]
+AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # (group, rewards [G, R]) -> scored group
 
 
 class LearnerHooks(Protocol):
@@ -62,8 +62,8 @@ class LearnerHooks(Protocol):
 class Learner:
     """Packs scored groups into optimizer steps, sends their rows through the loss, and sums gradients over ranks.
 
-    A step that runs out of memory is packed again in smaller micro-batches, on all ranks, and repeated. With `overlap`
-    its first rows may be trained before the others are sampled: gradients add up, and the denominator comes last.
+    If a step runs out of memory, all ranks pack it again in smaller micro-batches and repeat it. With `overlap` its
+    first rows may be trained before the others are sampled. This works because gradients add up, and are divided last.
     """
 
     hooks: LearnerHooks
@@ -84,12 +84,12 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.mismatch = SamplerMismatch(self.config)
-        self.pending: list[StepBatch] = []  # the steps of the present round that aren't trained yet
-        self.metrics: dict[str, float] = {}  # of the step that was trained last, over all ranks
+        self.pending: list[StepBatch] = []  # untrained steps of the present round
+        self.metrics: dict[str, float] = {}  # metrics of the last trained step, over all ranks
         self._alloc_retries = AllocRetries(self.config.device)
-        self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
-        self.early: EarlyRows | None = None  # what was trained of the next step while ranks sampled
-        self._early_metrics: Metrics | None = None  # of a step's first rows, if they are trained
+        self.figures: dict[str, float] = {}  # loss and gradient norm of the present step
+        self.early: EarlyRows | None = None  # rows of the next step, trained while ranks sampled
+        self._early_metrics: Metrics | None = None  # metrics of a step's first rows, if they are trained
         self.beside_decoding = BesideDecoding(
             self._rows_of, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
             self.config.device,
@@ -98,7 +98,7 @@ class Learner:
     # -- a round
 
     def forget_round(self) -> None:
-        """A training begins: the last one may have failed amid a round, with gradients of some of its micro-batches."""
+        """Drop the last training's steps and gradients: it may have failed in the middle of a round."""
         self.pending, self.early = [], None
         self.sharding.discard()
 
@@ -113,16 +113,17 @@ class Learner:
         self.beside_decoding.begin()
 
     def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
-        """After a step of this rank's engine: train a micro-batch of its finished groups, in the tail of its sampling.
+        """Train a micro-batch of finished groups after a step of this rank's engine, in the tail of its sampling.
+
         No collective."""
         self.beside_decoding.after_step(finished, load, self.rules.max_tokens)
 
     def wait_for_early(self) -> None:
-        """Wait until the device is done with what was queued between the engine's steps."""
+        """Wait until the device is done with the micro-batch queued between the engine's steps."""
         self.beside_decoding.wait()
 
     def train_early(self, finished: OwnGroups) -> None:
-        """Train finished groups of the next step until all ranks have sampled and none trains. No collective."""
+        """Train finished groups of the next step until no rank samples or trains any more. No collective."""
         self.model.train()
         self.early = self.beside_decoding.end(self.hooks.state.global_step)
         if self.early.out_of_memory or not isinstance(finished, FinishedGroups):
@@ -133,7 +134,7 @@ class Learner:
             self._free_gradients()
 
     def trains_early(self, scored: ScoredGroup) -> bool:
-        """Whether a group gets a gradient, and from the weights that sampled it."""
+        """Return whether a group gets a gradient, and the present weights sampled it."""
         step = self.hooks.state.global_step
         return bool(trainable([scored], self.rules)) and all(r.policy_version == step for r in scored.group.rollouts)
 
@@ -147,8 +148,10 @@ class Learner:
     def _train_rows(
         self, rows: Sequence[PackedRow], metrics: Metrics, unread: list[torch.Tensor] | None = None
     ) -> Sequence[PackedRow]:
-        """Forward and backward of finished groups' rows; see `loss_pass`. Returns them with the second models'
-        log-probabilities."""
+        """Run forward and backward of finished groups' rows (see `loss_pass`).
+
+        Returns:
+            The rows with the second models' log-probabilities."""
         with self.times.phase("ref_logprobs") if self.second_models else contextlib.nullcontext():
             step = self._early_step(rows)
         with self.recorder.trains_early(step.rows), self.times.phase("train"):
@@ -156,7 +159,7 @@ class Learner:
         return step.rows
 
     def _early_step(self, rows: Sequence[PackedRow]) -> StepBatch:
-        """Rows of the next step, with what second models say of them."""
+        """Make a `StepBatch` of the next step's rows, with the second models' log-probabilities."""
         if self.second_models:
             with self.hooks.compute_loss_context_manager():
                 rows = fill(self.second_models, rows, self.config.temperature)
@@ -209,7 +212,7 @@ class Learner:
     # -- an optimizer step
 
     def train(self, step: StepBatch) -> float:
-        """Forward and backward of one optimizer step; leaves the summed, normalised gradient in ``.grad``.
+        """Run forward and backward of one optimizer step; leave the summed, normalised gradient in ``.grad``.
 
         Returns:
             The step's loss over all ranks.
@@ -223,7 +226,7 @@ class Learner:
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            # The exception, whose traceback holds activations, is gone.
+            # The exception is gone, and with it the activations that its traceback held.
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.times.phase("sync"):
             self.sharding.sum_gradients()
@@ -239,7 +242,7 @@ class Learner:
         return loss
 
     def clip(self) -> float:
-        """Clip the gradient to `max_grad_norm`; its norm before, the last look before the weights change.
+        """Clip the gradient to `max_grad_norm` and return its norm before; the last check before the weights change.
 
         Raises:
             FloatingPointError: the norm isn't finite.
@@ -256,12 +259,12 @@ class Learner:
         return norm
 
     def finish_step(self) -> dict[str, float]:
-        """The metrics of the step that the optimizer has just taken, with this rank's bytes and seconds."""
+        """Return the metrics of the optimizer's last step, with this rank's bytes and seconds."""
         own = self.sharding.traffic.take(), self._alloc_retries.take(), self.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
     def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
-        """The objective on one micro-batch, as an unnormalised sum: `GRPOTrainer.compute_loss`."""
+        """Compute the objective on one micro-batch, as an unnormalised sum, for `GRPOTrainer.compute_loss`."""
         entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
         teacher, routed = self.second_models.get("teacher_states"), self.policy.tells_routing
         head: TeacherHead | TopTokens | None = None if teacher is None else teacher.head
@@ -277,7 +280,7 @@ class Learner:
         return output
 
     def _with_constants(self, step: StepBatch) -> StepBatch:
-        """The step, each row of which knows the entropy's threshold and coefficient in this step. A collective."""
+        """Return the step with the entropy threshold and coefficient added to every row. A collective."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
@@ -293,11 +296,12 @@ class Learner:
         metrics: Metrics | None = None,
         unread: list[torch.Tensor] | None = None,
     ) -> Metrics:
-        """This rank's micro-batches through the loss; backward too where a ``sharding`` does it. Their metrics are
-        added to those of rows that are trained."""
+        """Pass this rank's micro-batches through the loss, and backward if there is a ``sharding``.
+
+        Their metrics are added to ``metrics`` of the rows that are trained already."""
         compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
         given = compute_loss, self.hooks.compute_loss_context_manager, sharding
-        if unread is not None:  # amid the sampling, which has a bar of its own
+        if unread is not None:  # during sampling, which has its own progress bar
             return loss_pass(step, *given, metrics=metrics, unread=unread)
         bar = self.console.progress(len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch")
         with contextlib.closing(bar):
@@ -306,11 +310,13 @@ class Learner:
     # -- an evaluation
 
     def evaluate(self, groups: Sequence[ScoredGroup], add_advantages: AddAdvantages) -> dict[str, float]:
-        """The loss of an evaluation's groups, as if they were a step's, with its metrics; {} without `loss_eval`. No
-        gradients. A collective.
+        """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective.
 
         Args:
-            groups: this rank's.
+            groups: groups of this rank.
+
+        Returns:
+            The metrics; {} without `loss_eval`.
         """
         if not self.config.loss_eval:
             return {}
@@ -334,10 +340,10 @@ class Learner:
     # -- the rows
 
     def prove_rows(self, seen: Sequence[ModelInput]) -> None:
-        """Prove the rows where they will run: on the device's kernels, compiled where they are. A collective.
+        """Prove the rows with the kernels that will train them, compiled ones included. A collective.
 
         Args:
-            seen: prompts with images, if there are any.
+            seen: prompts with images, or none.
         """
         device, seconds = self.config.device, self.second_models.values()
         others = [second.model for second in seconds if second.of_policy]
@@ -355,7 +361,7 @@ class Learner:
     # -- the token budget of a micro-batch
 
     def measure_budget(self, shape: tuple[int, int, int]) -> None:
-        """Find how many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state.
+        """Measure how many tokens a micro-batch may have on this GPU, next to the engine and the optimizer's state.
 
         Args:
             shape: tokens of the longest prompt and of the longest completion, and completions per group.
@@ -383,7 +389,7 @@ class Learner:
         )
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
-        """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
+        """Pack this step and the rest of its round in smaller micro-batches, after a rank ran out of memory."""
         self._free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.console.warn(

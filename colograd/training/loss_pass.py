@@ -28,26 +28,27 @@ def loss_pass(
     metrics: Metrics | None = None,
     unread: list[torch.Tensor] | None = None,
 ) -> Metrics:
-    """Forward, and backward where asked for, of this rank's micro-batches that haven't been trained yet. Gradients add
-    up in the parameters, of sums that the step's denominator divides at the end.
+    """Run forward, and backward if there is a ``sharding``, of this rank's untrained micro-batches.
+
+    Gradients of unnormalised sums add up in the parameters. The step's denominator divides them at the end.
 
     Args:
-        sharding: does the backward; None: there is none.
-        passed: is called after each micro-batch with its tokens.
-        metrics: of micro-batches before these.
-        unread: gets the losses to train on, () each, which aren't read then: the caller does it with `check_finite`.
+        sharding: runs the backward; None: no backward.
+        passed: function to call after each micro-batch with its number of tokens.
+        metrics: metrics of earlier micro-batches, to add to.
+        unread: list that gets the losses to train on, () each, unread; the caller reads them with `check_finite`.
 
     Returns:
-        The loss's metrics, and `loss`, the sum over them all.
+        The loss's metrics, and `loss`, the sum over all micro-batches.
 
     Raises:
-        ValueError: ``compute_loss`` returned something else than a `LossOutput` (see `checked_loss`).
+        ValueError: ``compute_loss`` didn't return a valid `LossOutput` (see `checked_loss`).
         FloatingPointError: a loss to train on isn't finite.
     """
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
-    losses: list[torch.Tensor] = []  # read once, when all is on its way: the host doesn't wait for any micro-batch
+    losses: list[torch.Tensor] = []  # read once at the end, so the host doesn't wait for each micro-batch
     for index, row in enumerate(step.rows[step.trained :], start=step.trained):
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
@@ -56,7 +57,7 @@ def loss_pass(
         losses.append(output.loss)
         if sharding is not None:
             with agree("training"):
-                sharding.backward(loss)  # the only name of the graph, which a failed backward drops
+                sharding.backward(loss)  # the only reference to the graph, so a failed backward frees it
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(row.num_tokens)
@@ -68,11 +69,11 @@ def loss_pass(
 
 
 def check_finite(losses: Sequence[torch.Tensor], step: int, first: int = 0) -> None:
-    """Raise a FloatingPointError if a loss isn't finite. The host waits until they are there.
+    """Raise a FloatingPointError if a loss isn't finite. The host waits for the device.
 
     Args:
-        step: the number of the optimizer step.
-        first: the number of the first loss's micro-batch.
+        step: number of the optimizer step.
+        first: number of the first loss's micro-batch.
     """
     for index, loss in enumerate(numbers(losses), start=first):
         if not math.isfinite(loss):
@@ -83,10 +84,10 @@ def check_finite(losses: Sequence[torch.Tensor], step: int, first: int = 0) -> N
 
 
 def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
-    """The output of ``compute_loss``, where gradients are needed or not.
+    """Check and return the output of ``compute_loss``.
 
     Raises:
-        ValueError: no `LossOutput`, no scalar, or one that no gradient flows through.
+        ValueError: no `LossOutput`, no scalar, or a needed gradient is missing.
     """
     if not isinstance(output, LossOutput):
         raise ValueError(

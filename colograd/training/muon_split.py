@@ -1,5 +1,6 @@
-"""Muon for the matrices of a bfloat16 policy's layers, on the exact float32 master of `adamw_split`, and that for the
-rest.
+"""Muon for the matrices of a bfloat16 policy's layers, on the exact float32 master of `adamw_split`.
+
+All other parameters are updated by `adamw_split`.
 
 Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalised momentum of a whole matrix. Its step is
 scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so that one learning rate serves both.
@@ -19,22 +20,24 @@ from ..policy.lora import is_adapted
 from .adamw_split import AdamWSplit, join_master, optimizer_class, split_master
 
 MOMENTUM = "momentum_buffer"
-COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults, of Newton-Schulz
+COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz
 
 
 def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The trained matrices of the decoder's layers: not the embedding, the head, nor experts, which are stacked."""
+    """Return the trained matrices of the decoder's layers, without embedding, head and experts (which are stacked)."""
     inside = (parameter for layer in decoder_layers(model) for parameter in layer.parameters())
     return [parameter for parameter in inside if parameter.requires_grad and parameter.dim() == 2]
 
 
 class MuonSplit(AdamWSplit):
-    """torch's Muon, one joined master at a time. State of a matrix: int16 remainder and a float32 momentum, 6 bytes.
+    """torch's Muon on one joined master at a time.
+
+    State per element of a matrix: an int16 remainder and a float32 momentum, 6 bytes.
 
     Args:
-        matrices: which of the parameters are updated so.
-        momentum: of their gradients.
-        given: as for `AdamWSplit`.
+        matrices: parameters that Muon updates.
+        momentum: decay of the matrices' momentum.
+        given: arguments of `AdamWSplit`.
     """
 
     def __init__(
@@ -95,16 +98,16 @@ class MuonSplit(AdamWSplit):
             )
         state: dict[str, Any] = self.state[parameter]
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
-            if name in saved:  # of a float32 matrix too: see `join_remainders`
+            if name in saved:  # for a float32 matrix too: see `join_remainders`
                 state[name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 
 
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
-    """The optimizer's class and arguments, where it is one of ours; None: transformers makes the one ``optim`` names.
+    """Return class and arguments of an optimizer of ours; None: transformers makes the optimizer.
 
     Raises:
-        ValueError: ``optim_args`` that it doesn't have, or an adapter that is trained.
+        ValueError: unknown ``optim_args``, or Muon for an adapter.
     """
     found = optimizer_class(args)
     if args.optim != "muon" or found is None:

@@ -1,9 +1,10 @@
-"""Training beside the tail of sampling: a rank that has sampled its groups trains them while others still decode, and
-takes finished groups from these. Between the steps of its own engine: `beside_decoding`.
+"""Training during the tail of sampling: a rank that has sampled trains its groups while other ranks still decode.
+
+It also takes finished groups from these ranks. `beside_decoding` trains between the steps of a rank's own engine.
 
 No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
-unnormalised; ranks exchange nothing meanwhile. When all have sampled, ranks go on, in ever smaller micro-batches, until
-none of them trains. What is left then is balanced, packed and trained as ever.
+unnormalised, and ranks exchange nothing meanwhile. When all have sampled, ranks continue, in smaller and smaller
+micro-batches, until none of them trains. The remaining groups are balanced, packed and trained as without `overlap`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups
 from .first_rows import EarlyRows
 
-EVERY = 0.01  # seconds between two looks for finished groups
+EVERY = 0.01  # seconds between two polls for finished groups
 
 
 def train_while_others_sample(
@@ -29,15 +30,15 @@ def train_while_others_sample(
     times: PhaseTimes,
     early: EarlyRows,
 ) -> EarlyRows:
-    """Train finished groups, micro-batch by micro-batch, until no rank samples any more and none is amid one.
+    """Train finished groups, micro-batch by micro-batch, until no rank samples or trains a micro-batch any more.
 
     Args:
-        train: forward and backward of some groups, whose losses' metrics it adds; returns their rows.
+        train: function (groups, metrics) -> rows that runs forward and backward, and adds to the metrics.
         budget: tokens of a micro-batch.
-        early: what this rank trained while it sampled itself.
+        early: rows that this rank trained while it sampled itself.
 
     Returns:
-        What was trained, that included.
+        All rows trained early, with ``early``.
     """
     while not finished.is_over():
         groups = finished.take(budget)
@@ -52,12 +53,12 @@ def train_while_others_sample(
             continue
         except torch.OutOfMemoryError:
             pass
-        # The exception, whose traceback holds activations, is gone. The others may be told when they have sampled.
+        # The exception is gone, and with it the activations. The other ranks learn of it when they have sampled.
         return EarlyRows(early.groups)
     return early
 
 
 def rest(finished: FinishedGroups) -> None:
-    """Between two looks for finished groups."""
+    """Sleep between two polls for finished groups."""
     watchdog.progress("waiting for ranks that sample")
     time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # one store answers all ranks

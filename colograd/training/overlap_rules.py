@@ -1,4 +1,4 @@
-"""Whether a run trains groups before all are sampled (`overlap`), and what it says of that at its start."""
+"""Rules of `overlap`: whether a run trains groups before all are sampled, and its line about that at start."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def why_not(
     sharding: type[ShardingStrategy],
     replaced: Callable[[str], bool],
 ) -> str:
-    """Why all groups of a step wait for the last one; empty: they needn't.
+    """Return why all groups of a step wait for the last one; empty: they don't.
 
     Args:
-        replaced: whether a subclass of the trainer overrides a stage.
+        replaced: function that returns whether a subclass of the trainer overrides a stage.
     """
     reasons: list[tuple[Any, str]] = [
         (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
@@ -46,7 +46,7 @@ def why_not(
 
 
 def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup], bool]) -> OwnGroups | None:
-    """The finished groups that are trained before all are sampled; None: nothing is."""
+    """Return the container of finished groups to train early; None: no group is."""
     if config.overlap == "off" or why:
         return None
     if config.world_size == 1:
@@ -55,7 +55,7 @@ def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup
 
 
 def describe(config: GRPOConfig, why: str, submits_later: bool = False) -> str:
-    """A line for the start of a run: what is trained before all is sampled, and why not; empty: nothing was asked for.
+    """Return a line that describes the early training, or why there is none; empty with `overlap: off`.
 
     Args:
         submits_later: see `Sampler.submits_later`.

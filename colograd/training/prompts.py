@@ -1,4 +1,4 @@
-"""Datasets -> tokenised prompts, short enough that a completion fits into the context behind each."""
+"""Tokenised prompts of datasets, short enough that a completion fits into the context behind each."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from ..reporting.console import Console
 from ..rollout.toolbox import EMPTY, Toolbox
 
 Prompts = PromptDataset | PromptStream
-IMAGES_LOOKED_AT = 64  # rows, of which one should have an image
+IMAGES_LOOKED_AT = 64  # rows to search for an image
 
 
 def longest_completion(args: GRPOConfig) -> int:
-    """Tokens of a completion, at most, in training or evaluation."""
+    """Return the maximum tokens of a completion in training and evaluation."""
     return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
 
 
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
 ) -> PromptDataset | PromptStream:
-    """The prompts to train on: tokenised, or a stream that is tokenised while it is read.
+    """Return the prompts to train on: tokenised, or a stream that is tokenised while it is read.
 
     As in TRL, a run without a dataset needs an environment that makes all prompts, and ``max_steps``.
 
@@ -70,7 +70,7 @@ def train_prompts_of(
 
 
 def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
-    """An empty row for each prompt of one generation; an environment writes the prompts' texts."""
+    """Make an empty row for each prompt of one generation; an environment writes the prompts' texts."""
     if tools is None or not tools.has_environments:
         raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
     if tools.by_name:
@@ -88,7 +88,7 @@ def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
 
 
 def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
-    """One item is the list of prompts of one optimizer step on this rank."""
+    """Return a loader with one item per optimizer step: the list of this rank's prompts."""
     if isinstance(prompts, PromptStream):
         return StreamLoader(prompts)
     if prompts.curriculum is not None:
@@ -99,12 +99,12 @@ def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> Prompt
 
 
 def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
-    """The dataset after ``remove_unused_columns``; with empty prompts where environments write them."""
+    """Apply ``remove_unused_columns``, or add empty prompts if environments write them."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if tools is not None and tools.has_environments and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in names:
-        check_columns(dataset, name, policy.processor is not None)  # before the columns are gone that it looks for
+        check_columns(dataset, name, policy.processor is not None)  # before its columns are removed
         images = [column for column in IMAGES if column in names]
         named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
         named += [TEACHER] if args.names_teachers and TEACHER in names else []
@@ -113,11 +113,11 @@ def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | Non
 
 
 def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, tools: Toolbox | None) -> PromptRules:
-    """Rules by which rows become prompts.
+    """Return the rules for the conversion of rows into prompts.
 
     Args:
-        name: the dataset's, in messages: train, eval or the user's.
-        context: of the engine, if there is one already.
+        name: name of the dataset in messages: train, eval or the user's.
+        context: tokens of the engine's context, if there is an engine already.
     """
     completion = longest_completion(args)
     most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
@@ -148,8 +148,9 @@ def eval_prompts_of(
     context: int | None = None,
     name: str = "eval",
 ) -> Any:
-    """The prompts to evaluate on, in the form of ``dataset``: one, a dict, or None. Streams are read to their end.
-    Names of exams are a dict of them."""
+    """Return the prompts to evaluate on, in the form of ``dataset``: one, a dict, or None.
+
+    Streams are read to their end. Names of exams become a dict of exams."""
     if dataset is None or isinstance(dataset, PromptDataset):
         return dataset
     if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
@@ -164,14 +165,14 @@ def eval_prompts_of(
 
 
 def _exam_prompts_of(spec: ExamSpec, policy: Policy, args: GRPOConfig, context: int | None) -> ExamPrompts:
-    """An exam's prompts: as long as the context allows, and without the run's tools."""
+    """Return an exam's prompts, as long as the context allows, and without the run's tools."""
     rules = _rules(policy, args, spec.exam.name, context, None)
     whole = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
     return ExamPrompts.of(spec, dataclasses.replace(rules, max_prompt_tokens=whole - longest_completion(args)))
 
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
-    """A line where the model has a chat template, and the first prompt is plain text that no template has made."""
+    """Yield a line if the model has a chat template, but the first prompt is plain text without special tokens."""
     prompt, tokenizer = prompts.first(1)[0].example["prompt"], policy.tokenizer
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return
@@ -183,20 +184,20 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:
-    """Rules for a prompt that an environment's ``reset`` has changed, in an engine with this context."""
+    """Return the rules for prompts that an environment's ``reset`` changed, in an engine with this context."""
     most = context - 1
     return dataclasses.replace(_rules(policy, args, "reset", None, tools), max_prompt_tokens=most, overlong="drop")
 
 
 def image_reader_of(policy: Policy) -> ImageReader | None:
-    """Reads images for a policy that takes some; None for others."""
+    """Return a reader of images for a policy that takes images; None for others."""
     return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
 def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:
-    """One prompt with images, to prove forwards on; empty if the run has no images.
+    """Return one prompt with images, to prove forwards on; empty if the run has no images.
 
-    It is made up if only tools, or rows behind the first IMAGES_LOOKED_AT, have images.
+    The prompt is made up if only tools, or rows behind the first IMAGES_LOOKED_AT, have images.
     """
     seen = any(getattr(part, "most_images", 0) for part in prompts)
     if getattr(prompts[0], "most_images", 0):

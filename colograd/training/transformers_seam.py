@@ -1,4 +1,4 @@
-"""`SeamTrainer`: overrides of `transformers.Trainer`'s methods, most of which call a part of a `GRPOTrainer`."""
+"""`SeamTrainer`: overrides of `transformers.Trainer`'s methods. Most of them call a part of a `GRPOTrainer`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .checkpointer import Checkpointer
 from .learner import Learner
 from .recording import Recorder
 
-# Schedules whose `step` takes the metric that an evaluation had.
+# Schedules that step on an evaluation's metric.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
@@ -59,21 +59,21 @@ class SeamTrainer(Trainer):
         self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
         self.checkpoint_config.restore()
-        self.model_accepts_loss_kwargs = True  # the step's denominator is applied in it, not by transformers
-        # No DDP around the model: ranks hold full copies whose gradients are summed once per step.
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the step's denominator, not by transformers
+        # No DDP around the model: ranks hold full copies, and their gradients are summed once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
         self.facts: dict[str, Any] = {}  # for the model card and the journal: recipe, command, dataset
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
         self.in_flight = InFlight.of(self.args)
-        self._unlogged: list[dict[str, float]] = []  # the metrics of each step since the last log
-        self._gathered: dict[str, torch.Tensor] | None = None  # the weights to be saved, of a policy that is cut
+        self._unlogged: list[dict[str, float]] = []  # metrics of each step since the last log
+        self._gathered: dict[str, torch.Tensor] | None = None  # weights to save, gathered from a sharded policy
         self.checkpointer = self.make_checkpointer()
         self.recorder = Recorder(self, self.is_world_process_zero())
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # a notebook's table, as the others are gone
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # in a notebook our table replaces it
             from ..reporting.notebook import RewardTable
 
             self.add_callback(RewardTable())
@@ -81,16 +81,16 @@ class SeamTrainer(Trainer):
             self.add_callback(callback)
 
     def make_checkpointer(self) -> Checkpointer:
-        """Overridden to read another run's checkpoints. A collective."""
+        """Make the checkpointer. A replay overrides this to read another run's checkpoints. A collective."""
         return Checkpointer(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in transformers; ``"auto"`` resumes if there is a complete checkpoint, and SIGTERM writes one and ends.
+        """Train as transformers does; ``"auto"`` resumes from a complete checkpoint, and SIGTERM writes one and ends.
 
-        A run at its last step is loaded and not trained further.
+        A run at its last step is loaded, but not trained further.
 
         Args:
-            resume_from_checkpoint: default: the configuration's, as on the command line; False trains anew.
+            resume_from_checkpoint: default: the configuration's value; False starts anew.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
@@ -106,7 +106,7 @@ class SeamTrainer(Trainer):
         return output
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
-        """Load the checkpoint of a run's last step, after which transformers would train one more; else None."""
+        """Load a checkpoint of the run's last step, because transformers would train one more; None for other steps."""
         state = trainer_state(checkpoint)
         *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         if state.global_step < max_steps:
@@ -123,7 +123,7 @@ class SeamTrainer(Trainer):
     # -- the rollout log
 
     def _open_records(self, checkpoint: str | None, resumes: bool) -> None:
-        """Go on with the records of this run, or move those of an earlier one aside. A collective."""
+        """Continue the records of this run, or move an earlier run's records aside. A collective."""
         args: GRPOConfig = self.args
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
@@ -146,7 +146,7 @@ class SeamTrainer(Trainer):
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
             journal = self.journal
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # a rank has a part
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # a rank has a part of the weights
             problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
@@ -171,7 +171,7 @@ class SeamTrainer(Trainer):
     # -- the best model
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """As in transformers, but an evaluation may lack the metric by which the best model is chosen."""
+        """Evaluate as transformers does, but allow an evaluation without `metric_for_best_model`."""
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if self.args.metric_for_best_model is None:
             return metrics
@@ -187,17 +187,17 @@ class SeamTrainer(Trainer):
     # -- the model
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Nothing: the policy moves into the engine's memory once the engine is built (see `weights.weight_sync`)."""
+        """Do nothing: the policy moves into the engine's memory when that exists (see `weights.weight_sync`)."""
 
     def compute_loss_context_manager(self) -> Any:
-        """Autocast, if `bf16` asks for it; accelerate would wrap the model in it."""
+        """Return autocast if `bf16` is set; accelerate would wrap the model in it."""
         return self.accelerator.autocast()
 
     # -- saving
 
     @ends_together("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in transformers. A collective: a sharded policy is gathered on the rank that writes."""
+        """Save the model as transformers does. A collective: a sharded policy is gathered on the writing rank."""
         self._gathered = self.sharding.state_dict(keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
@@ -205,7 +205,7 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As in transformers, from host memory (see `state_dict_on_host`); of a LoRA policy, only the adapter."""
+        """Save as transformers does, from host memory (see `state_dict_on_host`); a LoRA policy's adapter only."""
         if not self.args.should_save:  # since 5.24 transformers calls this on all ranks
             return
         if state_dict is None:
@@ -227,10 +227,11 @@ class SeamTrainer(Trainer):
             second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As in transformers; also save the lengths of completions, which decide how the engine batches prompts, and
-        the groups in flight."""
+        """Save the random state as transformers does, the lengths of completions, and the groups in flight.
+
+        The lengths decide how the engine batches prompts."""
         super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:  # the rank that sampled them
+        if self.args.layout.engine_place == 0:  # the rank that sampled the groups
             self.lengths.save(output_dir, self.args.layout.data_rank)
             if self.in_flight is not None:
                 self.in_flight.save(output_dir, self.args.layout.data_rank, self.args.layout.data_size)
@@ -255,7 +256,7 @@ class SeamTrainer(Trainer):
         self.checkpointer.load_optimizer(checkpoint)
         layout = self.args.layout
         self.lengths.load(checkpoint, layout.data_rank)
-        if self.in_flight is not None and not self.args.ignore_data_skip:  # else positions are given anew
+        if self.in_flight is not None and not self.args.ignore_data_skip:  # else positions are assigned anew
             with on_all_ranks("the groups in flight"):
                 at = functools.partial(prompt_at, self.train_prompts, self.args)
                 rank, ranks = layout.data_rank, layout.data_size
@@ -271,7 +272,7 @@ class SeamTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in transformers; then shard its state."""
+        """Create the optimizer as transformers does; then shard its state."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -279,15 +280,15 @@ class SeamTrainer(Trainer):
         return optimizer
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, after all checkpoints are written: it deletes old ones and loads the best one."""
+        """Wait for all checkpoints, because transformers then deletes old ones and loads the best one."""
         self.checkpointer.settle(wait=True)
         return super()._finalize_training(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
-        """As in transformers, at start; one error says what keeps the run from pushing.
+        """Create the repository as transformers does, but at start and with one clear error.
 
         Raises:
-            ValueError: no connection, no token, or no right to push there.
+            ValueError: no connection, no token, or no permission to push.
         """
         try:
             super().init_hf_repo(token, **options)  # since 5.24 there is `private`
@@ -311,7 +312,7 @@ class SeamTrainer(Trainer):
         Args:
             model_name: default: the output directory's name.
             dataset_name: default: the recipe's.
-            tags: for the Hub, beside the card's own.
+            tags: further tags for the Hub.
         """
         if not self.is_world_process_zero():
             return

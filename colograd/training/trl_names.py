@@ -1,5 +1,6 @@
-"""TRL's attributes of a trainer, for scripts and callbacks that read them; and TRL's hooks, refused in subclasses with
-the stage to override instead. Nothing else in the package uses them.
+"""TRL's attributes of a trainer, for scripts and callbacks that read them. Nothing else in the package uses them.
+
+TRL's hooks are refused in subclasses, with the stage to override instead.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ABSENT = {
     "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
 }
 
-# Public attributes that are of another type than in TRL's trainer.
+# Public attributes with another type than in TRL's trainer.
 DIFFERENT = {
     "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
     "compute_loss_func": "None; TRL's is a text by which transformers before 5.19 leaves the loss unscaled",
@@ -86,11 +87,11 @@ class TRLNames:
     """TRL's attributes that `transformers.Trainer` doesn't have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse what a subclass can't override so.
+        """Refuse overrides that can't work.
 
         Raises:
-            TypeError: it replaces a method that is never called: it would silently have no effect.
-            ValueError: its ``compute_loss`` has transformers' signature: it would fail in the first step.
+            TypeError: a replaced method is never called, so the override would silently have no effect.
+            ValueError: ``compute_loss`` has transformers' signature, so it would fail in the first step.
         """
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
@@ -108,10 +109,10 @@ class TRLNames:
                 "of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
             )
 
-    if not TYPE_CHECKING:  # types know what there is
+    if not TYPE_CHECKING:  # a type checker knows the real attributes
 
         def __getattr__(self, name: str) -> Any:
-            """The value of TRL's attribute, found under its name in Colograd."""
+            """Return the value of TRL's attribute from its equivalent in Colograd."""
             if name in OF_ARGUMENTS:
                 return getattr(self.args, name)
             if name in ALWAYS:
@@ -124,7 +125,7 @@ class TRLNames:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Refuse to set an attribute that only shows a value: nothing would follow it."""
+            """Refuse to set an attribute that only shows a value, because setting it would have no effect."""
             if name in OF_ARGUMENTS or name in ALWAYS or name in _FOUND:
                 raise AttributeError(
                     f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
@@ -134,7 +135,7 @@ class TRLNames:
 
 
 def _end_tokens(trainer: Any) -> list[int]:
-    """In TRL's order: the tokenizer's, unless the checkpoint names it, then the checkpoint's."""
+    """Return the end tokens in TRL's order: the tokenizer's, unless the checkpoint has it, then the checkpoint's."""
     named = getattr(trainer.model.generation_config, "eos_token_id", None)
     named = [] if named is None else [named] if isinstance(named, int) else list(named)
     own = trainer.policy.tokenizer.eos_token_id

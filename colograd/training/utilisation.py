@@ -1,13 +1,13 @@
-"""Model FLOPs of a training step, and how many the device could have done meanwhile.
+"""Model FLOPs of a training step, and the device's peak FLOP/s.
 
-FLOPs = 6 x the matrices of the layers x tokens through the model          (4 instead of 6 where they are frozen)
-      + 6 x the head's matrix x predicted tokens                          (it sees no others)
+FLOPs = 6 x the matrices of the layers x tokens through the model          (4 instead of 6 if they are frozen)
+      + 6 x the head's matrix x predicted tokens                          (it takes no others)
       + 12 x layers x heads x head size x pairs of a query and a key that it sees
 
-2 per multiplication and addition in a forward, twice as many in its backward (half of them for weights that get no
-gradient). A pair has two products, with the key and with the value. Tokens are those of the packed rows: a shared
-prompt counts once. Work that is done again (checkpointing, tiles of logits) isn't counted, nor are norms, rotations and
-the optimizer; windows are counted as if they were whole. Dense models only.
+A multiplication with its addition is 2 FLOPs in a forward, and 4 in its backward (2 for weights without a gradient). A
+pair has two products, with the key and with the value. Tokens are counted in the packed rows, so a shared prompt counts
+once. Repeated work (checkpointing, tiles of logits) isn't counted, nor are norms, rotations and the optimizer.
+Attention windows are counted as full attention. Only dense models are supported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..memory.shape import Shape
 from ..policy.lora import unwrap
 from ..policy.tensor_parallel import parts_of
 
-# FLOP/s of dense bfloat16 products by the makers' data sheets. An entry's words are looked for in a device's name.
+# FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -33,8 +33,8 @@ PEAKS = {
     "H200": 989e12,
     "A100": 312e12,
 }
-SECONDS = 0.2  # at most, to measure another device's
-SIZES = {"cpu": 1024, "cuda": 4096}  # of the matrices that are multiplied for that
+SECONDS = 0.2  # limit of the measurement for other devices
+SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices in that measurement
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -44,8 +44,9 @@ def peak_of(device: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """A device's FLOP/s and the number's source: the maker's data sheet if it names the device, else the fastest of
-    some matrix products in ``dtype``.
+    """Return a device's peak FLOP/s and the number's source.
+
+    The source is the maker's data sheet if it has the device, else the fastest of some matrix products in ``dtype``.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     if name and (peak := peak_of(name)) is not None:
@@ -69,14 +70,15 @@ def _measured(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    tokens: int = 0  # packed
-    predicted: int = 0  # of these, completion tokens
-    pairs: int = 0  # of a query and a key that it sees
+    tokens: int = 0  # packed tokens
+    predicted: int = 0  # completion tokens among them
+    pairs: int = 0  # pairs of a query and a key that it sees
 
     @classmethod
     def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
-        """Of each prompt's tokens, and of its completions' (or their branches'): those that they see, and their own,
-        which see themselves causally."""
+        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch]).
+
+        Own tokens see themselves causally."""
         tokens = predicted = pairs = 0
         for prompt, completions in groups:
             own = sum(c for _, c in completions)
@@ -99,17 +101,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Elements of a model's matrices, and multiplications of its attention for one pair."""
+    """Elements of a model's matrices, and multiplications of its attention per pair of query and key."""
 
-    trained: int  # of the layers, with a gradient
-    frozen: int  # of the layers, without
-    head: int
+    trained: int  # elements of the layers' matrices with a gradient
+    frozen: int  # elements of the layers' matrices without a gradient
+    head: int  # elements of the head's matrix
     attention: int  # layers x heads x head size
     head_is_trained: bool = True
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """None for a model that isn't dense."""
+        """Count a model's matrices; None for a model that isn't dense."""
         base = unwrap(model)
         config = base.config.get_text_config()
         if any(getattr(config, name, None) for name in EXPERTS):
@@ -119,12 +121,12 @@ class Matrices:
         trained = sum(p.numel() for p in inside if p.requires_grad)
         shape = Shape.of(base.config)
         frozen = sum(p.numel() for p in inside) - trained
-        parts = parts_of(base)  # matrices in parts are counted as they are, heads as the whole model has them
+        parts = parts_of(base)  # matrices are this rank's parts, but `shape` has the whole model's heads
         queries = shape.queries if parts is None else shape.queries // parts.engine.size
         return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 
     def flops(self, work: Work) -> int:
-        """Of a forward and its backward."""
+        """Return the FLOPs of a forward and its backward."""
         layers = (6 * self.trained + 4 * self.frozen) * work.tokens
         head = (6 if self.head_is_trained else 4) * self.head * work.predicted
         return layers + head + 12 * self.attention * work.pairs
