@@ -6,8 +6,8 @@
 that an adapter's backward needs. `row_proof` proves on a few tokens whether rows can be packed.
 `reference` is the model of the KL term, `teacher` the model of a distillation, `teacher_head` its logits.
 `routing` measures how a mixture's routers spread a row over the experts, and `router_replay` sends tokens to the
-engine's experts. `images` puts pictures into a row. `sinks` adds attention sinks to flash attention.
-`quantized` describes how a base is quantised, `quantized_layers` dequantises its layers. `supported` rejects models
-that can't be trained. `layers` compiles the decoder layers, `liger` replaces their kernels. `outline` has a model's
-parameters without their values. `sending` copies small tensors to the device.
+engine's experts. `images` puts pictures into a row. `quantized` describes how a base is quantised, `quantized_layers`
+dequantises its layers. `supported` rejects models that can't be trained. `layers` compiles the decoder layers, `liger`
+replaces their kernels. `outline` has a model's parameters without their values. `sending` copies small tensors to the
+device.
 """

@@ -19,10 +19,10 @@ FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `c
 
 
 class Kept:
-    """Sets of tokens from which a head's N labels were drawn, indexed for tiles of the logits.
+    """Candidate tokens of a head's N labels (the tokens that the sampler kept), indexed for tiles of the logits.
 
     Args:
-        kept: the set of each label.
+        kept: candidate tokens of each label.
         first: token id of the head's first row, if ranks share out the vocabulary.
     """
 
@@ -34,7 +34,7 @@ class Kept:
         self.all = to_device_async(counts == 0, device)
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return (n, c) bool, True where the token isn't in the set from which the label was drawn."""
+        """Return (n, c) bool, True where the token isn't among the label's candidates."""
         here = slice(self.ends[row.start], self.ends[row.stop])
         shape = row.stop - row.start, vocabulary.stop - vocabulary.start
         columns = self.ids[here] - vocabulary.start
@@ -55,7 +55,7 @@ class Head:
     dtype: torch.dtype  # dtype of the matrix products
     wide: bool = False  # whether the product returns its logits in `exact`
     part: VocabularyPart | None = None  # this rank's rows of the weight, if ranks share out the vocabulary
-    kept: Kept | None = None  # sets from which the labels were drawn; None: the whole vocabulary
+    kept: Kept | None = None  # candidate tokens of the labels; None: the whole vocabulary
 
     @property
     def exact(self) -> torch.dtype:
@@ -89,7 +89,7 @@ class Head:
         return tile if factor == 1.0 else tile.mul_(factor)
 
     def hide_(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Write `HIDDEN` into a finished tile of these labels and columns for every token that wasn't kept."""
+        """Write `HIDDEN` into a finished tile for every token that isn't among its label's candidates."""
         return tile if self.kept is None else tile.masked_fill_(self.kept.hidden(row, vocabulary), HIDDEN)
 
 
