@@ -17,11 +17,11 @@ class FrozenModel:
 
     Args:
         model: a model on ``device``, or on the host with ``offload``; it stays there between uses.
-        device: the device on which the model runs.
+        device: device that runs the model.
     """
 
     of_policy = True  # whether it has the policy's architecture, and runs rows as the policy does
-    head: TeacherHead | None = None  # the head with which the loss computes logits
+    head: TeacherHead | None = None  # head for logits in the loss; None: the loss needs no logits
 
     def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
         self.model: Any = model

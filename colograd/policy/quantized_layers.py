@@ -87,7 +87,7 @@ def dense_weight(module: Any) -> torch.Tensor:
 
 
 def _has_broken_rows(weight: Any) -> bool:
-    """Return whether a block of 4-bit values spans rows on a CPU: bitsandbytes' CPU kernel (0.50) takes wrong scales."""
+    """Return whether a block of 4-bit values spans rows on a CPU: bitsandbytes (0.50) then takes wrong scales."""
     state = getattr(weight, "quant_state", None)
     return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
 

@@ -2,10 +2,9 @@
 
 Each completion starts from the state at its prompt's end, and gradients flow through this state into the prompt.
 
-The mixing is transformers' own code with its kernels. It continues from a cache, and nothing changes the cache's tensors in
-place.
-A prompt runs by itself. Completions run together from their prompts' states, padded on the right. If ranks share out a
-row's tokens, each rank mixes all tokens for a part of the heads (`recurrent_heads`).
+The mixing is transformers' own code with its kernels. It continues from a cache, and nothing changes the cache's
+tensors in place. A prompt runs by itself. Completions run together from their prompts' states, padded on the right. If
+ranks share out a row's tokens, each rank mixes all tokens for a part of the heads (`recurrent_heads`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class FrozenCopy(FrozenModel):
     Args:
         offload: keep the weights in host memory between uses, pinned if there is a GPU.
         follows: description of later mixing with the policy, so that checkpoints need the copy; empty: no mixing.
-        place: device on which the copy is made; default: its final device.
+        place: device for making the copy; default: its final device.
     """
 
     def __init__(
