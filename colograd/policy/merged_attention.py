@@ -7,9 +7,9 @@ and log-sum-exps l_i of the calls, the attention over all keys is
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
 A fused backward reads its forward's output and log-sum-exp only in two places (arXiv 2307.08691, algorithm 2):
-p = exp(score - l_i), and D, the sum of output times gradient. If it reads ``whole`` and ``out`` instead, it computes
-the gradients of the attention over all keys, for the keys of its call (as in ring attention, arXiv 2310.01889). No
-keys are copied, no scores are stored, and only the row's queries, keys, values, ``out`` and ``whole`` are saved.
+p = exp(score - l_i), and D, the sum of output times gradient. With ``whole`` and ``out`` in their place, it computes
+for its call's keys the gradients of the attention over all keys (as in ring attention, arXiv 2310.01889). No keys are
+copied, no scores are stored, and only the row's queries, keys, values, ``out`` and ``whole`` are saved.
 
 A sink is the logit of a further key of value 0: one more term of ``whole``. Its gradient is a key's gradient with
 dP = 0.
@@ -40,8 +40,8 @@ class Call:
     keys: Places
     causal: bool  # whether attention is causal, the last query at the last key; else a query sees its sequence's keys
     window: int | None = None  # number of keys that a query sees, with its own
-    # For a kernel that takes many sequences: starts of the sequences' queries and of their keys, each with the end
-    # (N + 1,), and the largest number of queries and of keys in a sequence.
+    # For a kernel that takes many sequences: starts of their queries and starts of their keys, each with the end
+    # (N + 1,). Then the largest numbers of queries and of keys in a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
     lengths: tuple[int, ...] = ()  # for a kernel that takes one sequence: tokens of each; empty: one sequence
 
@@ -229,8 +229,8 @@ def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Return a call for all segments' own keys and one call per depth, for a kernel that takes many sequences.
 
-    With a ``window`` there is one call: how much of an earlier segment a query sees depends on where the query is, so
-    each segment has a copy of the earlier keys that its first query sees.
+    With a ``window`` there is one call, because a query's place decides how much of an earlier segment it sees. Each
+    segment has a copy of the earlier keys that its first query sees.
     """
     if window is None:
         tokens = [_tokens(layout, segment) for segment in range(len(layout.lengths))]

@@ -1,7 +1,7 @@
 """Prove on a few tokens whether a model can take packed rows, or only padded ones.
 
-An architecture may mix tokens outside the attention interface, ignore that interface's options (windows, biases), or
-change its logits in a way that `logprobs` doesn't know. A comparison with its own logits of each sequence shows this.
+An architecture may mix tokens outside the attention interface, ignore the interface's options (windows, biases), or
+change its logits in an unknown way. A comparison with its own logits of each sequence shows this.
 """
 
 from __future__ import annotations

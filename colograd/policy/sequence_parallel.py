@@ -2,8 +2,8 @@
 
 Each rank computes a range of the row's tokens: their embeddings, norms, linear layers, experts and logits. Attention
 needs all keys. Before it the ranks exchange queries, keys and values, so that each has all tokens for a part of the
-heads, and after it they exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So a row's attention is the
-same as on one rank, with its segments, windows and sinks, and a shared prompt exists once over all ranks.
+heads. After it they exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So a row's attention is the same
+as on one rank, with its segments, windows and sinks. A shared prompt exists once over all ranks.
 
 If the number of ranks doesn't divide the key-value heads, each head is sent to every rank that needs it. If it doesn't
 divide the query heads, zeros fill them up.

@@ -173,7 +173,9 @@ class TeacherTop:
         return TopSums(self, like)
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's column in the tile (n, K), 0 for other tiles' tokens, and whether the tile has it (n, K).
+        """Return each token's column in the tile (n, K), and whether the tile has the token (n, K).
+
+        The column of other tiles' tokens is 0.
         """
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)

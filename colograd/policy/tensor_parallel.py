@@ -6,8 +6,8 @@ Layers keep their classes' own forwards. Hooks before them and derived classes a
 Only plain tensors are used, so that a parameter can be the very tensor of vLLM's rank.
 
 A parameter that is whole on each rank has the same gradient on all ranks, with one exception: parameters that only see
-the rank's own heads or columns. These are norms of queries and keys, key-value heads shared by several ranks, and the
-first matrix of an adapter on a layer cut by outputs. Their gradients are summed as soon as they are computed.
+the rank's own heads or columns. These are norms of queries and keys, shared key-value heads, and an adapter's first
+matrix on a layer cut by outputs. Their gradients are summed as soon as they are computed.
 
 An adapter (LoRA) is cut like its layer. If the layer is cut by outputs, the second matrix is cut. If the layer is cut
 by inputs, the first matrix is cut, and its few products are summed.
