@@ -78,7 +78,7 @@ def reads_text_alone(model: Any) -> bool:
 
 
 def set_text_alone(model: Any, has_images: bool) -> None:
-    """Record before training whether a model of `TEXT_FIRST` is trained on text alone: the run has no images."""
+    """Record before training that a model of `TEXT_FIRST` is trained on text alone if the run has no images."""
     model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
 
 
@@ -183,7 +183,7 @@ def embeds(model: Any, micro_batch: MicroBatch) -> bool:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the attention of the language model, and the attention of a vision tower, where a row is a whole image."""
+    """Set the attention of the language model and of a vision tower, if there is one. The tower's rows are images."""
     if takes_images(model.config):
         tower = name if name in ("eager", "sdpa") else _tower_attention(model)
         model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
@@ -391,8 +391,7 @@ def _unseen_picture(config: Any) -> Images:
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute the features of all pictures in order (F, hidden), and the features for the language model's first
-    layers."""
+    """Compute all pictures' features in order (F, hidden), and the features for the language model's first layers."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}

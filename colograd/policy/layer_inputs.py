@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..runtime import process
 from ..runtime.page_locked import host_empty
 
-KEPT = 2  # maximum number of inputs on the device while they are being copied
+KEPT = 2  # number of inputs on the device at a time, on their copy to the host or back
 
 
 class LayerInputs:

@@ -158,7 +158,7 @@ class Policy:
         return lines
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
-        """Yield warnings, one line each: differences from TRL, and settings with rarely expected effects."""
+        """Yield warnings, one line each: differences from TRL, and settings that rarely do as users expect."""
         yield from surplus_tokens(self.tokenizer, self.rows)
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim not in KEEPS_MASTER:

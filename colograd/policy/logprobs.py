@@ -2,7 +2,7 @@
 
 Only positions that predict a completion token reach the head. Its logits exist one tile (some rows x some of the
 vocabulary) at a time. The forward keeps a running maximum and sum per row (an online softmax, arXiv 1805.02867), and
-the backward computes each tile again. So memory doesn't grow with the vocabulary, and by two numbers per label.
+the backward computes each tile again. So memory doesn't grow with the vocabulary, and grows by two numbers per label.
 """
 
 from __future__ import annotations

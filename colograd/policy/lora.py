@@ -177,7 +177,7 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
 
     - Everything outside the decoder if only text is trained, or else the audio tower.
     - With `all-linear`: routers of a class derived from Linear, because their forward returns two tensors (Llama 4).
-    - With names of layers: layers that contain their linear layer, because peft doesn't know them (Gemma 4's tower).
+    - With names of layers: layers that wrap a linear layer, because peft doesn't know them (Gemma 4's tower).
     """
     found = []
     if reads_text_alone(model):
