@@ -379,7 +379,7 @@ def tower_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute a vision tower's attention: each patch attends to its whole window.
 
-    The signature is the one of transformers' attention functions.
+    It has the signature of transformers' attention functions.
 
     Args:
         query, key, value: (1, H, T, D), of all windows one after the other.

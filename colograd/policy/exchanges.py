@@ -38,7 +38,7 @@ class _Leave(torch.autograd.Function):
 
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Mark where the ranks of ``group`` start to compute with their parts of the weights on a tensor that all have."""
+    """Return a tensor that all ranks of ``group`` have; its backward sums the gradients from their parts of weights."""
     return _Enter.apply(tensor, group) if tensor.requires_grad else tensor
 
 

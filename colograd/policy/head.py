@@ -14,8 +14,8 @@ from . import attention
 from .sending import to_device_async
 from .tensor_parallel import VocabularyPart
 
-HIDDEN = -1e30  # the logit of a token that wasn't kept: probability 0, and no infinity in any product
-FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `cast_lm_head_to_fp32`
+HIDDEN = -1e30  # logit of a token that isn't a candidate: probability 0, and no infinity in any product
+FLOAT32_PRODUCTS = "colograd_float32_products"  # attribute of a head, see `cast_lm_head_to_fp32`
 
 
 class Kept:
@@ -59,7 +59,7 @@ class Head:
 
     @property
     def exact(self) -> torch.dtype:
-        """The dtype of everything but the products."""
+        """Dtype of everything except the products."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

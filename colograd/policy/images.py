@@ -1,4 +1,4 @@
-"""Images in a forward: which models take them, and how a row's pictures come into its hidden states.
+"""Images in a forward: find the models that take them, and put a row's pictures into its hidden states.
 
 The features of a row's pictures are computed together and replace the embeddings of the pictures' tokens. The places
 come from `Images.places`, never from a search: in a completion the image token is a token like any other.

@@ -300,7 +300,7 @@ def load_processor(path: str, config: GRPOConfig) -> Any:
 
 
 def proven_with_images(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Return the policy after proving its rows on prompts with images: these are then packed or padded."""
+    """Prove the policy's rows on prompts with images, and return the policy with the result (packed or padded)."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))

@@ -121,8 +121,8 @@ def _row_scales(layer: Any) -> torch.Tensor:
 def settle(model: Any) -> None:
     """Make a quantised model multiply with its dequantised weights.
 
-    bitsandbytes' own products differ from them: on some CPUs it packs 4-bit weights again for evaluation, in 8-bit
-    layers it rounds the inputs too, and see `_has_broken_rows`.
+    bitsandbytes' own products may differ: on some CPUs it packs 4-bit weights again for evaluation, in 8-bit layers it
+    rounds the inputs too, and see `_has_broken_rows`.
 
     Raises:
         ValueError: the head is quantised. Tiles of logits are computed from its weight.

@@ -2,8 +2,8 @@
 
 A rank computes its tokens' projections and exchanges them. Then it runs transformers' own mixing, from prompts to
 completions, on a stand-in for the layer with only its heads' parameters. The outputs are exchanged back. Operations
-over all heads of a token (the last projection, a norm) follow there. If the ranks don't divide the number of heads,
-zeros fill it up.
+over all heads of a token (the last projection, a norm) follow there. If the number of ranks doesn't divide the heads,
+zeros fill them up.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def make_replaying(model: Any) -> None:
     """Let the model's layers take the experts of their tokens (`ROUTED`). Without them the layers don't change.
 
     Raises:
-        ValueError: the routers compute shares in an unknown way.
+        ValueError: the routers compute shares in an unknown way, or transformers is too new.
     """
     if "__call__" not in vars(GradientCheckpointingLayer):
         raise ValueError(

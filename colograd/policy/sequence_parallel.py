@@ -39,7 +39,7 @@ class RowGroups:
     """Ranks that train this rank's rows, in a model's attribute ``row_groups``. A model's copy shares this object."""
 
     sequence: RankGroup  # ranks with this rank's part of the policy: they share out a row's tokens
-    row: RankGroup  # all ranks of the row; it can check whether they meet
+    row: RankGroup  # all ranks of the row; this group can check whether they meet
 
     def __deepcopy__(self, memo: Any) -> RowGroups:
         return self
@@ -55,7 +55,7 @@ class RowGroups:
         if engine is None:
             return cls(sequence, sequence)
         row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
-        counted = engine.exchanged  # one count of the row's exchanges, in both groups
+        counted = engine.exchanged  # counter of the row's exchanges, shared by all its groups
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
 
@@ -92,7 +92,7 @@ class RowPart:
 
     @classmethod
     def of(cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device) -> RowPart:
-        """Divide a row's tokens into equal ranges, and its labels by their tokens.
+        """Divide a row's tokens into nearly equal ranges. A label belongs to the rank of the token that predicts it.
 
         Args:
             positions: (N,) `MicroBatch.logit_positions`, in host memory.

@@ -42,7 +42,7 @@ SCALE = (
     "use_dora",
     "alpha_pattern",
     "rank_pattern",
-)  # fields of an adapter's configuration that scale its values
+)  # fields of an adapter's configuration that determine the scale of its values
 
 
 class Teacher(FrozenModel):

@@ -19,7 +19,7 @@ from .head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, p
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """Head of a teacher, for logits of the policy's tokens. A larger vocabulary's further logits are not computed."""
+    """Head of a teacher, for logits next to the policy's. In a larger vocabulary these are only the policy's tokens."""
 
     weight: torch.Tensor  # (V, hidden), a constant
     bias: torch.Tensor | None
