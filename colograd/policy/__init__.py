@@ -2,12 +2,12 @@
 
     groups -> `packing` -> MicroBatch -> `logprobs` (`attention`, or `padded`) -> log-probability of each label
 
-`loading` makes the policy and its tokenizer, `lora` knows its adapter, `row_proof` proves on a few tokens which rows it
-takes, `reference` is the model that the KL term holds it to, `teacher` one that it learns from, `teacher_head` what
-that says of its tokens. `routing` says how a mixture's routers spread a row over
-its experts, `router_replay` has its tokens go to those that the engine chose, `images` brings pictures into a row.
-`lora_inputs` keeps what an adapter needs of its layers, `sinks` has flash attention see sinks.
-`quantized` knows how a base is quantised, `quantized_layers` what its layers then amount to; `supported` says what
-can't be trained. `layers` compiles the decoder layers, `liger` puts other kernels into them. `outline` is a model's
-parameters without their values; `sending` brings small tensors to the device.
+`loading` makes the policy and its tokenizer. `lora` describes its adapter, and `lora_inputs` saves the layer inputs
+that an adapter's backward needs. `row_proof` proves on a few tokens whether rows can be packed.
+`reference` is the model of the KL term, `teacher` the model of a distillation, `teacher_head` its logits.
+`routing` measures how a mixture's routers spread a row over the experts, and `router_replay` sends tokens to the
+engine's experts. `images` puts pictures into a row. `quantized` describes how a base is quantised, `quantized_layers`
+dequantises its layers. `supported` rejects models that can't be trained. `layers` compiles the decoder layers, `liger`
+replaces their kernels. `outline` has a model's parameters without their values. `sending` copies small tensors to the
+device.
 """

@@ -1,5 +1,5 @@
-"""Attention over a `SegmentLayout`: each segment of a packed row sees itself, causally, and the earlier segments it
-names.
+"""Attention over a `SegmentLayout`: a segment of a packed row attends causally to itself and to the earlier segments
+that the layout names.
 
 Registered with transformers under `NAME`, so a decoder that goes through its attention interface runs it unchanged:
 
@@ -9,12 +9,12 @@ Registered with transformers under `NAME`, so a decoder that goes through its at
 
 Any other call of that model (``generate`` in a notebook, a callback's forward) is transformers' own `sdpa`.
 
-No key is copied (`merged_attention`): on CUDA in 16 bits, autocast's too, one variable-length flash call of torch has
-all segments' own keys, and another one the prompts' keys; on a CPU there is a call per segment and one per prompt. What
-these kernels don't compute (dropout, soft caps, on a CPU windows), and short prompts on a CPU (`IN_PLACE_FROM`), is one
-`scaled_dot_product_attention` per segment, on a copy of its prompt's keys and its own.
+No key is copied (`merged_attention`). On CUDA in 16 bits, autocast's too, one variable-length flash call of torch reads
+all segments' own keys, and another one the prompts' keys. On a CPU there is one call per segment and one per prompt.
+These kernels don't compute dropout, soft caps and, on a CPU, windows. Such rows, and short prompts on a CPU
+(`IN_PLACE_FROM`), run one `scaled_dot_product_attention` per segment, on a copy of its prompt's keys and its own.
 
-Towers that see windows of pictures, named by `cu_seqlens`, run `tower_attention` in the same two ways (`TOWER_NAME`).
+Vision towers that attend within windows (`cu_seqlens`) run `tower_attention` in the same two ways (`TOWER_NAME`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .sending import to_device_async
 from .sequence_parallel import PACKED as NAME
 from .sequence_parallel import RowPart
 
-TOWER_NAME = "colograd_flash_tower"  # with "flash" in it, by which transformers knows whom to give all windows at once
+TOWER_NAME = "colograd_flash_tower"  # transformers passes all windows at once if the name has "flash"
 
 
 def packed_attention(
@@ -53,24 +53,24 @@ def packed_attention(
     row_part: RowPart | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one packed row, in the form of transformers' attention functions.
+    """Compute attention of one packed row, with the signature of transformers' attention functions.
 
     Args:
         query: (1, H, T, D).
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
-        layout: which tokens attend to which; None: the row isn't packed, and `sdpa` computes it.
+        layout: segments and their visibility; None: the row isn't packed, and `sdpa` computes it.
         s_aux: (H,) sinks: logits of a key of value 0 that every token attends to.
-        row_part: this rank's of the row's T tokens, which queries, keys and values are of; None: all.
+        row_part: this rank's part of the row, if query, key and value have only that part's tokens; None: all T tokens.
         options: transformers' `scaling`, `dropout`, `sliding_window` (in tokens, along prompt and completion), and
-            `both_ways`: first and last token + 1 of runs within a segment, whose tokens also attend to later ones
-            (`both_ways_in_window`: in layers with a window alone).
+            `both_ways`: first and last token + 1 of each run of tokens within a segment that also attend to later
+            tokens of the run (`both_ways_in_window`: only in layers with a window).
 
     Returns:
         (1, T, H, D), and None for the attention weights.
 
     Raises:
-        ValueError: more than one row, or what would be computed wrongly: a mask or bias, not causal, soft-capping with
-            sinks or images.
+        ValueError: more than one row, a mask or bias, attention that isn't causal, or soft-capping with sinks or
+            images: their results would be wrong.
     """
     if row_part is not None:
         heads = query.shape[1]
@@ -128,13 +128,13 @@ def packed_attention(
 
 
 def _in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """In autocast's dtype, where it is on: rotary embeddings leave a mixture, which no fused kernel takes."""
+    """Cast to autocast's dtype, if it is on: rotary embeddings leave mixed dtypes, and no fused kernel takes them."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """None where autocast is off."""
+    """Return autocast's dtype; None: autocast is off."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -142,14 +142,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return found
 
 
-HEAD_STEP = 8  # sizes of heads that fused kernels take are multiples of it
+HEAD_STEP = 8  # divisor of every head size that fused kernels take
 
 
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sinks as one key more at the end, of value 0, which kernels take like any other: heads get a further dimension,
-    in which that key alone isn't 0 and a query has its head's sink."""
+    """Append the sinks as one more key of value 0, so that kernels need no special case.
+
+    Heads get a further dimension: there a query has its head's sink, and every key except the new one is 0.
+    """
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
     query = F.pad(torch.cat([query, own], dim=-1), (0, HEAD_STEP - 1))
@@ -168,9 +170,9 @@ def _plain_attention(
     dropout: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention with sinks of rows that aren't packed, which `sdpa` leaves out; (B, T, H, D)."""
+    """Compute attention with sinks, (B, T, H, D), for rows that aren't packed: `sdpa` ignores sinks."""
     size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-    if mask is None:  # as `sdpa`'s masks have it where all is causal, and nothing hidden
+    if mask is None:  # transformers omits `sdpa`'s mask if it would be causal with nothing hidden
         mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
     query, key, value = _with_sinks(query, key, value, sinks, scaling)
     key, value = _heads_for_masks(query, key, value)
@@ -194,7 +196,10 @@ def _capped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, dropout: float,
     scaling: float | None, softcap: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Soft-capped scores, which no kernel of torch computes: they exist in memory, of one segment at a time."""
+    """Compute attention with soft-capped scores, which no kernel of torch does.
+
+    The scores of one segment at a time exist in memory.
+    """
     times = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -213,7 +218,10 @@ def _segment_attention(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """One call per segment; (1, T, H, D). With a ``sink`` all see the last key; ``options``: scaling, dropout, cap."""
+    """Compute attention with one call per segment; (1, T, H, D).
+
+    With a ``sink`` all tokens attend to the last key. ``options`` are scaling, dropout and soft cap.
+    """
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
@@ -230,15 +238,15 @@ def _segment_attention(
             outputs.append(_capped(queries, k, v, mask, dropout, scaling, softcap))
         else:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
-    # In the memory layout that merged calls have, so that compiled layers have one graph for both.
+    # Same memory layout as merged calls, so that compiled layers have one graph for both.
     return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 
 
 def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as torch's kernels with masks take them."""
+    """Return keys and values with the number of heads that torch's kernels with masks take."""
     if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
         return key, value
-    # The fused kernel for masks takes no grouped heads there; torch would fall back to one that stores all scores.
+    # On a GPU the fused kernel for masks takes no grouped heads; torch would fall back to one that stores all scores.
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
@@ -251,7 +259,10 @@ def _seen_both_ways(
     runs: Sequence[tuple[int, int]],
     options: tuple[float | None, float, int | None],
 ) -> torch.Tensor:
-    """(1, tokens of all runs, H, D): each sees all before its run's end; ``options``: scaling, dropout, window."""
+    """Compute attention (1, tokens of all runs, H, D) of tokens that attend to everything before their run's end.
+
+    ``options`` are scaling, dropout and window.
+    """
     scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
@@ -270,13 +281,19 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """`_make_mask`, kept where it is small: shapes come back in every layer, but 256 large masks are gigabytes."""
+    """Return `_make_mask`'s mask, from a cache if it is small.
+
+    Shapes repeat in every layer, but 256 large masks would take gigabytes.
+    """
     make = _small_mask if queries * keys <= 2**20 else _make_mask
     return make(queries, keys, window, device, sink)
 
 
 def _make_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
-    """(queries, keys) bool, causal with the last query at the last key. A ``sink`` is the first key, which all see."""
+    """Make a mask (queries, keys) bool, causal with the last query at the last key.
+
+    A ``sink`` is the first key, visible to all queries.
+    """
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     if sink:
@@ -288,8 +305,8 @@ _small_mask = functools.lru_cache(maxsize=256)(_make_mask)
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_CAPABILITY = (8, 0)  # compute capability of the first GPUs that have it: Ampere
-FLASH_HEAD = 256  # its largest heads
+FLASH_CAPABILITY = (8, 0)  # compute capability of the first GPUs with flash attention: Ampere
+FLASH_HEAD = 256  # largest head size of flash attention
 
 
 def _flash_takes(query: torch.Tensor) -> bool:
@@ -305,8 +322,8 @@ def _flash_takes(query: torch.Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-# Tokens of an earlier segment, on average, from which on a CPU reads its keys in place: below it copies them in less
-# time (docs/performance.md#attention).
+# A CPU reads the keys of earlier segments in place if the segments have at least this many tokens on average. Keys of
+# shorter segments are copied, because that is faster (docs/performance.md#attention).
 IN_PLACE_FROM = 128
 
 _in_place_from = IN_PLACE_FROM
@@ -314,7 +331,7 @@ _in_place_from = IN_PLACE_FROM
 
 @contextmanager
 def keys_in_place_from(tokens: int) -> Iterator[None]:
-    """Another threshold than `IN_PLACE_FROM` for the forwards in the body."""
+    """Replace the threshold `IN_PLACE_FROM` for the forwards in the body."""
     global _in_place_from
     before, _in_place_from = _in_place_from, tokens
     try:
@@ -324,7 +341,7 @@ def keys_in_place_from(tokens: int) -> Iterator[None]:
 
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
-    """Those of the fused kernels that take such a row; empty: none does."""
+    """Return the calls of fused kernels for this row; empty: no fused kernel takes it."""
     if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # narrower values are padded
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
@@ -341,9 +358,9 @@ def _merged_attention(
     scaling: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(1, T, H, D)"""
+    """Run the fused kernels' calls and merge their results; (1, T, H, D)."""
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # of latent attention, whose keys are longer than its values
+    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has keys longer than its values
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scale)
@@ -360,14 +377,17 @@ def tower_attention(
     max_length_q: int | torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a vision tower, in the form of transformers' attention functions: each patch sees all of its window.
+    """Compute a vision tower's attention: each patch attends to its whole window.
+
+    It has the signature of transformers' attention functions.
 
     Args:
         query, key, value: (1, H, T, D), of all windows one after the other.
         cu_seq_lens_q: (windows + 1,) int32, on the queries' device: the patches before each window, and T; None: there
             is one window.
-        max_length_q: patches of the largest window; older transformers give a tensor, for which the host waits.
-        options: transformers' `scaling`, `dropout` and what else `sdpa` takes; the keys' windows are the queries'.
+        max_length_q: patches of the largest window; older transformers pass a tensor, and the host waits for its value.
+        options: transformers' `scaling`, `dropout` and other options of `sdpa`. Windows of the keys are ignored: they
+            are the queries'.
 
     Returns:
         (1, T, H, D), and None for the attention weights.
@@ -384,7 +404,7 @@ def tower_attention(
         call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
         found: torch.Tensor = MergedAttention.apply(q, k, v, None, (call,), scale)
         return found.unsqueeze(0), None
-    # As transformers does it for `sdpa`; on a GPU (in float32, say) the host waits here for the windows' lengths.
+    # Same as transformers for `sdpa`; on a GPU (in float32, for example) the host waits here for the windows' lengths.
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     windows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
@@ -393,7 +413,7 @@ def tower_attention(
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """None for packed rows, whose layout says what is visible; else `sdpa`'s."""
+    """Return no mask for packed rows, because their layout defines visibility; else return `sdpa`'s mask."""
     if not _packed_rows:
         windowed = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
@@ -407,7 +427,10 @@ _packed_rows = False
 
 @contextmanager
 def packed_rows() -> Iterator[None]:
-    """Forwards in the body have a layout, of which the masks must know before the layers get it."""
+    """Make no masks for forwards in the body, because they have a layout.
+
+    transformers makes masks before the layers receive the layout.
+    """
     global _packed_rows
     _packed_rows = True
     try:
@@ -418,7 +441,7 @@ def packed_rows() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Windows:
-    """Sliding windows that a model's masks would have had, and those that its attention layers named."""
+    """Sliding windows in tokens: the masks' windows, and the windows that attention layers applied."""
 
     asked: set[int] = field(default_factory=set)
     applied: set[int] = field(default_factory=set)
@@ -429,7 +452,10 @@ _watching: Windows | None = None
 
 @contextmanager
 def watch_windows() -> Iterator[Windows]:
-    """Note the windows of the forwards in the body. A window asked for and never applied would be lost silently."""
+    """Record the windows of the forwards in the body.
+
+    A window that only the masks have would be ignored silently, because packed rows have no masks.
+    """
     global _watching
     _watching = windows = Windows()
     try:

@@ -1,8 +1,8 @@
-"""torch's fused attention of packed rows on a CPU, whose gradients are computed in float32 where it has no products of
-bfloat16.
+"""torch's fused attention of packed rows on a CPU. Gradients are computed in float32 on CPUs without bfloat16 products.
 
-There torch's backward in bfloat16 is plain loops, up to seven times as slow as in float32 (`tests/benchmarks/
-attention.py`). Its forward isn't, so what the backward keeps is in the row's dtype, and cast only while it is used.
+On such a CPU torch's backward in bfloat16 is plain loops, up to seven times as slow as in float32 (`tests/benchmarks/
+attention.py`). The forward isn't slow, so tensors saved for the backward have the row's dtype. They are cast only
+while the backward uses them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output (B, H, T, D) and log-sum-exps (B, H, T) float32.
+    """Return the output (B, H, T, D) and the log-sum-exps (B, H, T) float32.
 
     Args:
         query: (B, H, T, D).
         key, value: (B, K, S, D), K dividing H.
-        mask: what is added to the scores, in the queries' dtype; None: nothing.
+        mask: summand of the scores, in the queries' dtype; None: nothing is added.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
@@ -35,7 +35,10 @@ def gradients(
     gradient: torch.Tensor, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], causal: bool,
     scale: float | None, mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Those of ``inputs`` (query, key, value), given the output's; ``results``: what `attend` gave."""
+    """Return the gradients of ``inputs`` (query, key, value) for the output's gradient.
+
+    ``results`` are the two tensors that `attend` returned.
+    """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dtype, (out, lse) = gradient.dtype, results
     row = gradient, *inputs, out
@@ -46,7 +49,7 @@ def gradients(
 
 
 def slow(query: torch.Tensor) -> bool:
-    """Whether torch's own backward of attention with such queries is."""
+    """Return whether torch's own attention backward is slow for such queries."""
     return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 
@@ -54,7 +57,7 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` without dropout; ``mask``: bool, what is visible, or what is added."""
+    """Compute `scaled_dot_product_attention` without dropout; ``mask``: bool, True where visible, or a summand."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
     found: torch.Tensor = _Attention.apply(query, key, value, mask, causal, scale)

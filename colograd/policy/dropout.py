@@ -1,4 +1,4 @@
-"""Dropout in the policy: which parts of it drop, and how to turn that off."""
+"""Dropout in the policy: find its probabilities, and turn them off."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.nn.modules.dropout import _DropoutNd
 
 
 def largest_dropout(model: torch.nn.Module) -> float:
-    """The largest probability of a dropout, an adapter's own (`lora_dropout`) aside; 0: there is none."""
+    """Return the largest dropout probability, except an adapter's own (`lora_dropout`); 0: no dropout."""
     return max((float(getattr(owner, name)) for owner, name in _dropouts(model)), default=0.0)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every probability to 0: modules' own, and those that attention functions are called with."""
+    """Set every probability to 0, also the ones that modules pass to attention functions."""
     for owner, name in _dropouts(model):
         setattr(owner, name, 0.0)
 
 
 def _dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    """Each probability: the module that has it, and its attribute there."""
+    """Yield each probability's module and attribute name."""
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             if "lora_dropout" not in path:

@@ -11,7 +11,7 @@ from ..parallel.shards import RankGroup
 
 
 class _Enter(torch.autograd.Function):
-    """Nothing in the forward; the sum of the ranks' gradients in the backward."""
+    """Identity in the forward; sum of the ranks' gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
@@ -25,7 +25,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The sum of the ranks' tensors in the forward; nothing in the backward."""
+    """Sum of the ranks' tensors in the forward; identity in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
@@ -38,11 +38,11 @@ class _Leave(torch.autograd.Function):
 
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Where a tensor that all ranks of ``group`` have begins to be used by each with its part of the weights."""
+    """Return a tensor that all ranks of ``group`` have; its backward sums the gradients from their parts of weights."""
     return _Enter.apply(tensor, group) if tensor.requires_grad else tensor
 
 
 def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """The sum of what the ranks made with their parts."""
+    """Sum the ranks' partial results."""
     found: torch.Tensor = _Leave.apply(tensor, group)
     return found

@@ -1,4 +1,4 @@
-"""Weights that aren't trained, beside the policy's: on its device, or in host memory between uses."""
+"""Models with weights that aren't trained: on the policy's device, or in host memory between uses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class FrozenModel:
     """A model with weights of its own, in evaluation mode, without gradients.
 
     Args:
-        model: where it stays between uses: on ``device``, or on the host where it is to ``offload``.
-        device: where it runs.
+        model: a model on ``device``, or on the host with ``offload``; it stays there between uses.
+        device: device that runs the model.
     """
 
-    of_policy = True  # it has the policy's architecture, and runs rows as the policy does
-    head: TeacherHead | None = None  # that the loss computes logits with
+    of_policy = True  # whether it has the policy's architecture, and runs rows as the policy does
+    head: TeacherHead | None = None  # head for logits in the loss; None: the loss needs no logits
 
     def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
         self.model: Any = model
@@ -29,8 +29,8 @@ class FrozenModel:
 
     @contextmanager
     def present(self) -> Iterator[torch.nn.Module]:
-        """The model on the policy's device; offloaded weights have a second place there meanwhile."""
-        # What is computed with the moved weights waits for the copies: it is on the same stream.
+        """Yield the model on the policy's device; offloaded weights have a second place there meanwhile."""
+        # Kernels that use the moved weights wait for the copies, because they run on the same stream.
         moved = (
             (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
             for parameter in self.model.parameters()
@@ -39,7 +39,7 @@ class FrozenModel:
             yield self.model
 
     def where(self) -> str:
-        """For people: its place and size."""
+        """Describe the model's place and size for a log line."""
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         place = "in host memory between uses" if self.offload else "beside it"
         return f"{place} ({nbytes / 2**20:,.0f} MiB)"
@@ -47,7 +47,7 @@ class FrozenModel:
 
 @contextmanager
 def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
-    """Other values in the place of parameters while the context lasts; then the same memory as before."""
+    """Exchange parameters' values while the context lasts; then the parameters have the same memory as before."""
     own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     try:
         for parameter, value in values:
@@ -60,5 +60,5 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
 
 
 def offloads(config: GRPOConfig, asked: bool) -> bool:
-    """Whether a second model waits in host memory, as ``asked``. On a CPU it would be there twice."""
+    """Return whether a second model waits in host memory. Never on a CPU, where it would be in memory twice."""
     return asked and not config.on_cpu

@@ -1,4 +1,4 @@
-"""A head's logits, a tile (some rows x some of the vocabulary) at a time."""
+"""Logits of a language-model head, one tile (some rows x some of the vocabulary) at a time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from . import attention
 from .sending import to_device_async
 from .tensor_parallel import VocabularyPart
 
-HIDDEN = -1e30  # the logit of a token that wasn't kept: probability 0, and no infinity in any product
-FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `cast_lm_head_to_fp32`
+HIDDEN = -1e30  # logit of a token that isn't a candidate: probability 0, and no infinity in any product
+FLOAT32_PRODUCTS = "colograd_float32_products"  # attribute of a head, see `cast_lm_head_to_fp32`
 
 
 class Kept:
-    """Which tokens a head's N labels were drawn from, as a tile of the logits needs it.
+    """Candidate tokens of a head's N labels (the tokens that the sampler kept), indexed for tiles of the logits.
 
     Args:
-        kept: of the labels.
-        first: token of the head's first row, where ranks share out the vocabulary.
+        kept: candidate tokens of each label.
+        first: token id of the head's first row, if ranks share out the vocabulary.
     """
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
@@ -34,42 +34,45 @@ class Kept:
         self.all = to_device_async(counts == 0, device)
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """(n, c) True: the label wasn't drawn from a set with this token."""
+        """Return (n, c) bool, True where the token isn't among the label's candidates."""
         here = slice(self.ends[row.start], self.ends[row.stop])
         shape = row.stop - row.start, vocabulary.stop - vocabulary.start
         columns = self.ids[here] - vocabulary.start
         inside = (columns >= 0) & (columns < shape[1])
         places = ((self.labels[here] - row.start) * shape[1] + columns).where(inside, shape[0] * shape[1])
         found = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
-        found[places] = False  # the last entry: all that lie in other tiles
+        found[places] = False  # the last entry takes the tokens of other tiles
         return found[:-1].view(shape) & ~self.all[row, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What happens to the logits after the matrix product: capped(scale * logits) / temperature."""
+    """Computation of logits from hidden states: capped(scale * product) / temperature."""
 
     temperature: float
     scale: float
-    softcap: float  # 0: none
-    dtype: torch.dtype  # of the matrix products
-    wide: bool = False  # the logits come out of their product in `exact`
-    part: VocabularyPart | None = None  # the weight's rows, where ranks share out the vocabulary
-    kept: Kept | None = None  # what the labels were drawn from; None: the whole vocabulary
+    softcap: float  # limit of tanh soft-capping; 0: none
+    dtype: torch.dtype  # dtype of the matrix products
+    wide: bool = False  # whether the product returns its logits in `exact`
+    part: VocabularyPart | None = None  # this rank's rows of the weight, if ranks share out the vocabulary
+    kept: Kept | None = None  # candidate tokens of the labels; None: the whole vocabulary
 
     @property
     def exact(self) -> torch.dtype:
-        """The dtype of everything but the products."""
+        """Dtype of everything except the products."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """One tile (rows, columns), before the cap and the temperature; a tensor of its own, for in-place work."""
+        """Return one tile (rows, columns) before the cap and the temperature: a new tensor, for in-place work."""
         tile = self._product(hidden, weight, bias) if self.wide else torch.nn.functional.linear(hidden, weight, bias)
         tile = tile.to(self.exact)
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def _product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As vLLM computes a head in float32: on a GPU from bfloat16 factors, whose products float32 holds exactly."""
+        """Multiply as vLLM does for a head in float32: on a GPU from 16-bit factors.
+
+        float32 holds the product of two bfloat16 numbers exactly.
+        """
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
             tile = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
             return tile if bias is None else tile.add_(bias)
@@ -77,28 +80,31 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def cap_(self, tile: torch.Tensor) -> torch.Tensor:
-        """tanh(tile / softcap), in place; the slope of the cap is 1 minus its square."""
+        """Compute tanh(tile / softcap) in place; the slope of the cap is 1 minus the square of this."""
         return tile.div_(self.softcap).tanh_()
 
     def finish_(self, tile: torch.Tensor) -> torch.Tensor:
-        """From what `cap_` (or, without a cap, `logits`) left to the logits that are sampled from, in place."""
+        """Turn the result of `cap_` (without a cap, of `logits`) into the logits used for sampling, in place."""
         factor = (self.softcap or 1.0) / self.temperature
         return tile if factor == 1.0 else tile.mul_(factor)
 
     def hide_(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """The finished tile of these labels and columns with `HIDDEN` for all that wasn't kept, in place."""
+        """Write `HIDDEN` into a finished tile for every token that isn't among its label's candidates."""
         return tile if self.kept is None else tile.masked_fill_(self.kept.hidden(row, vocabulary), HIDDEN)
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Of a head's matrix products: autocast's, or its own; float32 where a CPU has none of 16 bits."""
+    """Return the dtype of a head's matrix products.
+
+    It is autocast's or the weight's, and float32 on a CPU without bfloat16 products.
+    """
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found
 
 
 def logit_transform(model: Any) -> dict[str, Any]:
-    """What some architectures do to logits after the head: Gemma's soft cap; Granite's, Cohere's, Falcon-H1's scale."""
+    """Return the scale (Granite, Cohere, Falcon-H1) and the soft cap (Gemma) of the logits after the head."""
     config = model.config.get_text_config()
     scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
@@ -109,10 +115,10 @@ def logit_transform(model: Any) -> dict[str, Any]:
 def cast(
     weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A slice of a head in the dtype of its products."""
+    """Return a slice of a head in the dtype of its products."""
     return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
 
 
 def parts(total: int, size: int) -> Iterator[slice]:
-    """0 ... total in slices; one empty slice for nothing."""
+    """Return slices that cover 0 ... total; one empty slice if ``total`` is 0."""
     return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))

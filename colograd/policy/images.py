@@ -1,7 +1,7 @@
-"""Images in a forward: which models take them, and how a row's pictures come into its hidden states.
+"""Images in a forward: find the models that take them, and put a row's pictures into its hidden states.
 
-The features of a row's pictures are computed together and put in the place of their tokens' embeddings. Those places
-are known (`Images.places`), never looked for: in a completion the image token is a token like any other.
+The features of a row's pictures are computed together and replace the embeddings of the pictures' tokens. The places
+come from `Images.places`, never from a search: in a completion the image token is a token like any other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..batch import PER_TOKEN, Images, MicroBatch
 from . import attention
 from .sending import to_device_async
 
-# Model types, as transformers names them, whose images can be trained on.
+# transformers' model types that can be trained on images.
 FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
-TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # are trained like text models where a run has no images
-TOWERS = ("visual", "vision_model", "vision_tower")  # modules that see; what follows brings it into the text's space
+TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # families trained like text models in a run without images
+TOWERS = ("visual", "vision_model", "vision_tower")  # vision towers; the projectors map their features to text space
 PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector", "embed_vision")
-HEARS = ("audio_tower", "embed_audio")  # of a model that hears, too: it is neither trained nor in the engine
+HEARS = ("audio_tower", "embed_audio")  # audio towers: neither trained nor in the engine
 
 
 def takes_images(model_config: Any) -> bool:
@@ -32,16 +32,19 @@ def takes_images(model_config: Any) -> bool:
 
 
 def see_both_ways(model_config: Any) -> str:
-    """In which layers the tokens of a picture see each other both ways: `all`, those with a `window`, or none (``).
+    """Return the layers that let a picture's tokens attend to each other both ways: `all`, `window` or `` (none).
 
-    The model's configuration says so of Gemma 4, whose small ones have none."""
+    `window` are the layers with a sliding window. For Gemma 4 the configuration decides: its small models have none.
+    """
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Tokens that the model itself reads as padding wherever they stand, written or sampled: Gemma 4's placeholders of
-    what isn't text. Here, and in vLLM, those that stand for no picture are tokens like any other."""
+    """Return the tokens that the model itself always reads as padding: Gemma 4's placeholders of images, video, audio.
+
+    Here and in vLLM a placeholder without a picture, in a prompt or sampled, is a token like any other.
+    """
     if getattr(model_config, "model_type", None) != "gemma4":
         return ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
@@ -49,7 +52,7 @@ def hidden_tokens(model_config: Any) -> tuple[int, ...]:
 
 
 def find_processors() -> None:
-    """Let Idefics3's image processor be found without torchvision, of which transformers thinks that it needs it."""
+    """Register Idefics3's image processor without torchvision; transformers wrongly requires torchvision for it."""
     import transformers
 
     name = "Idefics3ImageProcessorPil"
@@ -61,25 +64,26 @@ def find_processors() -> None:
 
 
 def has_tower(model_config: Any) -> bool:
-    """Whether the model reads something else than text."""
+    """Return whether the model reads images or audio."""
     return any(getattr(model_config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 
 def reads_text_alone(model: Any) -> bool:
-    """Whether it is a model that could read more than text, of a family whose images can't be trained on, or of
-    `TEXT_FIRST` in a run without any (`set_text_alone`)."""
+    """Return whether a model that could read more than text is trained on text alone.
+
+    That is a model outside `FAMILIES`, or one of `TEXT_FIRST` in a run without images (`set_text_alone`).
+    """
     config = getattr(model, "config", None)
     return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
 
 
 def set_text_alone(model: Any, has_images: bool) -> None:
-    """Before a model is trained: whether the run has images, on which `TEXT_FIRST` depend."""
+    """Record before training that a model of `TEXT_FIRST` is trained on text alone if the run has no images."""
     model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
 
 
 def read_parameters(model: Any) -> set[int] | None:
-    """The ids of the parameters that a run's rows go through, of a model that could read more than they have; None:
-    they go through all."""
+    """Return the ids of the parameters that the run's rows use; None: the rows use all parameters."""
     if reads_text_alone(model):
         head = model.get_output_embeddings()
         return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
@@ -93,7 +97,7 @@ def hears(model_config: Any) -> bool:
 
 
 def freeze_unread(model: Any) -> None:
-    """Train no parameter that no row goes through."""
+    """Freeze the parameters that no row uses."""
     if (read := read_parameters(model)) is None:
         return
     for parameter in model.parameters():
@@ -102,7 +106,7 @@ def freeze_unread(model: Any) -> None:
 
 
 def freeze_tower(model: Any) -> int:
-    """Train nothing of the vision tower; what projects its features goes on being trained. Returns the parameters."""
+    """Freeze the vision tower, but not its projector. Return the number of frozen elements."""
     frozen = 0
     for name, parameter in model.named_parameters():
         if in_tower(name):
@@ -113,7 +117,7 @@ def freeze_tower(model: Any) -> int:
 
 
 def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
-    """Let no gradient go through frozen layers, not even where checkpointing has asked for one of what comes in."""
+    """Stop gradients before frozen layers, even if checkpointing has made their inputs require gradients."""
 
     def detach(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
@@ -124,10 +128,10 @@ def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: str) -> None:
-    """Give a whole model a folder's weights, in place, also under names that older versions of transformers gave them.
+    """Copy a folder's weights into a whole model, in place. Names of older versions of transformers work too.
 
     Raises:
-        ValueError: some of them aren't there.
+        ValueError: a weight is missing or has another shape.
     """
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
@@ -142,18 +146,18 @@ def load_weights(model: Any, folder: str) -> None:
 
 
 def in_tower(name: str) -> bool:
-    """Whether a parameter of that name is the vision tower's."""
+    """Return whether a parameter of that name belongs to the vision tower."""
     parts = {*name.split(".")}
     return bool(parts & {*TOWERS}) and not parts & {*PROJECTORS}
 
 
 def sees(name: str) -> bool:
-    """Whether a parameter of that name is the tower's or what projects its features."""
+    """Return whether a parameter of that name belongs to the vision tower or its projector."""
     return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
 
 
 def tower_layers(model: Any) -> list[torch.nn.Module]:
-    """Of the tower that sees; empty: the model has none."""
+    """Return the vision tower's layers; empty: the model has no vision tower."""
     if not takes_images(model.config):
         return []
     modules = (module for name, module in model.named_modules() if in_tower(name))
@@ -161,20 +165,25 @@ def tower_layers(model: Any) -> list[torch.nn.Module]:
 
 
 def in_each_forward(model: Any) -> bool:
-    """Whether rows without pictures go through the tower too, as its sharding strategy asks: ranks meet there."""
+    """Return whether rows without pictures go through the tower too.
+
+    Some sharding strategies require it, because ranks exchange tensors there.
+    """
     return getattr(model, "tower_in_each_forward", False)
 
 
 def embeds(model: Any, micro_batch: MicroBatch) -> bool:
-    """Whether a row's embeddings are made here: it has pictures, goes through the tower all the same, or has tokens
-    that the model would hide."""
+    """Return whether this module makes a row's embeddings.
+
+    It does for rows with pictures, for rows that must go through the tower, and for models with hidden tokens.
+    """
     if micro_batch.images is not None or in_each_forward(model):
         return True
     return bool(hidden_tokens(model.config)) and not reads_text_alone(model)
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the attention of the language model, and with it that of a vision tower, whose rows are whole images."""
+    """Set the attention of the language model and of a vision tower, if there is one. The tower's rows are images."""
     if takes_images(model.config):
         tower = name if name in ("eager", "sdpa") else _tower_attention(model)
         model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
@@ -183,10 +192,12 @@ def set_attention(model: Any, name: str) -> None:
 
 
 def _tower_attention(model: Any) -> str:
-    """The attention of a tower beside packed rows: transformers' own, but where there are GPUs and its layers are told
-    of windows (`cu_seqlens`): in each layer transformers would wait for the GPU to tell how long they are.
+    """Return the attention of a vision tower when the language model runs packed rows.
 
-    The model's own place isn't asked: it may be put on the GPU later, as a reference that waits in host memory.
+    It is transformers' own, except on machines with GPUs for layers that take windows (`cu_seqlens`). There
+    transformers would wait in each layer for the GPU to return the windows' lengths.
+
+    The model's present device doesn't matter: a reference in host memory moves to the GPU later.
     """
     layers = tower_layers(model)
     windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
@@ -194,7 +205,7 @@ def _tower_attention(model: Any) -> str:
 
 
 def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
-    """What the model's own forward takes beside the ids of one sequence: the prompt, and ``completion`` tokens."""
+    """Return the image inputs of the model's own forward for one sequence of a prompt and ``completion`` tokens."""
     return {
         name: torch.nn.functional.pad(value, (0, completion)) if name in PER_TOKEN else value
         for name, value in images.inputs.items()
@@ -202,7 +213,10 @@ def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
 
 
 def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tuple[int, int]) -> dict[str, Any]:
-    """`own_inputs` of a sequence with pictures in its completion, too; ``lengths`` are of prompt and completion."""
+    """Return `own_inputs` of a sequence with pictures in its completion too.
+
+    ``lengths`` are the tokens of prompt and completion.
+    """
     placed = [*((0, of) for of in prompt), *((lengths[0], of) for of in answers)]
     parts = [own_inputs(of, 0) for _, of in placed]
     found: dict[str, torch.Tensor] = {}
@@ -215,7 +229,7 @@ def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tu
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """The last hidden states of a packed row with pictures, (1, T, hidden)."""
+    """Compute the last hidden states of a packed row with pictures, (1, T, hidden)."""
     starts = micro_batch.layout.starts
     placed = [(starts[segment], of) for segment, images in (micro_batch.images or {}).items() for of in images]
     own_positions = hasattr(_body(model), "get_rope_index")
@@ -236,7 +250,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last + 1 of tokens beside each other: a picture's."""
+    """Yield first and last + 1 of each run of consecutive places: one picture's tokens."""
     for _, run in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
         found = [place for _, place in run]
         yield found[0], found[-1] + 1
@@ -245,7 +259,10 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Those of padded rows, (B, L, hidden): ``ids`` and ``mask`` are (B, L), ``chains`` each row's segments."""
+    """Compute the last hidden states of padded rows, (B, L, hidden).
+
+    ``ids`` and ``mask`` are (B, L); ``chains`` has each row's segments.
+    """
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -275,17 +292,18 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The embeddings of ``ids`` (B, L) with the pictures' features in their places (``placed`` counts in the flattened
-    ids), and what else the language model takes of them. Equal images' features are computed once.
+    """Return the embeddings of ``ids`` (B, L) with the pictures' features, and the language model's other image inputs.
+
+    Indices in ``placed`` are of the flattened ids. Features of equal images are computed once.
 
     Raises:
-        RuntimeError: there are more or fewer features than places.
+        RuntimeError: the number of features differs from the number of places.
     """
     embeds = model.get_input_embeddings()(ids)
     more: dict[str, Any] = _of_each_layer(model, ids, placed)
     if not placed:
         return (_beside_an_unseen_picture(model, embeds) if in_each_forward(model) else embeds), more
-    times: dict[Images, list[torch.Tensor]] = {}  # the places of equal ones, which differ
+    times: dict[Images, list[torch.Tensor]] = {}  # each image's places in the flattened ids, once per use
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
     features, deeper = _features(model, [*times])
@@ -313,8 +331,10 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 def _of_each_layer(model: Any, ids: torch.Tensor, placed: Placed) -> dict[str, torch.Tensor]:
-    """The embeddings of ``ids`` that each layer adds, of models that have some (Gemma 4): a picture's tokens have those
-    of padding."""
+    """Return the embeddings that each layer adds, for models with such embeddings (Gemma 4).
+
+    A picture's tokens have the embedding of the padding token.
+    """
     decoder = model.get_decoder()
     if not getattr(decoder, "hidden_size_per_layer_input", None):
         return {}
@@ -325,14 +345,14 @@ def _of_each_layer(model: Any, ids: torch.Tensor, placed: Placed) -> dict[str, t
 
 
 def _beside_an_unseen_picture(model: Any, embeds: torch.Tensor) -> torch.Tensor:
-    """The embeddings as they are, after the tower has seen a picture that isn't in them: its gradient is zero."""
+    """Return the embeddings unchanged, after a forward of the tower on an unrelated picture with zero gradients."""
     features, deeper = _features(model, [_unseen_picture(model.config)])
     beside: torch.Tensor = _Beside.apply(embeds, features, *deeper)
     return beside
 
 
 class _Beside(torch.autograd.Function):
-    """The first tensor, of which the others are said to be a part."""
+    """Identity of the first tensor that also puts the others into the graph, with zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -345,7 +365,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _unseen_picture(config: Any) -> Images:
-    """The smallest picture that the family's tower takes, white: a black one is padding to some."""
+    """Make the smallest picture that the family's tower takes, in white: some towers read black as padding."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
         axis = torch.arange(vision.pooling_kernel_size)
@@ -371,7 +391,7 @@ def _unseen_picture(config: Any) -> Images:
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Features of all pictures in their order (F, hidden), and those for the language model's first layers."""
+    """Compute all pictures' features in order (F, hidden), and the features for the language model's first layers."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}
@@ -388,8 +408,10 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Texts' inputs one after the other, pictures (..., height, width) filled up to one size. Those with a pixel mask
-    are (1, tiles, ...)."""
+    """Concatenate the inputs of several texts. Pictures (..., height, width) are padded to one size.
+
+    Pictures with a pixel mask (``tiled``) are (1, tiles, ...).
+    """
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -398,8 +420,11 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Positions (3, 1, T) of a packed row. The model is asked for those of segments with pictures, which are the same
-    before whatever follows them; all else goes on behind its prompt."""
+    """Return positions (3, 1, T) of a packed row.
+
+    The model computes the positions of segments with pictures, which don't depend on later segments. The positions of
+    other segments continue after their prompt.
+    """
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
@@ -416,7 +441,7 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
-    """(3, L) positions of a sequence with pictures: of time, height and width."""
+    """Return the positions (3, L) in time, height and width of a sequence with pictures."""
     grids = [of.inputs["image_grid_thw"] for _, of in placed]
     kinds = _kinds(placed, len(ids))
     found: torch.Tensor = _body(model).get_rope_index(
@@ -426,7 +451,7 @@ def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
 
 
 def _kinds(placed: Placed, length: int) -> torch.Tensor:
-    """(1, L) bool: the tokens that are pictures."""
+    """Return (1, L) bool, True for the tokens of pictures."""
     kinds = torch.zeros(1, length, dtype=torch.bool)
     for at, of in placed:
         kinds[0, torch.tensor(of.places) + at] = True
@@ -436,7 +461,7 @@ def _kinds(placed: Placed, length: int) -> torch.Tensor:
 def _masks_both_ways(
     model: Any, embeds: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, placed: Placed
 ) -> Any:
-    """Gemma's masks: causal, but within a picture."""
+    """Make Gemma's masks: causal, except within a picture."""
     kinds = _kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long()
     kinds = to_device_async(kinds, embeds.device)
     theirs = sys.modules[type(_body(model)).__module__]
@@ -451,5 +476,5 @@ def _masks_both_ways(
 
 
 def _body(model: Any) -> Any:
-    """All of the model but its head."""
+    """Return the model without its head."""
     return model.base_model if model.base_model is not model else model.model

@@ -1,8 +1,8 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
-A layer that is computed again in the backward keeps its input alone. Here that goes to page-locked host memory while
-the next layers are computed, and comes back while the backward of the layer behind it goes on: the device then holds
-the inputs of a few layers. Nothing is rounded, so that gradients have the bits of `gradient_checkpointing: true`.
+A checkpointed layer saves only its input, and is computed again in the backward. Here that input is copied to
+page-locked host memory while the next layers run. It is copied back during the backward of the following layer. So the
+device holds the inputs of a few layers. Nothing is rounded: gradients equal `gradient_checkpointing: true` bit by bit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from ..runtime import process
 from ..runtime.page_locked import host_empty
 
-KEPT = 2  # inputs on the device: on their way out, or the next ones in
+KEPT = 2  # number of inputs on the device at a time, on their copy to the host or back
 
 
 class LayerInputs:
-    """The inputs of a model's layers, and the host memory that each pass uses again."""
+    """Inputs of a model's layers, and the host memory that every pass reuses."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,7 +41,7 @@ class LayerInputs:
         return self  # a copy of the model shares the host memory
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """torch's, whose saved inputs are kept on the host."""
+        """Run torch's `checkpoint`, with the saved inputs kept on the host."""
         with saved_tensors_hooks(self._pack, self._unpack):
             return checkpoint(function, *args, **options)
 
@@ -67,8 +67,10 @@ class LayerInputs:
     # -- for the inputs
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Page-locked host memory for ``nbytes`` or more, and the event after which it may be written. Rows differ in
-        length: smaller places are given up, so that in the end each layer's has room for the longest."""
+        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it.
+
+        Rows differ in length. Smaller places are freed, so that in the end every place has room for the longest row.
+        """
         self._largest = max(self._largest, nbytes)
         while self._free:
             place, read = self._free.pop()
@@ -80,7 +82,7 @@ class LayerInputs:
         return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
 
     def send(self, place: torch.Tensor, tensor: torch.Tensor, readable: Any) -> Any:
-        """Queue a copy to the host; the event of its end."""
+        """Queue a copy to the host and return the event of its end."""
         made = self.event(self._torch.current_stream())
         made.wait(self._leaving)
         if readable is not None:
@@ -90,8 +92,8 @@ class LayerInputs:
         return self.event(self._leaving)
 
     def bring(self, tensor: torch.Tensor, place: torch.Tensor, sent: Any) -> Any:
-        """Queue a copy to the device; the event of its end."""
-        free = self.event(self._torch.current_stream())  # what had its memory before is done with it by then
+        """Queue a copy to the device and return the event of its end."""
+        free = self.event(self._torch.current_stream())  # ends after the kernels that used this memory before
         free.wait(self._coming)
         sent.wait(self._coming)
         with self._torch.stream(self._coming):
@@ -104,7 +106,7 @@ class LayerInputs:
         return event
 
     def stream(self) -> Any:
-        """The present one."""
+        """Return the current stream."""
         return self._torch.current_stream()
 
     def give_back(self, place: torch.Tensor, read: Any) -> None:
@@ -112,37 +114,37 @@ class LayerInputs:
 
 
 class _Input:
-    """A layer's input: on the device, on the host, or on its way."""
+    """Input of one layer: on the device, on the host, or being copied."""
 
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: _Input | None) -> None:
         self.owner, self.shape, self.dtype, self.nbytes = owner, tensor.shape, tensor.dtype, tensor.nbytes
         self.tensor: torch.Tensor | None = tensor.contiguous()
-        self.stream = owner.stream()  # which its memory belongs to, whichever thread frees it
+        self.stream = owner.stream()  # owner of the tensor's memory, also if another thread frees it
         self.before: Callable[[], _Input | None] = (lambda: None) if before is None else weakref.ref(before)
         self.place, readable = owner.take_place(tensor.nbytes)
         self.sent = owner.send(self.place[: self.nbytes], _bytes(self.tensor), readable)
-        self.come: Any = None  # the event of its way back
+        self.come: Any = None  # event of the copy back to the device
 
     def leave(self) -> None:
-        """Free it on the device."""
+        """Free the input on the device."""
         self.sent.wait(self.owner.stream())
         self.tensor = None
 
     def fetch(self) -> None:
-        """Let it come back, unless it is there."""
+        """Queue the copy back, unless the input is on the device."""
         if self.tensor is None:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
             self.come = self.owner.bring(_bytes(self.tensor), self.place[: self.nbytes], self.sent)
 
     def present(self) -> torch.Tensor:
-        """It, on the device, for the present stream."""
+        """Return the input on the device, ready for the current stream."""
         self.fetch()
         assert self.tensor is not None
         (self.come or self.sent).wait(self.owner.stream())
         return self.tensor
 
     def __del__(self) -> None:
-        """The graph is gone: before others get the memory of its tensor and its place, copies have ended."""
+        """Reuse the memory of tensor and place only after the copies have ended; the graph no longer needs them."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
             self.owner.give_back(self.place, last)
@@ -154,11 +156,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
-    """Let checkpoints that transformers puts around a model's layers from here on keep their inputs on the host.
+    """Keep on the host the inputs of checkpoints that transformers puts around layers while the context lasts.
 
     Args:
-        model: transformers', without an adapter around it.
-        inputs: where they go; None: they stay, as on a CPU, where all memory is the host's.
+        model: a transformers model without an adapter around it.
+        inputs: store of the inputs; None: they stay where they are, as on a CPU, where all memory is the host's.
     """
     usual = model._set_gradient_checkpointing
 

@@ -1,7 +1,7 @@
-"""The policy's decoder layers: which they are, and how torch compiles them for packed rows (``torch_compile``).
+"""The policy's decoder layers: find them, and compile them for packed rows (``torch_compile``).
 
-Norms, rotary embedding, activation and residuals of a layer become a few fused kernels, shared by all layers, for rows
-of any length; attention runs between them as it is. A call without a layout runs as if nothing were compiled.
+Norms, rotary embedding, activation and residuals of a layer become a few fused kernels for rows of any length. All
+layers share them. Attention runs uncompiled between them. A call without a layout runs the uncompiled code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from transformers import AttentionInterface
 from ..config import GRPOConfig
 from . import attention
 
-# Graphs of one layer's code: training, evaluation and no gradients, by kinds of layer and with an adapter or without.
+# Maximum number of graphs of one layer's code: training, evaluation and no gradients, for each kind of layer, with and
+# without an adapter.
 MOST_GRAPHS = 64
 
 
 class NotCompiled(ValueError):
-    """A layer couldn't be compiled."""
+    """Failure to compile a layer."""
 
 
 def check_compiled(config: GRPOConfig, why_padded: str) -> None:
@@ -36,7 +37,7 @@ def check_compiled(config: GRPOConfig, why_padded: str) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that the model names as indivisible; else the members of its longest list of modules."""
+    """Return the layers that the model names as indivisible, or else the members of its longest list of modules."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if found:
@@ -47,10 +48,13 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Have packed rows go through compiled layers, also in copies of the model; the first row of each kind compiles
-    them. Parameters and their names stay. ``backend`` and ``mode`` are `torch.compile`'s."""
+    """Run packed rows through compiled layers, also in copies of the model.
+
+    The first row of each kind compiles them. Parameters keep their names. ``backend`` and ``mode`` are
+    `torch.compile`'s.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    # Traced, each layout would make another graph.
+    # Attention isn't traced, because each layout would make another graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in decoder_layers(model):
         own = layer.forward.__func__
@@ -64,8 +68,10 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """A training forward's mode, which has graphs of its own, where layers are compiled and nothing is drawn at random.
-    Gradients must not be there yet: torch traces no parameter beside one in another dtype."""
+    """Run the body in training mode if layers are compiled and have no dropout, because that mode has its own graphs.
+
+    No gradient may exist yet: torch can't trace a parameter with a gradient of another dtype.
+    """
     if not is_compiled(model) or _drops_out(model):
         yield
         return
@@ -96,7 +102,7 @@ def _is_compiled(layer: torch.nn.Module) -> bool:
 
 @functools.cache
 def _compiled(forward: Callable[..., Any], backend: str, mode: str | None) -> Callable[..., Any]:
-    # dynamic: the first row already makes a graph of any length.
+    # dynamic=True: the first row already makes a graph for rows of any length.
     compiled: Callable[..., Any] = torch.compile(forward, dynamic=True, backend=backend, mode=mode)
     return compiled
 
@@ -104,14 +110,18 @@ def _compiled(forward: Callable[..., Any], backend: str, mode: str | None) -> Ca
 def _forward(
     own: Callable[..., Any], compiled: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Raise a NotCompiled if torch can't compile the layer."""
+    """Run a compiled layer on a packed row, and the layer's own forward on other inputs.
+
+    Raises:
+        NotCompiled: torch can't compile the layer.
+    """
     if kwargs.get("layout") is None:
         return own(layer, *args, **kwargs)
     try:
         return compiled(layer, *args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a backend's begin with its name
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a backend's message begins with its name
         raise NotCompiled(
             f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU it needs a "
             "C++ compiler (g++, or the one that CXX names), on a GPU Triton and a C compiler. Or set it to false."

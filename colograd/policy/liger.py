@@ -1,7 +1,7 @@
 """Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
 
-liger-kernel puts forwards of its own into the modules of a loaded model, whose parameters stay the objects that they
-are. What it exchanges in the architecture's module, for all models in the process, comes back when the trainer closes.
+liger-kernel replaces the forwards in a loaded model's modules. The parameters stay the same objects. It also replaces
+names in the architecture's Python module, for all models in the process. Closing the trainer restores them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_liger(config: GRPOConfig) -> None:
 
 
 def _kernels() -> dict[str, Callable[..., None]]:
-    """What patches a model, by its type."""
+    """Return liger-kernel's patch functions by model type."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
@@ -49,13 +49,13 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
     """Put Liger's kernels into a model (or a PeftModel's) that computes on ``device``, and into ``also``.
 
     Args:
-        given: what its functions are told: `{rope: false}`.
+        given: arguments of liger-kernel's patch function, such as `{rope: false}`.
 
     Returns:
-        Gives other models of this architecture its own code again.
+        A function that restores the architecture's own code for other models.
 
     Raises:
-        ValueError: none for this model, one that isn't known, or another result than the model's own.
+        ValueError: no kernels for this model, an unknown kernel, or results that differ from the model's own.
     """
     model = unwrap(model)
     apply = _kernels_of(model, given)
@@ -78,7 +78,7 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
 
 
 def _kernels_of(model: Any, given: dict[str, bool]) -> Callable[..., None]:
-    """What patches such models, told which kernels are wanted."""
+    """Return the patch function for such models, with the requested kernels as arguments."""
     kind = model.config.model_type
     apply = _kernels().get(kind)
     if apply is None:

@@ -1,4 +1,4 @@
-"""The policy and its tokenizer: loaded once, checked, set to packed rows where it can take them."""
+"""Load the policy and its tokenizer once, check them, and set the policy to packed rows if it can take them."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ from .tensor_parallel import check_split, parts_of, trained_elements, vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is trained, and where the engine finds the same weights."""
+    """Model to train, its tokenizer, and the path of the checkpoint that the engine loads too."""
 
     model: PreTrainedModel  # or a PeftModel around one
     tokenizer: PreTrainedTokenizerBase
     path: str  # folder or Hub id that vLLM can load
-    untouched: bool  # loaded by us: bit-equal to the checkpoint at ``path``
-    why_padded: str  # why its sequences can't be packed into one row; empty: they are
-    adapter: Adapter | None = None  # what is trained of a PeftModel
-    new_adapter: bool = False  # the run put it on; else the model came with it
-    quantization: Quantization | None = None  # of its base
-    processor: Any = None  # of a model that reads images, around the tokenizer; None: it reads text alone
+    untouched: bool  # whether `load_policy` loaded it, so that it equals the checkpoint at ``path`` bit by bit
+    why_padded: str  # reason why its sequences can't be packed into one row; empty: they are packed
+    adapter: Adapter | None = None  # the trained adapter of a PeftModel
+    new_adapter: bool = False  # whether the run added the adapter; else the model came with it
+    quantization: Quantization | None = None  # quantisation of the base; None: not quantised
+    processor: Any = None  # processor around the tokenizer of a model that reads images; None: text alone
 
     @property
     def image_token(self) -> int:
@@ -70,7 +70,8 @@ class Policy:
 
     @property
     def checkpointing(self) -> tuple[int, ...]:
-        """Every how many-th layer may compute its activations again, least first; 0: none."""
+        """Possible checkpointing intervals, least recomputation first: one layer in n computes its activations twice;
+        0: none."""
         model = unwrap(self.model)
         if not model.supports_gradient_checkpointing:
             return (0,)
@@ -79,7 +80,7 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Longest sequence the model takes, in tokens."""
+        """Length in tokens of the longest sequence that the model takes."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
@@ -90,14 +91,14 @@ class Policy:
 
     @property
     def tells_routing(self) -> bool:
-        """Whether it is a mixture of experts whose forward can tell what its routers did."""
+        """Whether the model is a mixture of experts and its forward can return the routers' logits."""
         return tells_routing(unwrap(self.model))
 
     def router_coef(self, config: GRPOConfig) -> float:
-        """The coefficient of the routers' load-balancing loss: the configuration's, else the model's own.
+        """Return the coefficient of the routers' load-balancing loss: the configuration's, else the model's own.
 
         Raises:
-            ValueError: one is asked for, and the model has no such loss.
+            ValueError: the configuration sets one, and the model has no such loss.
         """
         text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
         if self.tells_routing:
@@ -111,13 +112,13 @@ class Policy:
 
     @property
     def end_tokens(self) -> set[int | None]:
-        """Tokens that end a completion: the tokenizer's, and those that the checkpoint names."""
+        """Tokens that end a completion: the tokenizer's and the checkpoint's."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         also = named if isinstance(named, list) else [named]
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *also}
 
     def describe(self, config: GRPOConfig, max_tokens: int) -> list[str]:
-        """What the user should know at start, in lines."""
+        """Describe the policy for the user at start, in lines."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
         trained = trained_elements(self.model)
@@ -157,7 +158,7 @@ class Policy:
         return lines
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
-        """What TRL does and isn't done here, or rarely does what was meant, in lines."""
+        """Yield warnings, one line each: differences from TRL, and settings that rarely do as users expect."""
         yield from surplus_tokens(self.tokenizer, self.rows)
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim not in KEEPS_MASTER:
@@ -173,14 +174,14 @@ def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None,
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
-    """Load the model if it is a name (or the folder of an adapter alone), and its tokenizer if none is given; put an
-    adapter on it if one is asked for.
+    """Load the model if ``model`` is a name (or the folder of an adapter), and its tokenizer if ``tokenizer`` is None.
+    Add an adapter if ``peft_config`` is set.
 
     Args:
-        has_images: the run has some: see `images.TEXT_FIRST`.
+        has_images: whether the run has images, see `images.TEXT_FIRST`.
 
     Raises:
-        ValueError: no such model, one whose log-probabilities can't be computed, or an adapter that can't be trained.
+        ValueError: there is no such model, its log-probabilities can't be computed, or its adapter can't be trained.
     """
     untouched = isinstance(model, str | os.PathLike)
     check_split(model)
@@ -203,10 +204,10 @@ def load_policy(
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.checkpointing and reentrant:
-        loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
+        loaded.enable_input_require_grads()  # reentrant checkpoints compute gradients only if an input requires one
     if config.on_cpu:
         cpu_products.take_over(loaded)
-    # On a GPU the rows are proved once the model is there: before, its forwards would run on the host.
+    # On a GPU the rows are proved after the model has moved there: before that, its forwards would run on the host.
     why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processor = None
     if takes_images(unwrap(loaded).config) and not reads_text_alone(unwrap(loaded)):
@@ -244,12 +245,12 @@ def load_policy(
 
 
 def _copies_into_parts(config: GRPOConfig) -> bool:
-    """Whether an engine of several ranks gets its parts of a whole policy, in which there are no slots for adapters."""
+    """Return whether ranks share an engine and copy their parts of a whole policy: it has no slots for adapters."""
     return config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
 
 
 def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | None:
-    """How the loaded model is quantised, its products made those of its dequantised weights (`settle`)."""
+    """Return how the loaded model is quantised, and make it multiply with its dequantised weights (`settle`)."""
     inner = unwrap(model)
     if not packed_weights(inner):
         return None
@@ -262,7 +263,10 @@ def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | N
 
 
 def _freeze_as_made(model: Any) -> None:
-    """Loading forgets which parameters the class makes without a gradient, such as a router's correction biases."""
+    """Freeze the parameters that the class makes without a gradient, such as a router's correction biases.
+
+    Loading forgets this.
+    """
     with torch.device("meta"):
         made = type(model)(model.config)
     for name, parameter in made.named_parameters():
@@ -271,10 +275,10 @@ def _freeze_as_made(model: Any) -> None:
 
 
 def load_processor(path: str, config: GRPOConfig) -> Any:
-    """A vision-language model's processor.
+    """Load a vision-language model's processor.
 
     Raises:
-        ValueError: there is none, or a library that it needs isn't installed.
+        ValueError: there is no processor, or a library for it isn't installed.
     """
     from transformers import AutoProcessor
 
@@ -296,14 +300,14 @@ def load_processor(path: str, config: GRPOConfig) -> Any:
 
 
 def proven_with_images(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """The policy with its rows proved on prompts with images, which it then packs or pads."""
+    """Prove the policy's rows on prompts with images, and return the policy with the result (packed or padded)."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
 
 
 def check_tokenizer(given: Any) -> None:
-    """Refuse what isn't a tokenizer; of a processor, which holds one, say how to give it."""
+    """Raise a ValueError for anything except a tokenizer; for a processor the error names its tokenizer."""
     if isinstance(given, PreTrainedTokenizerBase):
         return
     kind = type(given).__name__
@@ -325,7 +329,11 @@ def _chat_template(path: str) -> str:
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
-    """The checkpoint that a model given as an object was loaded from."""
+    """Return the path of the checkpoint that the user loaded the model object from.
+
+    Raises:
+        ValueError: there is no such path, or the other arguments don't fit a loaded model.
+    """
     if config.model_init_kwargs is not None:
         raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
     if is_adapted(model) and peft_config is not None:
@@ -350,10 +358,13 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
 def _from_adapter(
     folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
 ) -> tuple[PreTrainedModel, str, str]:
-    """The model and trainable adapter of a folder with an adapter_config.json; the base's path, the tokenizer's path.
+    """Load the model and trainable adapter of a folder with an adapter_config.json.
+
+    Returns:
+        The model, the base's path and the tokenizer's path.
 
     Raises:
-        ValueError: a second adapter is asked for, or the base can't be found.
+        ValueError: ``peft_config`` requests a second adapter, or the base can't be found.
     """
     if peft_config is not None:
         raise ValueError(
@@ -382,9 +393,9 @@ def _from_adapter(
 
 
 def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
-    """The model at ``path``; the folder of an ``adapter`` to be put on it may say how its base was quantised."""
+    """Load the model at ``path``. The folder of its future ``adapter`` may record how the base was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    # The last one is for `choose_rows` to settle.
+    # `choose_rows` sets the last one, the attention implementation.
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
@@ -392,7 +403,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
     known = {name: kwargs[name] for name in ("revision", "trust_remote_code") if kwargs.get(name) is not None}
     try:
         saved = AutoConfig.from_pretrained(path, **known)
-    except (OSError, ValueError):  # of which loading will tell
+    except (OSError, ValueError):  # `from_pretrained` below raises the error
         saved = None
     asked, packed = quantized.asked_for(config, adapter or path), quantized.saved_in(saved) is not None
     if packed or asked is not None:
@@ -418,4 +429,4 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         ) from None
     finally:
         if not config.verbose:
-            hf_logging.disable_progress_bar()  # nor one for each file that is saved
+            hf_logging.disable_progress_bar()  # no progress bars for saved files either

@@ -1,8 +1,8 @@
-"""Packed forward -> log-probability and entropy of each label, never the logits of a whole row.
+"""Packed forward -> log-probability and entropy of each label, without the logits of a whole row.
 
 Only positions that predict a completion token reach the head. Its logits exist one tile (some rows x some of the
-vocabulary) at a time: the forward keeps a running maximum and sum per row (an online softmax, arXiv 1805.02867), the
-backward computes each tile again. So memory grows with neither vocabulary nor labels, but for two numbers per label.
+vocabulary) at a time. The forward keeps a running maximum and sum per row (an online softmax, arXiv 1805.02867), and
+the backward computes each tile again. So memory doesn't grow with the vocabulary, and grows by two numbers per label.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from .sequence_parallel import RowPart
 from .teacher_head import Spread, TeacherHead, TeacherLogits, TeacherTop, TopTokens, top_tokens
 from .tensor_parallel import VocabularyPart
 
-# Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
-# tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
+# Number of logits that exist at once. The forward has two float32 tensors of a tile's size. On a GPU each has 64 MiB,
+# because smaller tiles would be bound by kernel launches; on a CPU 32 MiB, because its allocator doesn't reuse all
+# freed memory.
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
 # More rows than these make a tile too narrow for fast matrix products.
 TILE_ROWS = 8192
@@ -39,23 +40,27 @@ TILE_ROWS = 8192
 def policy_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each label, at ``temperature``: its log-probability (N,) float32 in nats, differentiable, and the entropy of
-    its distribution (N,) float32 in nats, with a gradient if it is asked for."""
+    """Compute each label's log-probability and the entropy of its distribution at ``temperature``.
+
+    Both are (N,) float32 in nats. The log-probability is differentiable, the entropy only with ``entropy_gradient``.
+    """
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 
 def routed_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, Routing]:
-    """`policy_logprobs` and what the routers did, of a mixture of experts that tells (`routing.tells_routing`)."""
+    """Compute `policy_logprobs` and the `Routing` of a mixture of experts (only if `routing.tells_routing`)."""
     logprobs, entropy, *routing = PolicyForward(model, temperature, entropy_gradient, routing=True)(micro_batch)
     return logprobs, entropy, Routing(*routing)
 
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """The step with the present weights' log-probabilities, without dropout: the sampler had none, and a resumed run
-    finds the same ones."""
+    """Return the step with the present weights' log-probabilities added to every row.
+
+    Dropout is off, because the sampler has none and a resumed run must compute the same values.
+    """
     with evaluation_mode(model):
         forward = PolicyForward(model, temperature)
         rows = tuple(dataclasses.replace(row, old_logprobs=forward.of_row(row)[0]) for row in step.rows)
@@ -64,44 +69,49 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
 
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
-    """One forward of the policy, from a packed row to its labels' log-probabilities.
+    """Forward of the policy, from a packed row to its labels' log-probabilities.
 
-    All is computed inside a call of the model (or its wrapper), and of its head, so that their hooks fire: a sharded
-    model gathers its weights in them. Where ranks meet in a forward, the model's ``around_forward`` is a context in
-    which it fails on all or on none.
+    Everything is computed inside calls of the model (or its wrapper) and of its head, so that their hooks run: a
+    sharded model gathers its weights in hooks. If ranks exchange tensors in a forward, the model's ``around_forward``
+    is a context that makes the forward fail on all ranks or on none.
     """
 
     model: torch.nn.Module  # or a wrapper around it, such as a PeftModel
     temperature: float
     entropy_gradient: bool = False
     routing: bool = False
-    teacher: TeacherHead | TopTokens | None = None  # of the model that made the batch's `teacher_states`, or top tokens
+    teacher: TeacherHead | TopTokens | None = None  # head for the batch's `teacher_states`, or its top tokens
 
     @staticmethod
     def prepare(row: PackedRow) -> MicroBatch:
-        """The row's tensors on the device: the only place that lays rows out."""
+        """Return the row's tensors on the device. Rows are laid out nowhere else."""
         return collate(row)
 
     def of_row(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
         return self(self.prepare(row))
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """`policy_logprobs`; with a teacher, the divergence from it (N,); the fields of a `Routing` if asked for:
-        tensors alone, for a sharded model's hooks."""
+        """Compute `policy_logprobs`, with a teacher the divergence (N,), and with ``routing`` a `Routing`'s fields.
+
+        The result is a flat tuple of tensors, because a sharded model's hooks need that.
+        """
         return self._call(self._compute, micro_batch)
 
     def states(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """(N, hidden) what the head would be given for the labels, in the dtype of its products."""
+        """Compute the head's inputs for the labels, (N, hidden), in the dtype of its products."""
         (found,) = self._call(self._states, micro_batch)
         return found
 
     def top(self, micro_batch: MicroBatch, k: int) -> torch.Tensor:
-        """(N, 2, K) of each label the most probable tokens' ids and log-probabilities, see `MicroBatch.teacher_top`."""
+        """Compute ids and log-probabilities of each label's K most probable tokens, (N, 2, K).
+
+        See `MicroBatch.teacher_top`.
+        """
         (found,) = self._call(functools.partial(self._top, k), micro_batch)
         return found
 
     def _call(self, compute: Callable[..., Any], micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        watchdog.progress()  # of a pass over many rows each is one
+        watchdog.progress()  # each row of a long pass is progress
         around = getattr(self.model, "around_forward", nullcontext)
         with calls(self.model, compute), around():
             found: tuple[torch.Tensor, ...] = self.model(micro_batch)
@@ -160,8 +170,8 @@ class PolicyForward:
 
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
-    """While the context lasts, calling ``module`` runs its hooks around ``compute`` in place of its own forward."""
-    own = module.__dict__.get("forward")  # of an instance: accelerate may have put one there
+    """Replace ``module``'s forward by ``compute`` while the context lasts; a call still runs the module's hooks."""
+    own = module.__dict__.get("forward")  # an instance's forward: accelerate may have set one
     module.forward = compute
     try:
         yield
@@ -174,7 +184,7 @@ def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout while the context lasts."""
+    """Turn dropout off while the context lasts."""
     was_training = model.training
     model.eval()
     try:
@@ -184,15 +194,17 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """A packed row's last hidden states, (1, T, hidden); a model without packed attention runs its sequences padded."""
+    """Compute a packed row's last hidden states, (1, T, hidden). Without packed attention the sequences are padded."""
     return _states_and_routers(model, micro_batch)[0]
 
 
 def _states_and_routers(
     model: Any, micro_batch: MicroBatch, part: RowPart | None = None, **asked: Any
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """`hidden_states`, or those of this rank's ``part`` of the tokens; and of each layer with experts its router's
-    logits (T, E), where ``asked`` has them returned."""
+    """Compute `hidden_states`, with ``part`` only for this rank's tokens.
+
+    The second value has the router's logits (T, E) of each layer with experts, if ``output_router_logits`` is set.
+    """
     if part is not None:
         asked["row_part"] = part
     if images.embeds(model, micro_batch) and model.config._attn_implementation == attention.NAME:
@@ -200,7 +212,7 @@ def _states_and_routers(
             return images.packed_hidden_states(model, micro_batch), ()
     whole = model.base_model is not model and not images.reads_text_alone(model)
     body = model.base_model if whole else model.get_decoder()
-    if body is model:  # whose class names another attribute (Llama 4's)
+    if body is model:  # the class names another attribute (Llama 4)
         body = model.model
     routed = micro_batch.experts if router_replay.replays(model) else None
     if model.config._attn_implementation != attention.NAME:
@@ -210,7 +222,7 @@ def _states_and_routers(
     with attention.packed_rows():
         output = body(
             input_ids=micro_batch.input_ids,
-            # Hides nothing. Without one transformers looks at the positions' values, for which the host would wait.
+            # Hides nothing. Without a mask transformers reads the positions' values, and the host would wait for them.
             attention_mask=torch.ones_like(micro_batch.input_ids, dtype=torch.bool),
             position_ids=micro_batch.position_ids,
             layout=micro_batch.layout,
@@ -231,13 +243,13 @@ def label_logprobs(
     entropy_gradient: bool = False,
     float32_products: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden), or this rank's rows of it.
+    """Compute `policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden) or this rank's rows.
 
     Matrix products are in autocast's dtype or the head's, all else in float32 (float64 for float64 weights). With
     ``float32_products`` the logits aren't rounded to 16 bits. The weight's gradient has its ``grad_dtype``, if any.
 
     Raises:
-        RuntimeError: at a second derivative, which isn't implemented.
+        RuntimeError: a second derivative is requested, which isn't implemented.
     """
     dtype = product_dtype(weight, hidden.device, float32_products)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -257,25 +269,28 @@ def label_divergences(
     teacher: TeacherLogits | TeacherTop,
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`label_logprobs`, and the reverse KL divergence KL(policy || teacher) of each label's distribution, (N,) float32
-    in nats, differentiable in the policy. The teacher's logits exist a tile at a time too."""
+    """Compute `label_logprobs` and each label's reverse KL divergence KL(policy || teacher).
+
+    The divergence is (N,) float32 in nats, differentiable in the policy. The teacher's logits exist one tile at a time
+    too.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient, teacher)
 
 
 def products_in_float32(model: Any) -> None:
-    """Have the model's logits, and those of its copies, come out of the head's product in float32."""
+    """Compute the logits of the model and of its copies with a float32 product in the head."""
     setattr(unwrap(model).get_output_embeddings(), FLOAT32_PRODUCTS, True)
 
 
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Rows and columns of the logits that exist at once."""
+    """Return rows and columns of the logits that exist at once."""
     rows = max(1, min(labels, TILE_ROWS))
     return rows, max(1, min(vocabulary, TILE_ELEMENTS.get(device.type, 2**24) // rows))
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """log softmax(logits)[label], the entropy and the divergence from a teacher, from hidden states and head."""
+    """Function from hidden states and head to log softmax(logits)[label], entropy, and divergence from a teacher."""
 
     @staticmethod
     def forward(
@@ -315,7 +330,7 @@ class _LabelLogprobs(torch.autograd.Function):
                 moment[row] += torch.linalg.vecdot(power, tile)
                 if sums is not None and gaps is not None:
                     sums.add(row, decay, power, gaps)
-        if head.part is not None:  # sums of the whole vocabulary out of each rank's
+        if head.part is not None:  # combine the ranks' sums into the whole vocabulary's
             largest = head.part.group.max_(maximum.clone())
             fall = maximum - largest
             decay = fall.exp()
@@ -324,7 +339,7 @@ class _LabelLogprobs(torch.autograd.Function):
         normaliser = maximum + total.log()
         ctx.head, ctx.teacher = head, teacher
         divergence, of_teacher = (None, None) if sums is None else sums.result(total, normaliser)
-        entropy = total.log() - moment / total  # H = log Z - E[x], both less the maximum
+        entropy = total.log() - moment / total  # H = log Z - E[x], the maximum subtracted from both
         kept = entropy if entropy_gradient else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, kept, divergence, of_teacher)
         if not entropy_gradient:
@@ -336,8 +351,10 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL),
-        through the temperature, the cap and the scale, tile by tile."""
+        """Compute the gradients tile by tile, through the temperature, the cap and the scale.
+
+        d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL).
+        """
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_teacher = ctx.saved_tensors
         head: Head = ctx.head
         teacher: TeacherLogits | TeacherTop | None = ctx.teacher
@@ -350,7 +367,7 @@ class _LabelLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
-                # Sums over rows are finished before the next columns: no second gradient of the head's size.
+                # Finish sums over rows before the next columns, so that no second gradient of the head's size exists.
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in parts(len(labels), rows):
@@ -386,11 +403,11 @@ def _tile_gradient(
     gradient: torch.Tensor,
     spread: Spread | None,
 ) -> torch.Tensor:
-    """A tile's logits again, turned into the gradient of the head's product.
+    """Compute a tile's logits again and turn them into the gradient of the head's product.
 
     Args:
-        gradient: (n,) of the log-probabilities.
-        spread: the gradient of all but the log-probabilities; None: the rest are constants.
+        gradient: (n,) gradient of the log-probabilities.
+        spread: gradient of entropy and divergence; None: they are constants.
     """
     chain = head.scale / head.temperature
     gradient = gradient * chain
@@ -420,21 +437,21 @@ def _tile_gradient(
 
 
 def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum, in ``dtype`` from the second term on: a single one takes no memory of its own."""
+    """Add a term, in ``dtype`` from the second term on, so that a single term takes no further memory."""
     return term if total is None else total.to(dtype).add_(term)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in a tile the labels of its rows are."""
+    """Places of the rows' labels in a tile."""
 
-    index: torch.Tensor  # (n, 1) the column, any where it lies in another tile
-    inside: torch.Tensor  # (n,) whether it lies there
-    hidden: torch.Tensor | None = None  # (n, c) whether the token is one that wasn't kept
+    index: torch.Tensor  # (n, 1) int64, column of each label; 0 if the label is in another tile
+    inside: torch.Tensor  # (n,) bool, whether the label is in this tile
+    hidden: torch.Tensor | None = None  # (n, c) bool, True for tokens outside the label's candidates
 
     @classmethod
     def of(cls, labels: torch.Tensor, row: slice, vocabulary: slice, head: Head | None = None) -> _Place:
-        """With what is hidden, for a head."""
+        """Find the labels' places; with a ``head`` also the hidden tokens."""
         own = labels[row]
         inside = (own >= vocabulary.start) & (own < vocabulary.stop)
         hidden = None if head is None or head.kept is None else head.kept.hidden(row, vocabulary)
@@ -442,6 +459,6 @@ class _Place:
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What the gradient accumulates in. (Asking a tensor that isn't a leaf is an error in torch.)"""
+    """Return the dtype of the accumulated gradient. (In torch only leaves have a `grad_dtype`.)"""
     own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return own or parameter.dtype

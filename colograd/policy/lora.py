@@ -1,6 +1,6 @@
-"""LoRA policies (peft): which layers carry the adapter, what of it vLLM can serve, and the model inside the wrapper.
+"""LoRA policies (peft): the adapted layers, the limits of vLLM, and the model inside the wrapper.
 
-The base stays as the checkpoint has it: nothing here or in `weights/` ever merges the adapter into the policy.
+The base stays as in the checkpoint: nothing here or in `weights/` ever merges the adapter into the policy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from .images import HEARS, has_tower, hears, reads_text_alone, sees
 from .quantized_layers import dense_weight
 
-PREFIX = "base_model.model."  # of every parameter of a PeftModel
-LARGEST_RANK = 512  # that vLLM has slots for
-# Initialisations that leave the base's weights alone. (`pissa`, `olora`, `loftq` and the like subtract from them.)
+PREFIX = "base_model.model."  # prefix of every parameter name of a PeftModel
+LARGEST_RANK = 512  # largest rank of vLLM's adapter slots
+# Initialisations that don't change the base's weights. (`pissa`, `olora`, `loftq` and similar ones subtract from them.)
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-# Fields of peft's LoraConfig that change what a layer computes, beyond the formula of `AdaptedLayer`.
+# Fields of peft's LoraConfig that make a layer differ from the formula of `AdaptedLayer`.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
@@ -31,35 +31,37 @@ UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a run trains in place of the model's weights."""
+    """Adapter that a run trains instead of the model's weights."""
 
-    name: str  # peft's, usually `default`
-    rank: int  # the largest of its layers
+    name: str  # peft's name of the adapter, usually `default`
+    rank: int  # largest rank of its layers
     targets: tuple[str, ...]  # last names of the adapted layers: q_proj, down_proj, ...
-    why_merged: str  # why vLLM can't serve it, so that the engine gets merged weights; empty: it can
+    why_merged: str  # reason why vLLM can't serve it and gets merged weights instead; empty: vLLM can
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """y = W x + scaling * B A x (LoRA, arXiv 2106.09685); with DoRA (arXiv 2402.09353, equation 5) each row of that
-    matrix is scaled to a trained length. Of a parameter that holds E experts A has E times the rows, B the columns.
+    """Layer y = W x + scaling * B A x (LoRA, arXiv 2106.09685).
+
+    With DoRA (arXiv 2402.09353, equation 5) each row of W + scaling * B A is scaled to a trained length. For a
+    parameter of E experts, A has E times the rows and B has E times the columns.
     """
 
-    name: str  # in the model without adapters: model.layers.0.self_attn.q_proj, or ... .mlp.experts.down_proj
-    parameter: str  # what it adapts: model.layers.0.self_attn.q_proj.weight; of experts as ``name``
+    name: str  # name in the model without adapters: model.layers.0.self_attn.q_proj, or ... .mlp.experts.down_proj
+    parameter: str  # adapted parameter: model.layers.0.self_attn.q_proj.weight; for experts equal to ``name``
     module: Any  # peft's layer around the base's
-    lora_a: torch.Tensor  # A, (rank, in); of an embedding (rank, vocabulary)
+    lora_a: torch.Tensor  # A, (rank, in); for an embedding (rank, vocabulary)
     lora_b: torch.Tensor  # B, (out, rank)
     scaling: float  # alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA
-    magnitude: torch.Tensor | None  # DoRA's row lengths, (out,); None without
+    magnitude: torch.Tensor | None  # DoRA's row lengths, (out,); None without DoRA
     is_embedding: bool
-    experts: int = 0  # E; 0: a layer
+    experts: int = 0  # number of experts E; 0: an ordinary layer
 
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
-        """The layer that carries peft's ``adapter``; its tensors are the parameters themselves."""
+        """Describe the layer that carries peft's ``adapter``; the tensors are the parameters themselves."""
         parameter = f"{name}.weight"
-        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests one of these in another
+        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests such layers
             name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
         scaling, magnitudes = float(module.scaling[adapter]), getattr(module, "lora_magnitude_vector", None) or {}
         magnitude = magnitudes[adapter].weight if adapter in magnitudes else None
@@ -72,7 +74,7 @@ class AdaptedLayer:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """The matrix that this layer amounts to, as a new float32 tensor in the base weight's layout."""
+        """Merge base and adapter into one matrix: a new float32 tensor in the base weight's layout."""
         if self.experts:
             return self._merged_experts()
         base = dense_weight(self.module.get_base_layer())
@@ -94,17 +96,17 @@ class AdaptedLayer:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is a PeftModel."""
+    """Return whether the model is a PeftModel."""
     return hasattr(type(model), "get_base_model")
 
 
 def unwrap(model: Any) -> Any:
-    """The transformers model inside a PeftModel; any other model as it is."""
+    """Return the transformers model inside a PeftModel, or any other model unchanged."""
     return model.get_base_model() if is_adapted(model) else model
 
 
 def base_name(name: str) -> str | None:
-    """A parameter's name in the model without adapters; None for tensors that only the adapter has.
+    """Return a parameter's name in the model without adapters; None for tensors that only the adapter has.
 
     ``base_model.model.lm_head.base_layer.weight`` -> ``lm_head.weight``; also for the engine's wrapped layers.
     """
@@ -115,7 +117,7 @@ def base_name(name: str) -> str | None:
 
 
 def adapted_layers(model: Any) -> list[AdaptedLayer]:
-    """The layers of a PeftModel that carry its active adapter, in the model's order."""
+    """Return the layers of a PeftModel that carry its active adapter, in the model's order."""
     (adapter,) = model.active_adapters
     return [
         AdaptedLayer.of(name.removeprefix(PREFIX), module, adapter)
@@ -125,7 +127,7 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
 
 
 def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the model without adapters, parameter) of what peft trains whole: ``modules_to_save``."""
+    """Yield (name in the model without adapters, parameter) of modules that peft trains whole (``modules_to_save``)."""
     (adapter,) = model.active_adapters
     for name, parameter in model.named_parameters():
         head, found, tail = name.partition(f".modules_to_save.{adapter}.")
@@ -134,10 +136,10 @@ def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """A PeftModel around ``model``, with a new adapter that is the same on every rank.
+    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank.
 
     Raises:
-        ValueError: a configuration of another kind, or without layers to adapt.
+        ValueError: the configuration isn't for LoRA, or matches no layers.
     """
     check_lora_config(peft_config)
     import peft
@@ -149,10 +151,10 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(model, peft_config).eval()  # as from_pretrained leaves a model
+            return peft.get_peft_model(model, peft_config).eval()  # evaluation mode, as after from_pretrained
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
-            if "lora_dropout" in reason:  # peft turns gate_proj and its like into parameters where they are experts'
+            if "lora_dropout" in reason:  # peft adapts experts' gate_proj and similar ones as parameters
                 raise ValueError(
                     f"lora_dropout is {peft_config.lora_dropout}, but peft has no dropout before a LoRA on parameters, "
                     "as a mixture's experts are: set lora_dropout: 0, or adapt the attention's layers alone."
@@ -164,17 +166,19 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def _excluded(given: Any) -> list[str]:
-    """peft's `exclude_modules` as patterns of whole names."""
+    """Turn peft's `exclude_modules` into patterns of whole names."""
     if given is None or isinstance(given, str):
         return [f"(?:{given})"] if given else []
     return [rf"(.*\.)?{re.escape(name)}" for name in given]
 
 
 def _left_out(model: Any, peft_config: Any) -> list[str]:
-    """Patterns of layers that get no adapter: all beside the decoder where text is trained alone, what hears where
-    images are; with `all-linear` routers that are linear layers of a class of their own, whose forward gives two
-    tensors (Llama 4's); and with names those of layers that have their linear one inside, which peft doesn't know
-    (Gemma 4's tower)."""
+    """Return patterns of layers that get no adapter.
+
+    - Everything outside the decoder if only text is trained, or else the audio tower.
+    - With `all-linear`: routers of a class derived from Linear, because their forward returns two tensors (Llama 4).
+    - With names of layers: layers that wrap a linear layer, because peft doesn't know them (Gemma 4's tower).
+    """
     found = []
     if reads_text_alone(model):
         decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
@@ -195,7 +199,7 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
 
 
 def check_lora_config(peft_config: Any) -> None:
-    """Raise a ValueError if it isn't a LoRA that only adds to the base."""
+    """Raise a ValueError unless the configuration is a LoRA that only adds to the base."""
     import peft
 
     if not isinstance(peft_config, peft.PeftConfig):
@@ -219,10 +223,10 @@ def check_lora_config(peft_config: Any) -> None:
 
 
 def describe_adapter(model: Any) -> Adapter:
-    """What a PeftModel trains, checked.
+    """Check and describe the adapter of a PeftModel.
 
     Raises:
-        ValueError: an adapter that can't be trained or published, with the remedy.
+        ValueError: the adapter can't be trained or published.
     """
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
@@ -258,7 +262,7 @@ def describe_adapter(model: Any) -> Adapter:
 
 
 def _trained_base(model: Any) -> list[str]:
-    """Names of trainable parameters of the base: biases, as peft saves no others."""
+    """Return names of trainable parameters of the base; raise a ValueError unless peft saves them (biases)."""
     trained = [n for name, p in model.named_parameters() if p.requires_grad and (n := base_name(name)) is not None]
     (config,) = model.peft_config.values()
     for name in trained:
@@ -271,7 +275,7 @@ def _trained_base(model: Any) -> list[str]:
 
 
 def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
-    """Refuse an adapter on the language-model head, and one on an embedding that is also the head."""
+    """Raise a ValueError for an adapter on the language-model head, or on an embedding that is also the head."""
     inner = unwrap(model)
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
     if any(layer.module is head for layer in layers):
@@ -291,7 +295,7 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
 
 
 def adapter_folder(path: str) -> dict[str, Any] | None:
-    """The ``adapter_config.json`` of a folder that holds an adapter and no model; None for any other path."""
+    """Read the ``adapter_config.json`` of a folder that holds an adapter and no model; None for any other path."""
     file = os.path.join(path, "adapter_config.json")
     if not os.path.isfile(file) or os.path.isfile(os.path.join(path, "config.json")):
         return None

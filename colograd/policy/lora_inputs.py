@@ -1,8 +1,8 @@
-"""What a float32 adapter keeps of a bfloat16 layer's input.
+"""Save a bfloat16 layer's input only once for the backward of its float32 adapters.
 
-peft casts a layer's input to the adapter's dtype before the product with A, and autograd keeps that float32 copy, of
-queries, keys and values one each. Here the product keeps the input as it is, which all of them share, and casts it
-again for A's gradient: the same numbers.
+peft casts a layer's input to the adapter's dtype before the product with A. Autograd then saves one float32 copy each
+for queries, keys and values. Here the product saves the uncast input, which all of them share, and casts it again for
+A's gradient. The numbers are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .attention import autocast_dtype
 
 
 def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
-    """Of each LoRA on a linear layer, without dropout or DoRA, which compute with the cast input themselves."""
+    """Save uncast inputs for each LoRA on a linear layer, except with dropout or DoRA: these use the cast input."""
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
@@ -35,7 +35,7 @@ def _drops(dropout: torch.nn.Module) -> bool:
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """A x, (..., rank), in A's dtype or autocast's."""
+    """Compute A x, (..., rank), in A's dtype or autocast's."""
     if x.dtype == a.weight.dtype or a.bias is not None or autocast_dtype(x.device) is not None:
         return F.linear(x.to(a.weight.dtype), a.weight, a.bias)
     found: torch.Tensor = _CastProduct.apply(x, a.weight)
@@ -43,7 +43,7 @@ def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class _CastProduct(torch.autograd.Function):
-    """W x with x cast to W's dtype, for the forward and once more for the gradient of W."""
+    """Product W x with x cast to W's dtype, once for the forward and once more for the gradient of W."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,17 @@
-"""Attention of a packed row that reads every key where it lies: fused calls, merged by their log-sum-exps.
+"""Attention of a packed row without copies of keys: several fused calls, merged by their log-sum-exps.
 
-Each segment sees its own keys in one call, causally, and those of each earlier segment it attends to in another one,
-where nothing is masked. So all completions of a group read one copy of their prompt's keys. With outputs o_i and
-log-sum-exps l_i of the calls, the attention over all keys is
+One call is each segment's causal attention to its own keys. Further calls are the attention to the keys of earlier
+segments, where nothing is masked. So all completions of a group read one copy of their prompt's keys. With outputs o_i
+and log-sum-exps l_i of the calls, the attention over all keys is
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
-A fused backward reads its forward's output and log-sum-exp in two places alone (arXiv 2307.08691, algorithm 2):
-p = exp(score - l_i), and D, the sum of output times gradient. Given ``whole`` and ``out`` in their place it computes
-the gradients of the attention over all keys, for the keys of its call (as in ring attention, arXiv 2310.01889). No
-keys are copied, no scores are stored, and only the row's queries, keys, values, ``out`` and ``whole`` are kept.
+A fused backward reads its forward's output and log-sum-exp only in two places (arXiv 2307.08691, algorithm 2):
+p = exp(score - l_i), and D, the sum of output times gradient. With ``whole`` and ``out`` in their place, it computes
+for its call's keys the gradients of the attention over all keys (as in ring attention, arXiv 2310.01889). No keys are
+copied, no scores are stored, and only the row's queries, keys, values, ``out`` and ``whole`` are saved.
 
-A sink is the logit of a further key, of value 0: one more term of ``whole``, whose gradient is that of a key with
+A sink is the logit of a further key of value 0: one more term of ``whole``. Its gradient is a key's gradient with
 dP = 0.
 """
 
@@ -29,21 +29,21 @@ from ..batch import SegmentLayout
 from . import cpu_attention
 from .sending import to_device_async
 
-Places: TypeAlias = slice | torch.Tensor | None  # tokens of a row; None: all of them
+Places: TypeAlias = slice | torch.Tensor | None  # tokens of a row; None: all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a fused kernel: some of a row's queries, and some of its keys."""
+    """Call of a fused kernel with some of a row's queries and some of its keys."""
 
     queries: Places
     keys: Places
-    causal: bool  # the last query at the last key; else each query sees all keys of its sequence
-    window: int | None = None  # keys that a query sees, with its own
-    # Of a kernel that takes many sequences: where the queries and the keys of each begin, and the ends (N + 1,), and
-    # the longest of both.
+    causal: bool  # whether attention is causal, the last query at the last key; else a query sees its sequence's keys
+    window: int | None = None  # number of keys that a query sees, with its own
+    # For a kernel that takes many sequences: starts of their queries and starts of their keys, each with the end
+    # (N + 1,). Then the largest numbers of queries and of keys in a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
-    lengths: tuple[int, ...] = ()  # of a kernel that takes one at a time: tokens of each; empty: the call is one
+    lengths: tuple[int, ...] = ()  # for a kernel that takes one sequence: tokens of each; empty: one sequence
 
 
 class MergedAttention(torch.autograd.Function):
@@ -51,9 +51,9 @@ class MergedAttention(torch.autograd.Function):
 
     Args:
         query: (T, heads, D); key, value: (T, key-value heads, D).
-        sinks: (heads,) logits of a key of value 0 that every token attends to; None: there is none.
-        calls: the first one has all queries, once.
-        scale: of the scores.
+        sinks: (heads,) logits of a key of value 0 that every token attends to; None: no sinks.
+        calls: kernel calls; the first one has every query once.
+        scale: factor of the scores.
 
     Returns:
         (T, heads, D).
@@ -105,7 +105,7 @@ def _taken(call: Call, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _merge(
     out: torch.Tensor, whole: torch.Tensor, places: slice | torch.Tensor, found: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Add a call's output (Q, heads, D) and log-sum-exp (Q, heads) to those of the row, in float32."""
+    """Merge a call's output (Q, heads, D) and log-sum-exp (Q, heads) into the row's, in float32."""
     before = _at(whole, places)
     together = torch.logaddexp(before, lse)
     merged = found * (lse - together).exp_().unsqueeze(-1)
@@ -118,7 +118,7 @@ def _merge(
 
 
 def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: torch.Tensor) -> torch.Tensor:
-    """The gradient of the row's queries, keys or values with that of a call added."""
+    """Add a call's gradient to the gradient of the row's queries, keys or values."""
     if places is None:
         assert total is None
         return found
@@ -133,7 +133,7 @@ def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: 
 
 
 def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:
-    """Output and log-sum-exp (Q, heads) float32 of queries, keys and values."""
+    """Compute the output (Q, heads, D) and the log-sum-exp (Q, heads) float32 of a call's queries, keys and values."""
     if call.sequences is None:
         each = _one_by_one(call, *inputs)
         return _joined(cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in each)
@@ -144,7 +144,10 @@ def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple
 def _gradients(
     call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """Of the call's ``inputs`` (queries, keys, values); ``rows``: gradient, output and log-sum-exp of its queries."""
+    """Compute the gradients of a call's ``inputs`` (queries, keys, values).
+
+    ``rows`` are the output's gradient, the output and the log-sum-exp of the call's queries.
+    """
     if call.sequences is None:
         each = _one_by_one(call, rows[0], *inputs, *rows[1:])
         return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
@@ -155,24 +158,24 @@ def _gradients(
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors (tokens, heads, ...) as (1, heads, tokens, ...) of each sequence."""
+    """Split tensors (tokens, heads, ...) into (1, heads, tokens, ...) of each sequence."""
     whole = [x.transpose(0, 1)[None] for x in tensors]
     return zip(*(x.split(call.lengths or x.shape[2], dim=2) for x in whole), strict=True)
 
 
 def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """The sequences' tensors (1, heads, tokens, ...) as (tokens, heads, ...) of all."""
+    """Concatenate the sequences' tensors (1, heads, tokens, ...) to (tokens, heads, ...)."""
     alike = ([x[0].transpose(0, 1) for x in each] for each in zip(*parts, strict=True))
     return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in alike)
 
 
 def _is_causal(call: Call) -> bool:
-    """Whether a query sees all keys up to its own; with a window the window says so."""
+    """Return the kernel's causal flag: False with a window, because the window's sizes express causality."""
     return call.causal and call.window is None
 
 
 def _window(call: Call) -> dict[str, int]:
-    """Numbers of keys that a query sees before its own and after it; -1: all."""
+    """Return the numbers of keys that a query sees before its own and after it; -1: all."""
     left = -1 if call.window is None else call.window - 1
     return {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
 
@@ -191,15 +194,17 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring segments of a row, and an earlier segment that all of them attend to."""
+    """Queries of neighbouring segments, and keys of an earlier segment that all of them attend to."""
 
     queries: slice
     keys: slice
 
 
 def blocks(layout: SegmentLayout) -> list[list[Block]]:
-    """By depth: the blocks of the first segment that each one attends to, of the second, ... For prompts and their
-    completions there is one depth, and in it a block per prompt."""
+    """Return blocks by depth: depth d has the keys of the d-th earlier segment that each segment attends to.
+
+    Prompts and their completions have one depth with a block per prompt.
+    """
     found = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
@@ -215,17 +220,17 @@ def _tokens(layout: SegmentLayout, *segments: int) -> slice:
 
 @functools.lru_cache(maxsize=16)
 def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
-    """A call for the segments' own keys, one after another, and one per block, for a kernel that takes one sequence."""
+    """Return a call for the segments' own keys and one per block, for a kernel that takes one sequence at a time."""
     earlier = (Call(block.queries, block.keys, False) for depth in blocks(layout) for block in depth)
     return Call(None, None, True, lengths=layout.lengths), *earlier
 
 
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
-    """A call for all segments' own keys and one per depth, for a kernel that takes many sequences.
+    """Return a call for all segments' own keys and one call per depth, for a kernel that takes many sequences.
 
-    With a ``window`` there is one call: how much of an earlier segment a query sees depends on where the query is, so
-    each segment has a copy of the earlier keys that its first query sees.
+    With a ``window`` there is one call, because a query's place decides how much of an earlier segment it sees. Each
+    segment has a copy of the earlier keys that its first query sees.
     """
     if window is None:
         tokens = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
@@ -268,7 +273,7 @@ def _sequences(queries: Sequence[slice], keys: Sequence[slice]) -> tuple[torch.T
 
 
 def _on_device(calls: tuple[Call, ...], device: torch.device) -> tuple[Call, ...]:
-    """All their tensors in one copy."""
+    """Copy the tensors of all calls to the device, in one transfer."""
     host = [
         part
         for call in calls

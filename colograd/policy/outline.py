@@ -1,4 +1,4 @@
-"""A model's parameters without their values: on the meta device, from its configuration alone."""
+"""Parameters of a model without their values: on the meta device, from the model's configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .images import has_tower
 from .lora import adapter_folder, wrap
 from .quantized_layers import packed_bytes
 
-LARGE = 1.0  # billions of parameters, of which a CPU trains few tokens a second
+LARGE = 1.0  # billions of parameters; a CPU trains larger models at few tokens per second
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """The model at ``path`` (a folder or a Hub id) as it would be loaded, in no memory: only its config.json is read.
+    """Make the model at ``path`` (a folder or a Hub id) on the meta device. Only its config.json is read.
 
     Raises:
-        ValueError: there is no configuration, or it isn't a causal language model's.
+        ValueError: there is no configuration of a causal language model.
     """
     check_model_name(path, revision=revision)
     try:
@@ -40,7 +40,7 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
 
 
 def note_on_cpu(model: Any, config: GRPOConfig) -> str:
-    """What to say before a large model's weights are loaded, by its name, without a GPU; empty: nothing."""
+    """Return a warning that a model named by the user is large and will train on the CPU; empty: no warning."""
     if torch.accelerator.is_available() or not isinstance(model, str | os.PathLike):
         return ""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def note_on_cpu(model: Any, config: GRPOConfig) -> str:
     trust = given.get("trust_remote_code", config.trust_remote_code)
     try:
         found = outline(path, torch.bfloat16, trust, given.get("revision"))
-    except Exception:  # code that comes with a model may raise anything; what is wrong, loading tells
+    except Exception:  # a model's own code may raise anything; loading will report the error
         return ""
     billions = sum(parameter.numel() for parameter in found.parameters()) / 1e9
     if billions < LARGE:
@@ -61,17 +61,19 @@ def note_on_cpu(model: Any, config: GRPOConfig) -> str:
 
 
 def with_adapter(model: Any, rank: int) -> Any:
-    """An outline with a LoRA of ``rank`` on all of its linear layers but the head."""
+    """Add a LoRA of ``rank`` to all linear layers of an outline except the head."""
     import peft
 
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # those that peft has for experts
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # peft's patterns for experts
         return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """The weights of an outline that transformers quantises with ``settings`` (all linear layers but the head and what
-    these leave out), and the bytes each then takes; none without settings."""
+    """Return the weights of an outline that transformers quantises with ``settings``, and each one's packed bytes.
+
+    These are all linear layers except the head and the modules that the settings skip. Without settings: none.
+    """
     if not settings:
         return {}
     from transformers.quantizers.base import HfQuantizer
@@ -80,7 +82,7 @@ def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
     kept = HfQuantizer.get_modules_to_not_convert(
         model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
     )
-    # Among what is kept is the last module: of an outline whose head is tied another one than while a model is loaded.
+    # transformers never quantises the last module. With a tied head an outline's last module isn't a loaded model's.
     last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
     if last != really_last:
         kept = [name for name in kept if name != last.rpartition(".")[0]]

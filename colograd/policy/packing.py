@@ -1,8 +1,8 @@
 """Groups -> rows -> micro-batches of a token budget. The only place where labels are shifted against logit_positions.
 
 A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each
-completion sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded. A completion
-that is a tree (`batch.Branch`) has a segment per branch, which sees those up to it.
+completion attends to the prompt and itself. A row holds as many groups as the budget allows; nothing is padded. A
+completion that is a tree (`batch.Branch`) has a segment per branch, which attends to the branches that lead to it.
 """
 
 from __future__ import annotations
@@ -33,50 +33,52 @@ from ..batch import (
 from ..parallel.ranks import gather, on_all_ranks
 from .sending import to_device_async
 
-NOBODY = -1  # the position of dummies, which belong to no prompt
+NOBODY = -1  # prompt position of dummies, which belong to no prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """How a run's groups become micro-batches."""
+    """Rules that turn a run's groups into micro-batches."""
 
-    max_tokens: int  # the budget of a micro-batch
+    max_tokens: int  # token budget of a micro-batch
     mask_truncated: bool
-    skip_without_signal: bool  # groups that would get no gradient aren't packed
-    share_prompts: bool  # one prompt per group in a row; False: rows that are padded later, see `padded`
-    balance_ranks: bool  # move groups between ranks of unequal cost, see `balance`
-    equal_counts: bool  # ranks must step together: the same number of micro-batches on each
-    pair_cost: float  # of one query-key pair, in tokens, see `balance.pair_cost`
+    skip_without_signal: bool  # whether groups that would get no gradient are left out
+    share_prompts: bool  # whether a row has one prompt per group; False: rows are padded later, see `padded`
+    balance_ranks: bool  # whether groups move between ranks of unequal cost, see `balance`
+    equal_counts: bool  # whether each rank has the same number of micro-batches, because ranks step together
+    pair_cost: float  # cost of one query-key pair, in tokens, see `balance.pair_cost`
     device: torch.device
-    ranks_per_engine: int = 1  # they share out the groups of their engine
-    ranks_per_row: int = 1  # they train each row together, see `RankLayout`
+    ranks_per_engine: int = 1  # number of ranks that share out the groups of their engine
+    ranks_per_row: int = 1  # number of ranks that train each row together, see `RankLayout`
 
 
 def has_signal(group: ScoredGroup) -> bool:
-    """Whether any completion of the group would get a gradient."""
+    """Return whether any completion of the group would get a gradient."""
     return bool((group.advantages != 0).any())
 
 
 def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
-    """[C] bool: the tokens of a completion that count in the loss."""
+    """Return [C] bool, True for the tokens of a completion that count in the loss."""
     if mask_truncated and rollout.finish_reason.is_truncated:
         return torch.zeros_like(rollout.sampled)
     return rollout.sampled
 
 
 def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[PackedRow, ...]:
-    """One step's rows on this rank. A collective; with ``equal_counts`` short ranks add dummies."""
+    """Pack one step's rows on this rank. A collective; with ``equal_counts`` ranks with fewer rows add dummies."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:  # with a token for each rank of a row: without any, experts would get no gradient there
+    if rules.equal_counts:  # each rank of a row needs a token, or its experts would get no gradient
         filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
         rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
 
 
 def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
-    """A row of token 0 whose gradients are zeros, and which counts in no metric: no token is in the loss. ``groups``
-    has the tokens of each prompt and of its completions."""
+    """Make a row of token 0 that has zero gradients and counts in no metric, because no token is in the loss.
+
+    ``groups`` has the number of tokens of each prompt and of its completions.
+    """
     nothing = torch.zeros(())
 
     def zeros(n: int) -> array[int]:
@@ -99,18 +101,18 @@ def is_dummy(row: PackedRow) -> bool:
 
 
 class PackedSequence(NamedTuple):
-    """A completion in a packed row."""
+    """Completion in a packed row."""
 
     rollout: RolloutId
     prompt_ids: torch.Tensor  # [P]
     completion_ids: torch.Tensor  # [C]
-    place: slice  # in the row's [N] tensors
-    images: tuple[Images, ...] = ()  # of the prompt, with places in it
-    answers: tuple[Images, ...] = ()  # of the completion, likewise
+    place: slice  # place in the row's [N] tensors
+    images: tuple[Images, ...] = ()  # images of the prompt, with places in it
+    answers: tuple[Images, ...] = ()  # images of the completion, with places in it
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """The completions of a row in which none is a tree."""
+    """Return the completions of a row without trees."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
     ids = iter(row.rollouts)
     images = row.images or {}
@@ -123,7 +125,7 @@ def sequences(row: MicroBatch) -> list[PackedSequence]:
 
 
 def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
-    """The completions of a row, each with its place in the row's [N] tensors."""
+    """Return the completions of a row, each with its place in the row's [N] tensors."""
     lengths = [len(rollout.completion_ids) for part in row.parts for rollout in part.rollouts]
     ends = itertools.accumulate(lengths)
     return [(identity, slice(end - n, end)) for identity, n, end in zip(row.rollouts, lengths, ends, strict=True)]
@@ -132,7 +134,7 @@ def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
 def pack(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of some groups, all at once; see `plan_rows`."""
+    """Pack groups into micro-batches, all at once; see `plan_rows`."""
     return tuple(collate(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
 
 
@@ -141,8 +143,8 @@ def plan_rows(
 ) -> tuple[PackedRow, ...]:
     """Pack groups into rows of at most ``budget`` tokens, first-fit decreasing.
 
-    A group over the budget is split by completions, its prompt repeated in each part; a single sequence over it has a
-    row of its own. Without ``share_prompts`` each completion has its prompt, and tokens of padding count (`padded`).
+    A group over the budget is split by completions, and each part repeats the prompt. A single sequence over the budget
+    has a row of its own. Without ``share_prompts`` each completion has its prompt, and padding counts (`padded`).
     """
     if not share_prompts:
         return tuple(PackedRow(tuple(row), mask_truncated, device) for row in _padded_rows(groups, budget))
@@ -162,7 +164,7 @@ def plan_rows(
 
 
 def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[PackedGroup]]:
-    """Sequences of similar length together: as many as the budget has room for at the length of the longest."""
+    """Put sequences of similar length together, as many as the budget allows at the length of the longest."""
     parts = [
         PackedGroup((identity,), (rollout,), (advantage,), teacher_named(scored))
         for scored in groups
@@ -180,7 +182,7 @@ def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Packed
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """[G] of each completion's advantage: () or, one per token, [C]."""
+    """Return [G] advantages, one per completion: () or, with one per token, [C]."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
         return tuple(group.advantages)
@@ -188,12 +190,12 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 
 def teacher_named(group: ScoredGroup) -> str:
-    """In the column for it; empty: there is none."""
+    """Return the teacher's name from the group's dataset column; empty: no name."""
     return str(group.group.example.get(TEACHER) or "")
 
 
 def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
-    """A group as one part, or as several where it is over the budget, or where environments begin differently."""
+    """Split a group where it exceeds the budget, and where its completions have different prompts (environments)."""
     ids, rollouts, advantages = group.group.rollout_ids, group.group.rollouts, advantages_of(group)
     starts, tokens = [0], len(rollouts[0].input)
     for index, rollout in enumerate(rollouts):
@@ -207,21 +209,21 @@ def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
 
 
 class _End(NamedTuple):
-    """Where a segment ends, for those that go on from it."""
+    """End of a segment, where later segments continue."""
 
-    path: tuple[int, ...]  # the segments up to it
-    tokens: int  # in them
-    place: int  # in the row, of its last token
+    path: tuple[int, ...]  # indices of the segments up to and including this one
+    tokens: int  # number of tokens in the path
+    place: int  # index in the row of the segment's last token
 
 
 @dataclass(slots=True)
 class _Segments:
-    """The segments of a row in the making: of prompts, and of completions."""
+    """Segments of a row under construction, of prompts and completions."""
 
     ids: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor] = field(default_factory=list)
     attends_to: list[tuple[int, ...]] = field(default_factory=list)
-    at: int = 0  # tokens so far
+    at: int = 0  # number of tokens so far
 
     def _add(self, ids: torch.Tensor, before: _End) -> _End:
         self.positions.append(torch.arange(before.tokens, before.tokens + len(ids)))
@@ -231,8 +233,8 @@ class _Segments:
         return _End((*before.path, len(self.ids) - 1), before.tokens + len(ids), self.at - 1)
 
     def add_prompt(self, ids: Sequence[int], cuts: Sequence[int]) -> dict[int, _End]:
-        """Add a prompt, cut where trees leave it; returns the ends of its pieces by their number of tokens."""
-        nothing = _End((), 0, self.at)  # its place is that of any token: what has nothing before it isn't predicted
+        """Add a prompt, cut where trees branch off, and return the ends of its pieces by their number of tokens."""
+        nothing = _End((), 0, self.at)  # the place is arbitrary, because tokens at the start aren't predicted
         ends = {0: nothing}
         end = nothing
         for first, last in itertools.pairwise((0, *cuts, len(ids))):
@@ -243,7 +245,7 @@ class _Segments:
     def add_completion(
         self, ids: torch.Tensor, tree: Sequence[Branch], ends: Mapping[int, _End]
     ) -> Iterator[torch.Tensor]:
-        """Add a completion; yields for each of its branches the places that predict its tokens."""
+        """Add a completion, and yield for each of its branches the places that predict its tokens."""
         found: list[_End] = []
         for tokens, branch in zip(ids.split([branch.length for branch in tree]), tree, strict=True):
             before = ends[branch.prompt] if branch.after is None else found[branch.after]
@@ -252,14 +254,17 @@ class _Segments:
 
 
 def _cuts(rollouts: Sequence[Rollout]) -> list[int]:
-    """Where in their prompt some branch of these rollouts begins, other than at its ends."""
+    """Return the inner places of the prompt, in tokens, where a branch of these rollouts begins."""
     starts = {branch.prompt for rollout in rollouts for branch in rollout.branches if branch.after is None}
     return sorted(starts - {0, len(rollouts[0].input)})
 
 
 def collate(row: PackedRow) -> MicroBatch:
-    """The row's tokens one after the other on its device. Token t of a completion is predicted at the place before it:
-    the prompt's last, or t-1; in a tree, the last of the branch that its own goes on from."""
+    """Lay out the row's tokens one after the other on its device.
+
+    Token t of a completion is predicted at the place before it: the prompt's last token, or token t-1. In a tree the
+    first token of a branch is predicted at the last token of the branch that it continues.
+    """
     segments = _Segments()
     images: dict[int, tuple[Images, ...]] = {}
     logit_positions: list[torch.Tensor] = []
@@ -309,7 +314,10 @@ def collate(row: PackedRow) -> MicroBatch:
 
 
 def _ages(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
-    """(N,) by how many optimizer steps the weights that sampled each token are older than its round's; None: by 0."""
+    """Return (N,) ages in optimizer steps: how much older the weights that sampled a token are than its round's.
+
+    None: all ages are 0.
+    """
     if not any(rollout.spans for rollout in rollouts):
         return None
     return torch.cat([rollout.policy_version - rollout.versions for rollout in rollouts]).float()

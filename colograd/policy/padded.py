@@ -1,7 +1,7 @@
-"""A packed row through a model that can't run it: one padded row per sequence, its hidden states put back in place.
+"""Run a packed row as padded rows, one per sequence, and put the hidden states back into the packed order.
 
-For tokens that mix by other ways than transformers' attention interface (state-space layers, convolutions, custom
-code). Padding stands to the right, where a causal model doesn't look; a prompt goes through once per completion.
+This serves models that mix tokens without transformers' attention interface (state-space layers, convolutions, custom
+code). Padding is on the right, where a causal model doesn't look. A prompt goes through once per completion.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..batch import UNKNOWN, MicroBatch, SegmentLayout
 from . import images
 from .sending import to_device_async
 
-ROUTED = "routed_experts"  # the argument of a layer that has its tokens' experts, see `replay`
+ROUTED = "routed_experts"  # argument of a layer with the experts of its tokens, see `router_replay`
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """The sequences of a packed row, one per segment that no other one sees, padded to the right.
+    """Sequences of a packed row, padded on the right: one for each segment that no other segment attends to.
 
     Example: the prompt p p p with completions a a and b b b b (see `SegmentLayout`):
 
@@ -31,14 +31,14 @@ class PaddedRows:
                  0 1 2 5 6 7 8              7
     """
 
-    tokens: torch.Tensor  # (B, L) int64: where in the packed row each token lies; 0 for padding
-    lengths: torch.Tensor  # (B,) int64
-    places: torch.Tensor  # (T,) int64: where each token of the packed row lies first in the flattened (B * L)
-    chains: tuple[tuple[int, ...], ...] = ()  # [B] the segments of each sequence
+    tokens: torch.Tensor  # (B, L) int64, index of each token in the packed row; 0 for padding
+    lengths: torch.Tensor  # (B,) int64, tokens of each sequence
+    places: torch.Tensor  # (T,) int64, first index of each packed token in the flattened (B * L)
+    chains: tuple[tuple[int, ...], ...] = ()  # [B] segments of each sequence
 
 
 def rows_of(layout: SegmentLayout) -> PaddedRows:
-    """How a layout's sequences lie in padded rows."""
+    """Lay out a layout's sequences as padded rows."""
     starts = layout.starts
     ends = set(range(len(layout.lengths))) - {s for seen in layout.attends_to for s in seen}
     chains = [(*layout.attends_to[end], end) for end in sorted(ends)]
@@ -56,14 +56,15 @@ def rows_of(layout: SegmentLayout) -> PaddedRows:
 def hidden_states(
     model: Any, decoder: torch.nn.Module, micro_batch: MicroBatch, routed: torch.Tensor | None = None, **asked: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The decoder's last hidden states (1, T, hidden) in the packed row's order, computed on padded rows; and of each
-    layer with experts its router's logits (T, E), if ``asked`` has ``output_router_logits``.
-
-    A prompt's are those of its first completion's row.
+    """Compute the decoder's last hidden states on padded rows, and return them in the packed row's order.
 
     Args:
-        model: of which ``decoder`` is all but the head.
-        routed: (T, L, K) experts to be replayed, in the packed row's order.
+        model: ``decoder`` with a head.
+        routed: (T, L, K) experts to replay, in the packed row's order.
+
+    Returns:
+        Hidden states (1, T, hidden), and with the option ``output_router_logits`` the router's logits (T, E) of each
+        layer with experts. A prompt's values come from its first completion's row.
     """
     rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
     tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
@@ -74,7 +75,7 @@ def hidden_states(
         states = images.padded_hidden_states(model, micro_batch, ids, mask, rows.chains)
         return states.flatten(0, 1).index_select(0, places)[None], []
     inputs: dict[str, Any] = {
-        "input_ids": micro_batch.input_ids[0][tokens] * mask,  # padding is token 0, seen by nobody
+        "input_ids": micro_batch.input_ids[0][tokens] * mask,  # padding is token 0, which nothing attends to
         "attention_mask": mask.long(),
         "position_ids": torch.arange(tokens.shape[1], device=device).expand_as(tokens),
         "use_cache": False,

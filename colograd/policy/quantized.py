@@ -1,5 +1,5 @@
-"""Quantised bases (QLoRA, arXiv 2305.14314): how one is asked for, checked and loaded, and what is noted of it beside
-the adapter that is trained on it."""
+"""Quantised bases (QLoRA, arXiv 2305.14314): read their settings, check them, load them, and record them with a saved
+adapter."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import torch
 from ..config import GRPOConfig
 from .quantized_layers import is_4bit
 
-METHOD = "bitsandbytes"  # the one that is available
-FILE = "base_quantization.json"  # beside a saved adapter, whose base must be loaded in the same way
+METHOD = "bitsandbytes"  # the only supported quantisation method
+FILE = "base_quantization.json"  # in a saved adapter's folder: its base must be loaded in the same way
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    settings: Mapping[str, Any]  # as in a checkpoint's config.json
-    in_checkpoint: bool  # what vLLM would load is packed already
+    settings: Mapping[str, Any]  # settings in the form of a checkpoint's config.json
+    in_checkpoint: bool  # whether the checkpoint that vLLM would load is quantised already
 
     @property
     def name(self) -> str:
-        """For people: `NF4`, `FP4` or `int8`."""
+        """Readable name: `NF4`, `FP4` or `int8`."""
         return name_of(self.settings)
 
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
-        """Note it, and the policy's dtype, beside a saved adapter, which fits this base alone."""
+        """Write the settings and the policy's dtype into a saved adapter's folder: it fits only this base."""
         said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
         Path(folder, FILE).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
-    """What is noted beside a saved adapter: its base's quantisation, and the dtype of the policy. None: nothing."""
+    """Read the base's quantisation and the policy's dtype from a saved adapter's folder. None: nothing is recorded."""
     file = Path(folder, FILE)
     if not file.is_file():
         return None
@@ -62,11 +62,13 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """What ``model_init_kwargs`` asks for, as in a checkpoint's config.json; else what is noted beside the adapter in
-    the folder ``name``; None: nothing. Products are in the policy's precision, if no other is named.
+    """Return the requested quantisation in the form of a checkpoint's config.json; None: none is requested.
+
+    It comes from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. Products are in the
+    policy's precision unless the settings name another.
 
     Raises:
-        ValueError: of another kind than bitsandbytes', or of both 4 and 8 bits.
+        ValueError: the method isn't bitsandbytes', or both 4 and 8 bits are requested.
     """
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
@@ -93,10 +95,10 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
 
 def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
-    """Put the trainer's argument where a recipe has it.
+    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, its place in a recipe.
 
     Raises:
-        ValueError: there is one already, or the model is loaded.
+        ValueError: ``model_init_kwargs`` already has one, or the model is already loaded.
     """
     if quantization_config is None:
         return
@@ -115,13 +117,13 @@ def _as_settings(found: Any) -> dict[str, Any]:
 
 
 def saved_in(model_config: Any) -> dict[str, Any] | None:
-    """The quantisation that a checkpoint's configuration names; None: its weights are whole."""
+    """Return the quantisation in a checkpoint's configuration; None: its weights aren't quantised."""
     found = getattr(model_config, "quantization_config", None)
     return None if found is None else _as_settings(found)
 
 
 def check_method(settings: Mapping[str, Any], where: str) -> None:
-    """Raise a ValueError if it isn't bitsandbytes'."""
+    """Raise a ValueError if the method isn't bitsandbytes'."""
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "mxfp4":
         raise ValueError(
@@ -144,13 +146,14 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
 
 
 def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has_adapter: bool) -> None:
-    """
+    """Check that a quantised base can be trained.
+
     Args:
-        model_config: the checkpoint's, or the given model's; None: it can't be read.
-        name: of what is to be loaded: the model, or an adapter on it; None: it is given as an object.
+        model_config: configuration of the checkpoint or of the model object; None: it can't be read.
+        name: name of the model or adapter to load; None: the model is an object.
 
     Raises:
-        ValueError: a quantised base that can't be trained.
+        ValueError: the base is quantised and can't be trained.
     """
     saved, asked = saved_in(model_config), None if name is None else asked_for(config, name)
     if saved is not None:
@@ -182,7 +185,7 @@ def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has
 
 
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is given for a base that is quantised as it is read; None: the checkpoint is already."""
+    """Return `from_pretrained`'s arguments that quantise a base while loading; None: the checkpoint is quantised."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}

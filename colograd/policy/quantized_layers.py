@@ -1,5 +1,7 @@
-"""Quantised layers, bitsandbytes' of 4 and 8 bits: what their packed weights amount to (`PackedWeight.values`), which
-the policy's products are computed with and the engine is given."""
+"""Quantised layers of bitsandbytes with 4 and 8 bits.
+
+The policy's products use their dequantised weights (`PackedWeight.values`), and the engine gets the same weights.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ import torch
 from ..runtime.cpu_products import linear
 
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' classes of parameters
-BLOCK = 64  # values that share a scale with 4 bits
-NESTED_BLOCK = 256  # scales that share one, where they are quantised too
+BLOCK = 64  # number of 4-bit values that share a scale
+NESTED_BLOCK = 256  # number of scales that share a scale of their own, if scales are quantised too
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A layer's weight as it is stored; W of y = x W^T + b, (out, in)."""
+    """Stored weight of a quantised layer: W of y = x W^T + b, (out, in)."""
 
     layer: Any  # bitsandbytes' Linear4bit or Linear8bitLt
 
@@ -31,11 +33,11 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of the values and their scales."""
+        """Bytes of the packed values and their scales."""
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in _scales(self.layer)))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The matrix that products are computed with, as a new tensor (out, in), rounded at last to ``dtype``."""
+        """Dequantise into the matrix for products: a new tensor (out, in), rounded to ``dtype`` at the end."""
         layer = self.layer
         if type(layer.weight).__name__ == "Int8Params":
             values: torch.Tensor = layer.weight.detach() * _row_scales(layer)[:, None]
@@ -46,16 +48,16 @@ class PackedWeight:
 
     @property
     def needs_exact_products(self) -> bool:
-        """Whether bitsandbytes' own products are others than those with `values`."""
+        """Whether bitsandbytes' own products differ from products with `values`."""
         return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
 
     def precision(self, x: torch.Tensor) -> torch.dtype:
-        """In which it is multiplied with ``x``."""
+        """Return the dtype of the product with ``x``."""
         found: torch.dtype = getattr(self.layer, "compute_dtype", None) or x.dtype
         return found
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T, (..., out), computed as the layer does."""
+        """Compute x W^T, (..., out), as the layer does."""
         layer = self.layer
         given = x.to(self.precision(x))
         if self.needs_exact_products:
@@ -67,35 +69,35 @@ class PackedWeight:
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Of a layer whose own weight is quantised; None of any other module (peft's, around it, show its weight too)."""
+    """Return a layer's quantised weight; None for other modules, also for peft's wrapper that shows this weight."""
     return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
 
 
 def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
-    """By the names of the parameters."""
+    """Return a model's quantised weights by parameter name."""
     found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
     return {name: packed for name, packed in found if packed is not None}
 
 
 def dense_weight(module: Any) -> torch.Tensor:
-    """A layer's weight, dequantised where it is packed."""
+    """Return a layer's weight, dequantised if necessary."""
     packed = packed_weight(module)
     weight: torch.Tensor = module.weight if packed is None else packed.values()
     return weight
 
 
 def _has_broken_rows(weight: Any) -> bool:
-    """Whether a block of 4-bit values spans rows on a CPU, where bitsandbytes' kernel (0.50) takes wrong scales."""
+    """Return whether a block of 4-bit values spans rows on a CPU: bitsandbytes (0.50) then takes wrong scales."""
     state = getattr(weight, "quant_state", None)
     return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
 
 
 def _dequantised(weight: Any) -> torch.Tensor:
-    """(out, in) of 4 bits."""
+    """Dequantise a 4-bit weight to (out, in)."""
     import bitsandbytes
 
     state, shape = weight.quant_state, weight.quant_state.shape
-    if _has_broken_rows(weight):  # all of it is one row
+    if _has_broken_rows(weight):  # dequantise it as one row
         state = copy.copy(state)
         state.shape = torch.Size([1, math.prod(shape)])
     found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state)
@@ -111,17 +113,19 @@ def _scales(layer: Any) -> list[torch.Tensor]:
 
 
 def _row_scales(layer: Any) -> torch.Tensor:
-    """(out,) float32 of an 8-bit layer: what an integer is times. They move to its state at its first forward."""
+    """Return an 8-bit layer's factors of its integers, (out,) float32. Its first forward moves them to its state."""
     largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
     return largest.detach().float() / 127
 
 
 def settle(model: Any) -> None:
-    """Make a quantised model's products those of its dequantised weights. bitsandbytes packs 4-bit weights anew for
-    evaluation on some CPUs, rounds the inputs of 8-bit layers too, and see `_has_broken_rows`.
+    """Make a quantised model multiply with its dequantised weights.
+
+    bitsandbytes' own products may differ: on some CPUs it packs 4-bit weights again for evaluation, in 8-bit layers it
+    rounds the inputs too, and see `_has_broken_rows`.
 
     Raises:
-        ValueError: the head is quantised, whose weight logits are computed from in tiles.
+        ValueError: the head is quantised. Tiles of logits are computed from its weight.
     """
     head = model.get_output_embeddings()
     if packed_weight(head) is not None:
@@ -146,7 +150,7 @@ def _exact_products(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tens
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, with W dequantised for it and once more for its gradient, so that it isn't kept in between."""
+    """Product x W^T. W is dequantised for the forward and again for the backward, so that it isn't saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
@@ -159,13 +163,16 @@ class _Product(torch.autograd.Function):
 
 
 def is_4bit(settings: Mapping[str, Any]) -> bool:
-    """Rather than 8 bits, by the settings of a checkpoint's config.json."""
+    """Return whether the settings of a checkpoint's config.json mean 4 bits, not 8."""
     return bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit"))
 
 
 def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
-    """Of a weight (out, in) once it is quantised. 4 bits: with a float32 per block; nested, a byte per block and a
-    float32 per block of those. 8 bits: with a float32 per row."""
+    """Return the bytes of a weight (out, in) after quantisation, with its scales.
+
+    With 4 bits the scales are a float32 per block, or nested a byte per block and a float32 per block of scales. With
+    8 bits they are a float32 per row.
+    """
     numel = math.prod(shape)
     if not is_4bit(settings):
         return numel + 4 * shape[0]

@@ -1,9 +1,10 @@
-"""Layers that carry a state along a sequence (Gated DeltaNet, Mamba-2, short convolutions) over a `SegmentLayout`: the
-state at a prompt's end begins each of its completions, and gradients go through it into the prompt.
+"""Layers that carry a state along a sequence (Gated DeltaNet, Mamba-2, short convolutions) over a `SegmentLayout`.
 
-The mixing is transformers' own code, with its kernels: it goes on from a cache, which here is of tensors that nothing
-changes in place. A prompt runs by itself; completions run together, behind their prompts' states, padded to the right.
-Where ranks share out a row's tokens, a rank mixes all of them for a part of the heads: `recurrent_heads`.
+Each completion starts from the state at its prompt's end, and gradients flow through this state into the prompt.
+
+The mixing is transformers' own code with its kernels. It continues from a cache, and nothing changes the cache's
+tensors in place. A prompt runs by itself. Completions run together from their prompts' states, padded on the right. If
+ranks share out a row's tokens, each rank mixes all tokens for a part of the heads (`recurrent_heads`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from . import recurrent_heads
 from .layers import decoder_layers
 from .sending import to_device_async
 
-# Names of the argument with a mixer's state: the first one since transformers 5.24.
+# Possible names of a mixer's cache argument; the first one since transformers 5.24.
 CACHES = ("cache", "cache_params", "past_key_values")
-SHORTEST = 0.75  # of a batch's longest run: at most a quarter of its tokens are padding
+SHORTEST = 0.75  # minimum length of a run as a fraction of its batch's longest: at most a quarter is padding
 
 
 def make_segmented(model: torch.nn.Module) -> None:
-    """Have the model's layers with a state take packed rows; other calls of them run as ever."""
+    """Let the model's layers with a state take packed rows; other calls of these layers don't change."""
     for layer in decoder_layers(model):
         if (mixers := [*mixers_of(layer)]) and not any("forward" in mixer.__dict__ for mixer in mixers):
             for mixer in mixers:
@@ -41,13 +42,13 @@ def make_segmented(model: torch.nn.Module) -> None:
 
 
 def keep_uncompiled(model: torch.nn.Module) -> None:
-    """Before its layers are compiled: traced, each layout would make another graph, and a long one."""
+    """Exclude the mixers from compilation: each layout would make another long graph. Call before compiling layers."""
     for mixer in mixers_of(model):
         mixer.forward = MethodType(torch.compiler.disable(mixer.forward.__func__), mixer)
 
 
 def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
-    """The modules below it that mix tokens by a causal convolution, and mostly a state, and by no attention."""
+    """Yield the submodules that mix tokens by a causal convolution and usually a state, without attention."""
     for part in module.modules():
         kind: Any = type(part)
         if any(isinstance(child, torch.nn.Conv1d) for child in part.children()) and _cache_name(kind):
@@ -56,20 +57,19 @@ def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _cache_name(kind: Any) -> str:
-    """Empty: it takes no cache, or is an attention."""
+    """Return the name of a mixer's cache argument; empty: it takes no cache, or is an attention."""
     names = inspect.signature(kind.forward).parameters
     return "" if "position_embeddings" in names else next((name for name in CACHES if name in names), "")
 
 
 def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Before a layer, also where a checkpoint computes it again: its mixers are told the row's layout, and which part
-    of the row's tokens this rank has."""
+    """Pass the row's layout and this rank's part to a layer's mixers, also when a checkpoint recomputes the layer."""
     for mixer in mixers:
         mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
 
 
 def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # Since transformers 5.23 a checkpoint computes a layer again without `_hand_out`, but its kwargs come down here.
+    # Since transformers 5.23 a checkpoint recomputes a layer without `_hand_out`, but passes the kwargs down to here.
     layout, row_part = kwargs.pop("layout", mixer.layout), kwargs.pop("row_part", mixer.row_part)
     if layout is None:
         return own(mixer, hidden_states, *args, **kwargs)
@@ -80,7 +80,7 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
 
 
 def _over_segments(own: Any, cache: str, layout: SegmentLayout, mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """A mixer's own forward of the row's tokens, (1, T, C)."""
+    """Run a mixer's own forward over the row's tokens, (1, T, C)."""
     plan = _plan(layout, inputs.device)
     states: dict[int, _States] = {}
     outputs = []
@@ -94,18 +94,18 @@ def _over_segments(own: Any, cache: str, layout: SegmentLayout, mixer: Any, inpu
 
 
 class _States:
-    """What a layer keeps of sequences, [B] in each tensor, in the form that mixers know from transformers' caches."""
+    """States of a layer for B sequences, with the interface of transformers' caches."""
 
-    record_past = True  # else a mixer would change the convolution's inputs in place
+    record_past = True  # if False, a mixer would change the convolution's inputs in place
 
     def __init__(self) -> None:
-        self.conv_states: dict[int, torch.Tensor] = {}  # (B, channels, K) the convolution's last inputs
+        self.conv_states: dict[int, torch.Tensor] = {}  # (B, channels, K), last inputs of the convolution
         self.recurrent_states: dict[int, torch.Tensor] = {}
         self.continues = False
 
     @classmethod
     def of(cls, parents: list[_States]) -> _States:
-        """Those of sequences that go on from ``parents``, one each; empty: they begin."""
+        """Make the states of sequences that continue from ``parents``, one each; empty: sequences at their start."""
         found = cls()
         found.continues = bool(parents)
         for name in ("conv_states", "recurrent_states") if parents else ():
@@ -135,7 +135,7 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """All inputs (B, channels, at least K) of the convolution."""
+        """Save the convolution's last inputs, and return all of its inputs (B, channels, at least K)."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)
@@ -150,24 +150,24 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Segments one after the other through a mixer, from the state of another run's end."""
+    """Segments that go through a mixer one after the other, from the state at another run's end."""
 
-    segments: tuple[int, ...]  # the last one's outputs are wanted
-    parent: int  # the segment whose state they go on from; -1: none
+    segments: tuple[int, ...]  # indices of the segments; only the last one's outputs are used
+    parent: int  # segment with the starting state; -1: no state
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Runs that go through a mixer together; one by itself if others go on from it, whose state must be of its end."""
+    """Runs that go through a mixer together. A run with children is alone: padding would change its end state."""
 
-    segments: tuple[int, ...]
-    parents: tuple[int, ...]  # a segment each, or none at all
-    is_parent: bool
-    tokens: torch.Tensor  # (B * L,) where in the row each token lies; for padding, any
+    segments: tuple[int, ...]  # last segment of each run
+    parents: tuple[int, ...]  # parent segment of each run; empty: no run has one
+    is_parent: bool  # whether other runs continue from this one
+    tokens: torch.Tensor  # (B * L,) index of each token in the row; arbitrary for padding
 
 
 class _Plan:
-    """The batches of a layout, parents before their children, and where in their outputs each token's lies."""
+    """Batches of a layout, parents before their children, and the place of each token in the batches' outputs."""
 
     def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
         self.layout, self.starts = layout, layout.starts
@@ -185,7 +185,7 @@ class _Plan:
         self.batches, first = [], 0
         places = torch.empty(layout.num_tokens, dtype=torch.int64)
         for batch in batches:
-            length, tokens = max(2, *map(self._length, batch)), []  # of one token mixers change their state in place
+            length, tokens = max(2, *map(self._length, batch)), []  # mixers change their state in place for one token
             if batch[0].parent < 0:
                 length = max(map(self._length, batch))
             for run in batch:
@@ -204,7 +204,7 @@ class _Plan:
         seen = self.layout.attends_to[segment]
         for at, earlier in enumerate(seen):
             assert self.layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
-        # What goes on from a single token that goes on itself repeats it: the kernels of one token have no gradient.
+        # Kernels of one token have no gradient. So a run repeats its parent if that is one token with a parent itself.
         kept = len(seen)
         while kept > 1 and self.layout.lengths[seen[kept - 1]] == 1:
             kept -= 1

@@ -1,10 +1,9 @@
-"""Layers with a state where ranks share out a row's tokens: as in attention each has all tokens for a part of the
-heads, or of a convolution's channels.
+"""Layers with a state when ranks share out a row's tokens: each rank mixes all tokens for some heads or channels.
 
-A rank computes its tokens' projections, exchanges them, and runs transformers' own mixing, from prompts to completions,
-on a stand-in of the layer that has its heads' parameters alone. The outputs are exchanged back, and what goes over all
-heads of a token (the last projection, a norm) is computed there. Heads that the ranks don't divide are filled up with
-zeros.
+A rank computes its tokens' projections and exchanges them. Then it runs transformers' own mixing, from prompts to
+completions, on a stand-in for the layer with only its heads' parameters. The outputs are exchanged back. Operations
+over all heads of a token (the last projection, a norm) follow there. If the number of ranks doesn't divide the heads,
+zeros fill them up.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import torch
 
 from .sequence_parallel import RowPart
 
-Run = Callable[[Any, torch.Tensor], torch.Tensor]  # a layer over all segments of its inputs (1, T, C)
+Run = Callable[[Any, torch.Tensor], torch.Tensor]  # runs a layer over all segments of its inputs (1, T, C)
 
 
 def can_share_out(mixer: torch.nn.Module) -> bool:
-    """Whether ranks can have a part of its heads each."""
+    """Return whether ranks can share out the mixer's heads."""
     return _way(mixer) is not None
 
 
 def mix(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """(1, own tokens, hidden) -> the same of what the mixer makes of them."""
+    """Run the mixer with its heads shared out: (1, own tokens, hidden) -> outputs of the same shape."""
     way = _way(mixer)
     assert way is not None, f"{type(mixer).__name__} passed `why_rows_stay_whole`"
     return way(mixer, hidden, part, run)
 
 
 class _StandIn:
-    """A mixer, but for what it is given."""
+    """Mixer with some attributes replaced."""
 
     def __init__(self, mixer: torch.nn.Module, **own: Any) -> None:
         self.__dict__.update(own, mixer=mixer)
@@ -49,13 +48,13 @@ def _same(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _convolution(convolution: torch.nn.Conv1d, own: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Its weights and biases of own channels, by what selects these along the first dimension."""
+    """Return the convolution's weights and biases of this rank's channels; ``own`` selects them along dimension 0."""
     bias = None if convolution.bias is None else own(convolution.bias)
     return SimpleNamespace(weight=own(convolution.weight), bias=bias)
 
 
 def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """LFM2's: two gates and the input of each channel."""
+    """Run LFM2's short convolution: two gates and the input of each channel."""
     projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # (1, tokens, channels, 3)
     convolution = _convolution(mixer.conv, part.own_heads)
     stand_in = _StandIn(mixer, in_proj=_same, out_proj=_same, conv=convolution)
@@ -64,7 +63,7 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
 
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Qwen3.5's: a head of keys with the heads of values that it serves."""
+    """Run Qwen3.5's Gated DeltaNet; a key head goes together with its value heads."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]
@@ -92,16 +91,18 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
 
 def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Granite's Mamba-2: a head's inputs and step, and the B and C that its group has. The norm, which is of all heads
-    of a token, follows on this rank's tokens, so that no gate is exchanged."""
+    """Run Granite's Mamba-2, with each head's inputs and step, and its group's B and C.
+
+    The norm over all heads of a token runs afterwards on this rank's tokens, so that no gate is exchanged.
+    """
     heads, groups, size = mixer.num_heads, mixer.n_groups, mixer.ssm_state_size
     inner = heads * mixer.head_dim
     convolved = [inner, groups * size, groups * size]
     gate, inputs, steps = mixer.in_proj(hidden).split([inner, sum(convolved), heads], -1)
-    shared = torch.arange(heads, device=hidden.device) // (heads // groups)  # of each head its group
+    shared = torch.arange(heads, device=hidden.device) // (heads // groups)  # group of each head
 
     def by_head(channels: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """Each head's inputs, B and C."""
+        """Return each head's inputs, B and C."""
         own, *of_groups = channels.split(convolved, axis)
         each = [x.unflatten(axis, (groups, -1)).index_select(axis, shared) for x in of_groups]
         return [own.unflatten(axis, (heads, -1)), *each]
@@ -127,7 +128,7 @@ def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.T
 
 
 def _slices(sizes: Sequence[int]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """Of each of the parts that lie one behind the other what selects it."""
+    """Return a selector along the last dimension for each of several consecutive parts."""
     ends = [*itertools.accumulate(sizes)]
     return [itemgetter((..., slice(end - size, end))) for end, size in zip(ends, sizes, strict=True)]
 

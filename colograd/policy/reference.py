@@ -1,12 +1,12 @@
-"""The reference policy of the KL term: where it lives, how it follows. One of the `second_models`.
+"""Reference policy of the KL term: its memory and its updates. One of the `second_models`.
 
-    the policy is trained whole         a frozen copy of it, made when it is in its place and before it is trained
-    a new adapter on a model            the model with the adapter disabled: nothing is kept
-    an adapter that came with the       its initial values, put in the place of the trained ones while the reference
-    model (or trains biases of it)      is asked
+    the policy is trained whole         a frozen copy of the policy, made on its device before training
+    a new adapter on a model            the model with the adapter disabled: no copy is needed
+    an adapter that came with the       its initial values, exchanged for the trained values while the reference runs
+    model (or trains the base's biases)
 
 Its log-probabilities come from the same packed rows, temperature and kernels as the policy's, so that the divergence of
-the first step is exactly 0; of compiled layers, which have other kernels where no gradient is wanted, up to rounding.
+the first step is exactly 0. With compiled layers it is 0 up to rounding: without gradients they have other kernels.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .loading import Policy
 from .logprobs import evaluation_mode
 from .lora import base_name
 
-FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
+FILE = "reference.safetensors"  # file in a checkpoint, if the reference follows the policy
 
 
 class FrozenCopy(FrozenModel):
-    """A second model: the weights of the policy (``model``) as they are now, in memory of its own, equal on all ranks.
+    """Copy of the policy's (``model``'s) present weights in separate memory, equal on all ranks.
 
     Args:
-        offload: keep the weights in host memory, pinned where there is a GPU, but while they are asked.
-        follows: how it will be mixed with the policy, so that a checkpoint has to hold it; empty: it won't.
-        place: where it is made; default: where it will be.
+        offload: keep the weights in host memory between uses, pinned if there is a GPU.
+        follows: description of later mixing with the policy, so that checkpoints need the copy; empty: no mixing.
+        place: device for making the copy; default: its final device.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class FrozenCopy(FrozenModel):
 
     @torch.no_grad()
     def mix(self, policy: torch.nn.Module, alpha: float) -> None:
-        """reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656, eq. 5)."""
+        """Set reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656, eq. 5)."""
         for own, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
             own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Write the weights into a checkpoint, if they may differ from what the next start finds."""
+        """Write the weights into a checkpoint, if they may differ from the copy that the next start makes."""
         if self._changes:
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             if write is save_file:
@@ -69,7 +69,7 @@ class FrozenCopy(FrozenModel):
 
     @torch.no_grad()
     def load(self, checkpoint: str | Path) -> None:
-        """Take a checkpoint's weights, if it has some."""
+        """Load a checkpoint's weights, if it has some."""
         path = Path(checkpoint) / FILE
         if not path.is_file():
             return
@@ -82,7 +82,7 @@ class FrozenCopy(FrozenModel):
 
 
 class _OfAdapter:
-    """Both kinds that borrow the policy's model: nothing to save, as the next start finds the same again."""
+    """Base of references that borrow the policy's model. Nothing is saved: the next start makes the same reference."""
 
     of_policy = True
     head = None
@@ -98,7 +98,7 @@ class _OfAdapter:
 
 
 class WithoutAdapter(_OfAdapter):
-    """The model below a new adapter (a PeftModel's)."""
+    """Model below a new adapter (a PeftModel's)."""
 
     def describe(self) -> str:
         return "reference: the policy with its adapter disabled, no second model"
@@ -110,7 +110,7 @@ class WithoutAdapter(_OfAdapter):
 
 
 class InitialAdapter(_OfAdapter):
-    """A PeftModel as it was given: copies of all that is trained, put in place while the reference is asked."""
+    """PeftModel with its initial values: copies of all trained parameters, exchanged in while the reference runs."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -127,8 +127,8 @@ class InitialAdapter(_OfAdapter):
 
 
 def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> torch.nn.Module:
-    """The model once more, with parameters of its own on ``device`` and buffers where they are; nothing is trained."""
-    # `deepcopy` finds each tensor's copy made, so that none exists twice on the way.
+    """Copy the model, with frozen parameters on ``device``. Copied buffers stay on the original's device."""
+    # Each tensor's copy is made before `deepcopy`, so that no tensor exists twice in between.
     made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     for parameter in model.parameters():
         place = torch.empty_like(parameter, device=device, pin_memory=pin)
@@ -137,7 +137,7 @@ def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> tor
 
 
 def check_reference(config: GRPOConfig, policy: Policy) -> None:
-    """Raise a ValueError if the reference is to follow, and there is no second model that could."""
+    """Raise a ValueError if the reference is to follow the policy, but no second model can."""
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
             "sync_ref_model is true and sharding is 'fsdp', but a rank has a part of the policy only and can't mix it "
@@ -151,14 +151,16 @@ def check_reference(config: GRPOConfig, policy: Policy) -> None:
 
 
 def _keeps_no_copy(policy: Policy) -> bool:
-    """Whether disabling the adapter gives the reference: it is new, and nothing below it is trained."""
+    """Return whether disabling the adapter gives the reference: it is new, and nothing below it is trained."""
     trained = (name for name, parameter in policy.model.named_parameters() if parameter.requires_grad)
     return policy.new_adapter and all(base_name(name) is None for name in trained)
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """What the reference will hold on the policy's device, before it is cut. Offloaded weights come there while there
-    are no gradients, in whose place they fit."""
+    """Return the reference's bytes on the policy's device before it is cut.
+
+    Offloaded weights are on the device only while no gradients exist, and fit into the gradients' memory.
+    """
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:
         return 0 if offloads(config, config.offload_reference) else sum(parameter.nbytes for parameter in parameters)
@@ -166,17 +168,17 @@ def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 
 def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter:
-    """The reference of a policy that hasn't been trained yet and is in its place."""
+    """Make the reference of a policy that is on its device and hasn't been trained yet."""
     if policy.adapter is not None:
         return WithoutAdapter(policy.model) if _keeps_no_copy(policy) else InitialAdapter(policy.model)
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
     follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
-    waiting = torch.device("cpu") if config.cuts_weights else None  # until it is cut like the policy
+    waiting = torch.device("cpu") if config.cuts_weights else None  # place until it is cut like the policy
     return FrozenCopy(policy.model, config.device, offloads(config, config.offload_reference), follows, waiting)
 
 
 class FollowPolicy(TrainerCallback):
-    """Mixes the reference with the policy every so many steps, on each rank alike."""
+    """Callback that mixes the reference with the policy every `ref_model_sync_steps`, equally on each rank."""
 
     def __init__(self, reference: FrozenCopy, policy: torch.nn.Module) -> None:
         self.reference, self.policy = reference, policy

@@ -2,7 +2,7 @@
 
 Trainer and engine round differently, so that tokens with nearly equal scores would go to other experts (rollout routing
 replay, R3, arXiv 2510.11370). Only the choice is replayed: the experts' shares come from the trainer's own logits, and
-its router gets its gradient. A token whose experts weren't told has those that the policy's router chooses.
+its router gets its gradient. If a token's experts in the engine are unknown, the policy's router chooses them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .padded import ROUTED
 
 
 def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Of the probabilities over all experts; mostly their sum is made 1."""
+    """Return shares from the probabilities over all experts, in most families normalised to a sum of 1."""
     shares = logits.softmax(-1, dtype=torch.float).gather(1, chosen)
     return shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares
 
 
 def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Of each expert's own score, without the correction that only chooses."""
+    """Return shares from each expert's own score, without the correction bias, which only affects the choice."""
     shares = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
@@ -36,11 +36,11 @@ def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> t
 
 
 def chosen_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Of the probabilities among the chosen ones."""
+    """Return shares from a softmax over the chosen experts."""
     return logits.gather(1, chosen).softmax(1, dtype=logits.dtype)
 
 
-# (T, E) logits and (T, K) chosen experts -> (T, K) shares, as each family's router has them.
+# Function of each family's router: (T, E) logits and (T, K) chosen experts -> (T, K) shares.
 SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
     "gpt_oss": chosen_shares,
@@ -50,10 +50,10 @@ SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def make_replaying(model: Any) -> None:
-    """Let the model's layers take the experts of their tokens (`ROUTED`); without them they are as they were.
+    """Let the model's layers take the experts of their tokens (`ROUTED`). Without them the layers don't change.
 
     Raises:
-        ValueError: its routers aren't those of a known family, with the remedy.
+        ValueError: the routers compute shares in an unknown way, or transformers is too new.
     """
     if "__call__" not in vars(GradientCheckpointingLayer):
         raise ValueError(
@@ -75,12 +75,12 @@ def make_replaying(model: Any) -> None:
 
 
 def routers_of(module: torch.nn.Module) -> list[Any]:
-    """The routers in a model or a layer, in their order."""
+    """Return the routers in a model or a layer, in their order."""
     return [part for part in module.modules() if type(part).__name__.lower().endswith("topkrouter")]
 
 
 def _prove(kind: str, router: Any) -> None:
-    """The shares that it gives its own choice are those that are computed here."""
+    """Raise a ValueError unless `SHARES` gives the router's own shares for the router's own choice."""
     weight: torch.Tensor = router.weight
     states = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def replays(model: Any) -> bool:
 
 
 def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Before a layer, also where a checkpoint computes it again: its router is told its part of (T, L, K)."""
+    """Pass a layer's part of the experts (T, L, K) to its router, also when a checkpoint recomputes the layer."""
     routed = kwargs.pop(ROUTED, None)
     for router in routers:
         router.replayed = None if routed is None else routed[:, place]
@@ -107,7 +107,7 @@ def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dic
 
 
 def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: Any) -> Any:
-    """After a router: its choice becomes the engine's, where that was told."""
+    """Replace a router's choice by the engine's choice, if that is known."""
     if router.replayed is None:
         return None
     logits, shares, own = output
@@ -121,8 +121,10 @@ def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: 
 
 @torch.no_grad()
 def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, Any]]:
-    """Sums and counts of the last forward: tokens whose experts were replayed, and choices (a token's in a layer) that
-    the trainer's router wouldn't have made."""
+    """Return sums and counts of the last forward: tokens with replayed experts, and choices unlike the trainer's.
+
+    A choice is one expert of a token in a layer.
+    """
     if all(identity.position == NOBODY for identity in micro_batch.rollouts):
         return {}
     tokens = micro_batch.layout.num_tokens

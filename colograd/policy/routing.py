@@ -1,6 +1,6 @@
-"""What the routers of a mixture of experts did with a row: how its tokens were spread, and the gradient of that.
+"""Routing statistics of a mixture of experts for one row: the spread of its tokens over experts, differentiable.
 
-A prompt that a row holds once counts once per completion: as if each sequence had a row of its own.
+A prompt that a row holds once counts once per completion, as if each sequence had a row of its own.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from .sequence_parallel import RowPart
 class Routing:
     """Sums over a row's tokens. L layers have E experts each."""
 
-    tokens: torch.Tensor  # () of all its sequences
-    loads: torch.Tensor  # (L, E) how many of them each expert got
-    probabilities: torch.Tensor  # (E,) the routers' probabilities, over the layers too; differentiable
-    entropy: torch.Tensor  # () of their distributions, nats, likewise over the layers
+    tokens: torch.Tensor  # (), number of tokens of all sequences
+    loads: torch.Tensor  # (L, E), number of tokens that each expert got
+    probabilities: torch.Tensor  # (E,), sum of the routers' probabilities over tokens and layers; differentiable
+    entropy: torch.Tensor  # (), sum of the routers' entropies over tokens and layers, nats
 
     @property
     def balance_loss(self) -> torch.Tensor:
-        """E times the sum over experts of each one's share of tokens times its mean probability, of all layers pooled:
-        K for K experts per token and an even spread. Switch Transformer, arXiv 2101.03961, equations 4 to 6, as in
-        transformers' `load_balancing_loss_func`. Differentiable by the probabilities."""
+        """Load-balancing loss: E times the sum over experts of (share of tokens) times (mean probability).
+
+        All layers are pooled. An even spread with K experts per token gives K. Switch Transformer, arXiv 2101.03961,
+        equations 4 to 6, as in transformers' `load_balancing_loss_func`. Differentiable in the probabilities.
+        """
         rows = self._rows
         return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
 
     @property
     def largest_load(self) -> torch.Tensor:
-        """() the largest load of a layer's experts by their mean load, averaged over layers; 1: even."""
+        """Largest load of a layer's experts divided by their mean load, averaged over layers, (); 1: even."""
         loads = self.loads
         return (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean()
 
     @property
     def mean_entropy(self) -> torch.Tensor:
-        """() nats, of a token in a layer."""
+        """Mean entropy of a token in a layer, (), nats."""
         return self.entropy / self._rows
 
     @property
@@ -52,18 +54,18 @@ class Routing:
 
 
 def num_experts(model_config: Any) -> int:
-    """Experts of a layer among which routers choose; 0: it is no mixture."""
+    """Return the number of a layer's experts that routers choose from; 0: no mixture of experts."""
     found = size_of(model_config, "num_experts", "num_local_experts", "n_routed_experts")
     return found if experts_per_token(model_config) or found > 1 else 0
 
 
 def experts_per_token(model_config: Any) -> int:
-    """0: the configuration doesn't say."""
+    """Return the number of experts per token; 0: not in the configuration."""
     return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 def active_parameters(model: Any) -> int:
-    """Parameters that a token goes through: of a mixture's experts as many as it is sent to."""
+    """Return the number of parameters that a token uses: of a mixture's experts only the chosen ones count."""
     total, experts = int(model.num_parameters()), num_experts(model.config)
     if not experts:
         return total
@@ -72,7 +74,7 @@ def active_parameters(model: Any) -> int:
 
 
 def tells_routing(model: Any) -> bool:
-    """Whether the model can return what its routers said."""
+    """Return whether the model can return its routers' logits."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
         getattr(model, "_can_record_outputs", None) or {}
     )
@@ -81,8 +83,12 @@ def tells_routing(model: Any) -> bool:
 def routing_of(
     router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch, part: RowPart | None = None
 ) -> Routing:
-    """From each layer's ``router_logits`` (T, E), in the packed row's order, with ``chosen`` experts per token; from
-    those of this rank's ``part`` of the row's tokens, where ranks share them out."""
+    """Compute the statistics from each layer's ``router_logits`` (T, E) in the packed row's order.
+
+    Args:
+        chosen: number of experts per token.
+        part: this rank's part of the row, if the logits are only of that part's tokens.
+    """
     weights = token_weights(micro_batch)
     weights = weights if part is None else part.own_weights(weights)
     loads, probabilities, entropy = [], [], []
@@ -99,7 +105,7 @@ def routing_of(
 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """(T,) float32: of how many of the row's sequences each token is a part. Dummies are none."""
+    """Return (T,) float32, the number of the row's sequences that contain each token; 0 for dummies."""
     layout = micro_batch.layout
     counts = [0] * len(layout.lengths)
     within = {segment for seen in layout.attends_to for segment in seen}

@@ -1,7 +1,7 @@
-"""Which rows a model can take, packed or padded: proved on a handful of tokens, not assumed.
+"""Prove on a few tokens whether a model can take packed rows, or only padded ones.
 
-An architecture may mix tokens past the attention interface, drop what that was told (windows, biases), or change its
-logits in a way that `logprobs` doesn't know. All of it shows in a comparison with its own logits of each sequence.
+An architecture may mix tokens outside the attention interface, ignore the interface's options (windows, biases), or
+change its logits in an unknown way. A comparison with its own logits of each sequence shows this.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from .tensor_parallel import vocabulary_size
 
 PACKABLE = {"full_attention", "sliding_attention"}
 WITH_A_STATE = {"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}  # in a model of `recurrent`
-# Mean difference of log-probabilities in nats: far above rounding, far below another context's probabilities.
+# Largest mean difference of log-probabilities in nats: far above rounding errors, far below the effect of another
+# context.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
-    """Set the model's attention for packed rows if it computes them rightly, and to its own for padded rows if not.
-    What runs is proved: the device's kernels, under autocast where it is on, compiled where they are.
+    """Set the model's attention for packed rows if it computes them rightly, or else its own for padded rows.
+
+    The proof runs the device's real kernels, with autocast and compilation if they are on.
 
     Args:
-        device: where it computes; default: where it is.
-        why: it is to be padded, for this reason.
-        asked: prompts with images, to prove it on beside made-up ones.
+        device: device that computes; default: the model's.
+        why: reason to pad rows without a proof of packed ones; empty: no reason.
+        asked: prompts with images, for the proof in addition to made-up ones.
 
     Returns:
-        Why rows are padded; empty if they are packed.
+        Reason why rows are padded; empty if they are packed.
 
     Raises:
-        ValueError: not even padded rows give the model's own probabilities.
+        ValueError: padded rows don't give the model's own probabilities either.
     """
     with evaluation_mode(model):
         return _choose_rows(unwrap(model), device or model.device, why, asked)
@@ -75,7 +77,7 @@ def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[Mod
 
 
 def obstacle(model: Any) -> str:
-    """Why the architecture can't take packed rows, by a look at its configuration; empty: it may."""
+    """Return why the architecture can't take packed rows, from its configuration alone; empty: it may."""
     config, has_states = model.config.get_text_config(), any(recurrent.mixers_of(model))
     if not (has_states or getattr(model, "_supports_attention_backend", False)):
         return f"{type(model).__name__} doesn't use transformers' attention interface"
@@ -86,11 +88,12 @@ def obstacle(model: Any) -> str:
 
 
 def expect_rows(model: Any) -> str:
-    """Set the model's attention for the rows that its configuration suggests. `choose_rows` proves them later, on the
-    device that trains.
+    """Set the model's attention for the rows that its configuration suggests.
+
+    `choose_rows` proves them later, on the device that trains.
 
     Returns:
-        Why rows are padded; empty if they are packed.
+        Reason why rows are padded; empty if they are packed.
     """
     model = unwrap(model)
     own, why = _own_attention(model), obstacle(model)
@@ -103,7 +106,7 @@ def expect_rows(model: Any) -> str:
 def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
-    """`choose_rows` for a model in its place, alike on all ranks and for ``others``. A collective."""
+    """Run `choose_rows` for a model on its device, with one result for all ranks and ``others``. A collective."""
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
@@ -116,7 +119,7 @@ def choose_rows_where_it_trains(
 
 
 def _packed_fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput]) -> str:
-    """Why it can't, by running some; empty: it can."""
+    """Run some packed rows and return why the model can't take them; empty: it can."""
     name = type(model).__name__
     try:
         with attention.watch_windows() as windows:
@@ -133,7 +136,7 @@ def _packed_fault(model: Any, own: str, device: torch.device, asked: Sequence[Mo
 
 
 def _own_attention(model: Any) -> str:
-    """The attention implementation for rows of one sequence each."""
+    """Return the attention implementation for rows of one sequence each."""
     config, current = model.config.get_text_config(), model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None):
         return "eager"  # transformers' `sdpa` leaves the soft cap out
@@ -143,8 +146,10 @@ def _own_attention(model: Any) -> str:
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
-    """Two groups of two completions, of tokens that any vocabulary has; one more of each given prompt, whose third
-    completion repeats it with its images."""
+    """Make two groups of two completions from tokens that any vocabulary has, and one group per given prompt.
+
+    A third completion repeats a given prompt with its images.
+    """
     vocabulary = vocabulary_size(model)
     groups: list[ScoredGroup] = []
     token = 11
@@ -156,7 +161,7 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
         token += 101 * len(lengths)
         asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
         rollouts = [_written(asked, ids) for ids in completions]
-        if asked.images is not None:  # as a tool's answer would have it
+        if asked.images is not None:  # like images in a tool's answer
             rollouts.append(_written(asked, array("i", asked.ids), (asked.images,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
@@ -169,7 +174,7 @@ def _written(asked: ModelInput, ids: array[int], images: tuple[Images, ...] = ()
 
 
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
-    """[C] of a completion by the model's own logits, nothing packed or padded."""
+    """Compute a completion's log-probabilities [C] from the model's own logits, without packing or padding."""
     ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
     lengths = len(part.prompt_ids), len(part.completion_ids)
     seen = images.of_sequence(part.images, part.answers, lengths)
@@ -179,8 +184,10 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
 
 
 def _mistaken(model: Any, part: PackedSequence) -> bool:
-    """Whether the model itself would put a picture's features where a completion has the image token, as a token, or
-    would hide one of its tokens."""
+    """Return whether the model's own forward would misread a completion's sampled tokens.
+
+    It would put a picture's features in place of a sampled image token, or hide a sampled placeholder.
+    """
     if hidden := images.hidden_tokens(model.config):
         places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
         places |= {place for image in part.images for place in image.places}
@@ -197,10 +204,10 @@ def _mistaken(model: Any, part: PackedSequence) -> bool:
 def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absolute differences in nats, (N,) float32, of the trainer's log-probabilities of ``rows`` to the sampler's and
-    to the model's own, computed one sequence at a time with ``own`` attention (default: transformers' usual one).
+    """Return absolute differences of the trainer's log-probabilities to the sampler's and to the model's own.
 
-    The second lack the completions in which the model itself would look for a picture.
+    Both are (N,) float32 in nats. The model's own are computed one sequence at a time with ``own`` attention (default:
+    transformers' usual one). They lack completions that the model itself would misread (`_mistaken`).
     """
     chosen, to_sampler, to_own = model.config._attn_implementation, [], []
     with evaluation_mode(model):
@@ -220,7 +227,7 @@ def differences(
 
 
 def _difference(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], share_prompts: bool) -> float:
-    """Mean absolute difference of some samples from the model's own in nats; 0 where it is within tolerance."""
+    """Return the samples' mean absolute difference from the model's own in nats; 0 if it is within tolerance."""
     rows = pack(_samples(model, asked), 1000, False, device, share_prompts=share_prompts)
     limit = allowed(attention.autocast_dtype(device) or model.dtype)
     for tokens in thresholds(device) if share_prompts else (attention.IN_PLACE_FROM,):
@@ -232,17 +239,20 @@ def _difference(model: Any, own: str, device: torch.device, asked: Sequence[Mode
 
 
 def thresholds(device: torch.device) -> tuple[int, ...]:
-    """Of `keys_in_place_from`, such that every way of attention that the device has runs once, on any row."""
+    """Return thresholds of `keys_in_place_from` that together run each of the device's attention paths on any row."""
     return (sys.maxsize, 0) if device.type == "cpu" else (attention.IN_PLACE_FROM,)
 
 
 def allowed(dtype: torch.dtype) -> float:
-    """How far two ways to compute a sequence's log-probabilities may differ on average, in nats."""
+    """Return the largest allowed mean difference in nats between two computations of log-probabilities."""
     return TOLERANCE.get(dtype, TOLERANCE_16_BIT)
 
 
 def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> torch.Tensor:
-    """[C] float32 of tokens behind a prompt, in a padded row: packed rows may not be proved yet."""
+    """Compute the log-probabilities [C] float32 of tokens after a prompt, in a padded row.
+
+    Packed rows may not be proved yet.
+    """
     inner, rollout = unwrap(model), _written(asked, array("i", ids))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (row,) = pack([group], 1, False, model.device, share_prompts=False)
@@ -256,7 +266,7 @@ def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> to
 
 @torch.no_grad()
 def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
-    """(N,) of some tokens that any vocabulary has, by the model's own logits."""
+    """Compute log-probabilities (N,) of tokens that any vocabulary has, from the model's own logits."""
     chosen = model.config._attn_implementation
     try:
         images.set_attention(model, _own_attention(model))

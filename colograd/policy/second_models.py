@@ -1,7 +1,7 @@
-"""Second models, whose log-probabilities of the policy's rows the objective needs: the reference of the KL term.
+"""Second models: the reference of the KL term and teachers. The objective needs their log-probabilities of the rows.
 
-They are computed once, when a round has been sampled, and go with the rows. Another kind (a teacher, say) is a line in
-KINDS, a field of `PackedRow` and `MicroBatch`, and a term of the objective.
+They are computed once, after a round has been sampled, and travel with the rows. A further kind needs a line in KINDS,
+a field of `PackedRow` and `MicroBatch`, and a term of the objective.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .teacher_head import TeacherHead
 
 
 class SecondModel(Protocol):
-    """A model, or the policy's with other weights, that runs on the policy's rows."""
+    """Model that runs on the policy's rows: a separate one, or the policy's with other weights."""
 
     model: Any
-    of_policy: bool  # it has the policy's architecture, and runs rows as the policy does
+    of_policy: bool  # whether it has the policy's architecture, and runs rows as the policy does
 
     @property
     def head(self) -> TeacherHead | None:
-        """With which the loss computes logits of its own."""
+        """Head for computing the second model's logits in the loss; None: the loss needs no logits."""
 
     def present(self) -> AbstractContextManager[Any]:
-        """A context with the model, in evaluation mode, with its weights, on the policy's device."""
+        """Return a context with the model in evaluation mode, with its weights, on the policy's device."""
 
     def describe(self) -> str: ...
 
@@ -50,7 +50,7 @@ def _logprobs(second: SecondModel, model: Any, batch: MicroBatch, temperature: f
 
 
 def _states(second: SecondModel, model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
-    """Beside a GPU they wait on the host: a row's are larger than all else of it."""
+    """Compute a batch's hidden states, and keep them on the host: they are larger than the rest of the row."""
     return PolicyForward(model, temperature).states(batch).cpu()
 
 
@@ -60,31 +60,31 @@ def _top(second: SecondModel, model: Any, batch: MicroBatch, temperature: float)
 
 
 class Kind(NamedTuple):
-    name: str  # in the memory plan
-    make: Callable[[GRPOConfig, Policy], SecondModel]  # once the policy is in its place
-    nbytes: Callable[[GRPOConfig, Policy], int]  # on the policy's device
-    # Of a micro-batch, at the temperature; given the second model, and what it presents.
+    name: str  # name in the memory plan
+    make: Callable[[GRPOConfig, Policy], SecondModel]  # constructor, called when the policy is on its device
+    nbytes: Callable[[GRPOConfig, Policy], int]  # bytes on the policy's device
+    # Function from the second model, the model in its `present()`, a micro-batch and the temperature to the values.
     read: Callable[[SecondModel, Any, MicroBatch, float], torch.Tensor] = _logprobs
 
 
-KINDS = {  # by the rows' field that it fills
+KINDS = {  # kinds by the field of the rows that they fill
     "ref_logprobs": Kind("reference", reference_of, reference_bytes),
     "teacher_logprobs": Kind("teacher", teacher_of, teacher_bytes),
     "teacher_states": Kind("teacher", teacher_of, teacher_bytes, _states),
     "teacher_top": Kind("teacher", teacher_of, teacher_bytes, _top),
 }
 
-OF = " of "  # between a field and the name of a teacher, where there are several
-SecondModels = dict[str, SecondModel]  # by the rows' field that each fills, with its name where several fill one
+OF = " of "  # separator of a field and a teacher's name, if there are several teachers
+SecondModels = dict[str, SecondModel]  # by the field of the rows, plus the name if several models fill the field
 
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
-    """The second models that an objective `needs`, by the rows' field that each fills."""
+    """Make the second models that an objective `needs`, by the field of the rows that each fills."""
     return {key: kind.make(each, policy) for key, kind, each in _asked(needs, config)}
 
 
 def _asked(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:
-    """Each second model's key, its kind, and the configuration as if it were the only one of its kind."""
+    """Yield each second model's key, its kind, and the configuration as if it were the only one of its kind."""
     for field in needs:
         several = config.teachers if KINDS[field].name == "teacher" else {"": ""}
         for name in several:
@@ -92,7 +92,7 @@ def _asked(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
-    """Bytes that the second models will hold on the policy's device before they are cut, by the names of a plan."""
+    """Return the second models' bytes on the policy's device before they are cut, by their names in the memory plan."""
     found: dict[str, int] = {}
     for _, kind, each in _asked(needs, config):
         found[kind.name] = found.get(kind.name, 0) + kind.nbytes(each, policy)
@@ -101,8 +101,10 @@ def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy)
 
 @torch.no_grad()
 def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
-    """The rows with what each second model says of them; its own routers choose its experts. Of several teachers each
-    reads the groups that name it."""
+    """Return the rows with each second model's values added. The model's own routers choose its experts.
+
+    If there are several teachers, each one reads the groups that name it.
+    """
     for key, second in models.items() if rows else ():
         field, _, name = key.partition(OF)
         with second.present() as model:
@@ -117,7 +119,7 @@ def _read(kind: Kind, second: SecondModel, model: Any, temperature: float, row: 
 
 
 def _of_one(row: PackedRow, field: str, name: str, read: Callable[[PackedRow], torch.Tensor]) -> torch.Tensor:
-    """(N,) what the row has of others, else UNTAUGHT, and of the groups that name this one what it says."""
+    """Compute (N,) values of the groups that name this teacher; other places keep their value, or are UNTAUGHT."""
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
     values = getattr(row, field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
@@ -136,8 +138,10 @@ def _of_one(row: PackedRow, field: str, name: str, read: Callable[[PackedRow], t
 
 
 def with_second_logprobs(models: SecondModels, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
-    """The steps of a round with the second models' log-probabilities, from one visit to each. Rows that are trained
-    already have them."""
+    """Return a round's steps with the second models' values added. Each model is brought to the device once.
+
+    Rows that are already trained have their values.
+    """
     rows = iter(fill(models, [row for step in steps for row in step.rows[step.trained :]], temperature))
     filled = [step.rows[: step.trained] + tuple(next(rows) for _ in step.rows[step.trained :]) for step in steps]
     return [dataclasses.replace(step, rows=rows_of_step) for step, rows_of_step in zip(steps, filled, strict=True)]

@@ -1,4 +1,4 @@
-"""Small tensors on their way from the host to the device, for which nobody waits."""
+"""Asynchronous copies of small tensors from the host to the device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device. What is computed with it there comes later on the same stream.
+    """Copy a host tensor to the device without waiting. Later kernels on the same stream can use it.
 
-    From ordinary memory the host would wait until the device has done all that it was given before.
+    The copy is from pinned memory: from ordinary memory the host would wait until the device has finished earlier work.
     """
     if device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -2,14 +2,14 @@
 
 Each rank computes a range of the row's tokens: their embeddings, norms, linear layers, experts and logits. Attention
 needs all keys. Before it the ranks exchange queries, keys and values, so that each has all tokens for a part of the
-heads, and after it they exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So attention of a row is what
-it is on one rank, with its segments, windows and sinks, and a shared prompt is there once over all ranks.
+heads. After it they exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So a row's attention is the same
+as on one rank, with its segments, windows and sinks. A shared prompt exists once over all ranks.
 
-Key-value heads that the ranks don't divide are sent to each rank that needs them. Query heads that they don't divide
-are filled up with zeros.
+If the number of ranks doesn't divide the key-value heads, each head is sent to every rank that needs it. If it doesn't
+divide the query heads, zeros fill them up.
 
-The log-probabilities of all labels are gathered, and every rank computes the same loss of them. In the backward a rank
-takes the gradient of its own labels. Then the sum over ranks of a parameter's gradients is its gradient, once.
+The log-probabilities of all labels are gathered, and every rank computes the same loss from them. In the backward a
+rank takes the gradient of its own labels. So the sum over ranks of a parameter's gradients is its gradient, once.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from .exchanges import leave
 from .sending import to_device_async
 
 Send = Callable[[torch.Tensor], torch.Tensor]
-PACKED = "colograd_packed"  # the attention of packed rows, by its name: see `attention`
+PACKED = "colograd_packed"  # name of the attention for packed rows, see `attention`
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """The ranks that train this rank's rows, in the attribute ``row_groups`` of a model. A copy of it has the same."""
+    """Ranks that train this rank's rows, in a model's attribute ``row_groups``. A model's copy shares this object."""
 
-    sequence: RankGroup  # with this rank's part of the policy: they share out a row's tokens
-    row: RankGroup  # all of them, which may ask whether they meet
+    sequence: RankGroup  # ranks with this rank's part of the policy: they share out a row's tokens
+    row: RankGroup  # all ranks of the row; this group can check whether they meet
 
     def __deepcopy__(self, memo: Any) -> RowGroups:
         return self
 
     @classmethod
     def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowGroups:
-        """A collective.
+        """Make the groups. A collective.
 
         Args:
-            engine: the ranks that have a policy in parts; None: each has all of it.
+            engine: ranks that have the policy in parts; None: each rank has the whole policy.
         """
         sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
         if engine is None:
             return cls(sequence, sequence)
         row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
-        counted = engine.exchanged  # of a row's exchanges, whichever of its ranks are in them
+        counted = engine.exchanged  # counter of the row's exchanges, shared by all its groups
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
 
 def share_rows(model: Any, groups: RowGroups) -> None:
-    """Have the forwards of a model compute this rank's tokens of each packed row alone."""
+    """Make a model's forwards compute only this rank's tokens of each packed row."""
     model.row_groups = groups
 
 
@@ -72,27 +72,28 @@ def whole_rows(model: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
-    """This rank's tokens and labels of a packed row, and those of the ranks it shares the row with.
+    """Shares of a packed row's tokens and labels that this rank and the row's other ranks have.
 
-    A row of 7 tokens on 2 ranks; the label after token 3 is the second one's, whose tokens begin with it:
+    Example: a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
 
         tokens           4 3
         logit_positions  1 2 | 1 3 4 5
-        own              0 1   2          on the first rank, with labels (4, 2)
-                                 3 4 5    on the second
+        own              0 1   2 3        on the first rank; labels is (4, 2)
+                                   4 5    on the second
     """
 
     group: RankGroup
-    tokens: tuple[int, ...]  # of each rank
-    labels: tuple[int, ...]  # of each rank
-    own: torch.Tensor  # (n,) which of the row's N labels this rank computes
-    own_on_host: torch.Tensor
-    places: torch.Tensor  # (N,) of each label among those of all ranks, each filled up to the most that one has
-    fillers: int = 0  # how many of the tokens, at the row's end, are in no sequence: see `_with_a_token_for_each`
+    tokens: tuple[int, ...]  # number of tokens of each rank
+    labels: tuple[int, ...]  # number of labels of each rank
+    own: torch.Tensor  # (n,) indices of this rank's labels among the row's N
+    own_on_host: torch.Tensor  # (n,) the same in host memory
+    places: torch.Tensor  # (N,) index of each label in the ranks' gathered labels, all padded to the largest number
+    fillers: int = 0  # number of tokens at the row's end without a sequence, see `_with_a_token_for_each`
 
     @classmethod
     def of(cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device) -> RowPart:
-        """
+        """Divide a row's tokens into nearly equal ranges. A label belongs to the rank of the token that predicts it.
+
         Args:
             positions: (N,) `MicroBatch.logit_positions`, in host memory.
         """
@@ -111,13 +112,15 @@ class RowPart:
 
     @property
     def range(self) -> slice:
-        """This rank's tokens in the row."""
+        """Range of this rank's tokens in the row."""
         start = sum(self.tokens[: self.group.place])
         return slice(start, start + self.tokens[self.group.place])
 
     def cut(self, row: MicroBatch) -> MicroBatch:
-        """The row with this rank's tokens and labels in all that a forward reads. Its layout stays the whole row's.
-        (No teacher: such runs are refused.)"""
+        """Return the row with only this rank's tokens and labels in every field that a forward reads.
+
+        The layout stays the whole row's. (Runs with a teacher are rejected earlier.)
+        """
         tokens, own = self.range, self.own
         kept = None if row.kept is None else row.kept.of(self.own_on_host)
         return dataclasses.replace(
@@ -131,17 +134,19 @@ class RowPart:
         )
 
     def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
-        """(N, ...) what all ranks have of their labels, from this rank's (n, ...), in the row's order. The gradient of
-        another rank's labels is computed there."""
+        """Gather the labels' values (N, ...) in the row's order, from each rank's (n, ...).
+
+        Each rank computes the gradient of its own labels.
+        """
         found: torch.Tensor = _Gather.apply(of_labels, self)
         return found
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """(T,) weights of the row's tokens -> of this rank's; fillers have none."""
+        """Return the weights of this rank's tokens from the weights (T,) of the row's; fillers have weight 0."""
         return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """A sum over this rank's tokens -> over the row's."""
+        """Turn a sum over this rank's tokens into the sum over the row's."""
         return leave(of_tokens, self.group)
 
     # -- attention
@@ -149,7 +154,10 @@ class RowPart:
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(1, heads, own tokens, D) of all heads -> (1, own heads, T, D) of all tokens, of queries, keys and values."""
+        """Exchange own tokens of all heads for all tokens of own heads, for queries, keys and values.
+
+        Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D).
+        """
         size = self.group.size
         query, key, value = _divisible(query, key, value, size)
         inputs = [x[0].unflatten(0, (size, -1)).transpose(1, 2) for x in (query, key, value)]  # (S, tokens, heads, D)
@@ -165,35 +173,35 @@ class RowPart:
         return found
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """(1, own tokens, heads, D) of all heads -> (1, T, own heads, D) of all tokens."""
+        """Exchange own tokens of all heads for all tokens: (1, own tokens, heads, D) -> (1, T, own heads, D)."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Of (H, ...) those of the heads that `to_all_tokens` or, of queries, `to_heads` gives this rank."""
+        """Select this rank's heads from (H, ...), the same ones as in `to_all_tokens` and, for queries, `to_heads`."""
         each = -(-len(of_heads) // self.group.size)
         behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
         return F.pad(of_heads, behind).split(each)[self.group.place]
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """(1, T, own heads, D) of all tokens -> (1, own tokens, heads, D) of all heads."""
+        """Exchange all tokens of own heads for own tokens: (1, T, own heads, D) -> (1, own tokens, heads, D)."""
         found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 
     def send_heads(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(S, own tokens, heads, D), of which each rank gets one -> (T, heads, D)."""
+        """Send entry s of (S, own tokens, heads, D) to rank s of S, and return the received (T, heads, D)."""
         size, count = tokens.shape[:2]
         return self.group.all_to_all(tokens.flatten(0, 1), [count] * size, self.tokens)
 
     def send_tokens(self, heads: torch.Tensor) -> torch.Tensor:
-        """(T, heads, D), of which each rank gets its tokens -> (S, own tokens, heads, D)."""
+        """Send each rank its tokens of (T, heads, D), and return the received (S, own tokens, heads, D)."""
         size, count = self.group.size, self.tokens[self.group.place]
         return self.group.all_to_all(heads, self.tokens, [count] * size).unflatten(0, (size, count))
 
 
 def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
-    """What this rank computes of a row, and None if that is all of it."""
+    """Return this rank's part of a row and the `RowPart`, or the whole row and None if rows aren't shared out."""
     groups: RowGroups | None = getattr(model, "row_groups", None)
     if groups is None or model.config._attn_implementation != PACKED:
         return row, None
@@ -205,8 +213,10 @@ def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
 
 
 def _with_a_token_for_each(row: MicroBatch, ranks: int) -> MicroBatch:
-    """The layers of some models take no empty input. So a row with fewer tokens than ranks gets some more behind it, as
-    a segment that nothing sees, without a label."""
+    """Add tokens to a row with fewer tokens than ranks, because the layers of some models take no empty input.
+
+    They are a segment at the end without labels, and nothing attends to it.
+    """
     missing = ranks - row.layout.num_tokens
     if missing <= 0:
         return row
@@ -219,11 +229,14 @@ def _with_a_token_for_each(row: MicroBatch, ranks: int) -> MicroBatch:
 def _divisible(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values (1, heads, tokens, D) whose heads the ranks divide, in the order of ranks."""
+    """Repeat and fill up heads of queries, keys and values (1, heads, tokens, D) to equal numbers for each rank.
+
+    The heads are in the order of ranks.
+    """
     heads, keys = query.shape[1], key.shape[1]
     if heads % ranks == 0 and keys % ranks == 0:
         return query, key, value
-    if heads % ranks == 0 and ranks % keys == 0:  # several ranks need the same one
+    if heads % ranks == 0 and ranks % keys == 0:  # several ranks need the same head
         index = torch.arange(ranks) // (ranks // keys)
     else:
         filled = -(-heads // ranks) * ranks
@@ -234,7 +247,7 @@ def _divisible(
 
 
 class _Exchange(torch.autograd.Function):
-    """A way to send what ranks have, each number once, so that the way back gives the gradient."""
+    """Exchange that sends each number to one rank, so that the reverse exchange is its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, there: Send, back: Send) -> torch.Tensor:

@@ -1,5 +1,7 @@
-"""What of a mixture of experts, a quantised base or a vision-language model can't be trained, said from its
-configuration alone, before weights are read."""
+"""Reject unsupported mixtures of experts, quantised bases and vision-language models, from the configuration alone.
+
+The checks run before weights are read.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,23 @@ from .recurrent_heads import can_share_out
 from .router_replay import SHARES
 from .routing import num_experts
 
-# Mixtures of experts that tests train; docs/models.md says what was tried of each. Others are proved when a run starts.
+# Mixtures of experts that tests train, see docs/models.md. Others are proved when a run starts.
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
-# Models whose policy can lie in the engine's tensor-parallel layout.
+WHOLE = ("gpt_oss", "olmoe")  # mixtures that need a whole engine on each rank
+# Models that support a policy in the engine's tensor-parallel layout.
 CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
-    """
+    """Check that a model can be trained with the run's settings.
+
     Args:
-        model: its name, or itself.
-        peft_config: of the adapter that will be put on it.
-        has_images: the run has some: see `images.TEXT_FIRST`.
+        model: name or model object.
+        peft_config: configuration of the new adapter; None: no new adapter.
+        has_images: whether the run has images, see `images.TEXT_FIRST`.
 
     Raises:
-        ValueError: it can't be trained, or not with these settings.
+        ValueError: the model can't be trained, or not with these settings.
     """
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
@@ -60,18 +63,18 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """`check_supported` of what a plan names; ``ranks`` share an engine."""
+    """Run the checks of `check_supported` that a memory plan needs; ``ranks`` share an engine."""
     if num_experts(model_config):
         _check_experts_split(model_config, ranks)
 
 
 def can_be_cut(model_config: Any) -> bool:
-    """Whether a policy of this configuration can lie in the engine's tensor-parallel layout."""
+    """Return whether a policy of this configuration can lie in the engine's tensor-parallel layout."""
     return model_config.model_type in CUT
 
 
 def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
-    """Raise a ValueError if ``size`` ranks are to share out the tokens of rows, and the model's rows can't be cut."""
+    """Raise a ValueError if ``size`` ranks share out the tokens of rows, but the model's rows can't be cut."""
     if size > 1 and (reason := why_rows_stay_whole(model, why_padded)):
         raise ValueError(
             f"sequence_parallel_size is {size}, but {reason}, which ranks can't share out in this version: set it to 1."
@@ -79,7 +82,7 @@ def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
 
 
 def why_rows_stay_whole(model: Any, why_padded: str) -> str:
-    """Why ranks can't share out the tokens of a model's rows; empty: they can. Its modules and configuration say so."""
+    """Return why ranks can't share out a row's tokens, from the model's modules and configuration; empty: they can."""
     inner = unwrap(model)
     name = type(inner).__name__
     mixers = sorted({type(mixer).__name__ for mixer in mixers_of(inner) if not can_share_out(mixer)})
@@ -93,7 +96,7 @@ def why_rows_stay_whole(model: Any, why_padded: str) -> str:
 
 
 def _rotates_by_length(model_config: Any) -> bool:
-    """Whether rotary frequencies depend on the largest position that a forward sees."""
+    """Return whether rotary frequencies depend on the largest position in a forward."""
     text = model_config.get_text_config()
     given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     ways = [given, *(of_layers for of_layers in given.values() if isinstance(of_layers, dict))]
@@ -186,7 +189,10 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
 
 
 def _configuration(model: Any, config: GRPOConfig) -> Any:
-    """Of the model, or of an adapter's base; None: there is none to be read, of which loading will tell."""
+    """Return the configuration of the model or of an adapter's base.
+
+    None: it can't be read, and loading the model will raise the error.
+    """
     if not isinstance(model, str | os.PathLike):
         return getattr(unwrap(model), "config", None)
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
-"""The teacher of on-policy distillation: how it is loaded, and when it is refused. One of the `second_models`.
+"""Teacher of on-policy distillation: load it, and reject unsuitable ones. One of the `second_models`.
 
-another model                       loaded beside the policy, of any size or architecture with the policy's tokens
+another model                       loaded in addition to the policy; any size or architecture with the policy's tokens
 an adapter on another base, or      that base with the adapter, not merged
 of another shape
-an adapter of the shape that the    the policy's own model, with the teacher's values in the place of the trained
-policy trains, on the policy's      ones while it is asked: no second model
+an adapter of the shape that the    no second model: the policy's own model, with the teacher's values exchanged for
+policy trains, on the policy's      the trained ones while the teacher runs
 base
 """
 
@@ -42,14 +42,14 @@ SCALE = (
     "use_dora",
     "alpha_pattern",
     "rank_pattern",
-)  # what scales an adapter's values
+)  # fields of an adapter's configuration that determine the scale of its values
 
 
 class Teacher(FrozenModel):
-    """A model of its own.
+    """Teacher with its own model.
 
     Args:
-        top: most probable tokens that are kept of each distribution, with `distillation_kl: top_k`.
+        top: number of most probable tokens kept per distribution, with `distillation_kl: top_k`.
     """
 
     of_policy = False
@@ -68,14 +68,14 @@ class Teacher(FrozenModel):
         return f"teacher: {self.name}, {size}, {self.where()}"
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Nothing: the next start finds it again."""
+        """Save nothing: the next start loads the same teacher."""
 
     def load(self, checkpoint: str | Path) -> None:
-        """Nothing."""
+        """Load nothing, because `save` writes nothing."""
 
 
 class OtherAdapter:
-    """The policy's model, with another adapter's values in the place of the trained ones while it is asked."""
+    """Teacher that is the policy's model with another adapter's values, exchanged in while the teacher runs."""
 
     of_policy = True
 
@@ -94,24 +94,24 @@ class OtherAdapter:
             yield self.model
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Nothing: the next start finds it again."""
+        """Save nothing: the next start loads the same teacher."""
 
     def load(self, checkpoint: str | Path) -> None:
-        """Nothing."""
+        """Load nothing, because `save` writes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a teacher is found, and how it is to be loaded."""
+    """Location of a teacher, and the settings for loading it."""
 
-    name: str  # as the configuration has it
+    name: str  # name in the configuration
     base: str  # folder or Hub id of the model
     adapter: str  # folder of the adapter on it; empty: none
-    loading: GRPOConfig  # whose settings of the policy's loading are the teacher's
+    loading: GRPOConfig  # configuration with the teacher's loading settings in place of the policy's
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """As in a checkpoint's config.json; None: its weights are whole."""
+        """Quantisation in the form of a checkpoint's config.json; None: the weights aren't quantised."""
         saved = quantized.saved_in(self.configuration())
         return saved or quantized.asked_for(self.loading, self.adapter or self.base)
 
@@ -119,7 +119,7 @@ class _Source:
         return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
 
     def outline(self) -> Any:
-        """Its model on the meta device, read once."""
+        """Return the teacher's model on the meta device, from a cache after the first call."""
         dtype = self.loading.torch_dtype()
         if not isinstance(dtype, torch.dtype):
             dtype = getattr(self.configuration(), "dtype", None) or torch.float32
@@ -140,9 +140,10 @@ _outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
-    """
+    """Return the teacher's location and loading settings.
+
     Raises:
-        ValueError: the folder of an adapter that names no base.
+        ValueError: the folder has an adapter that names no base.
     """
     name = str(config.teacher_model_name_or_path)
     loading, given = copy.copy(config), dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
@@ -164,17 +165,17 @@ def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
 
 
 def check_teacher(config: GRPOConfig, policy: Policy) -> None:
-    """Refuse teachers that can't score what the policy samples. Their weights aren't read yet.
+    """Check that the teachers can score the policy's samples, before their weights are read.
 
     Raises:
-        ValueError: the value, the rule and the remedy.
+        ValueError: a teacher can't; with the value, the rule and the remedy.
     """
     for name in config.teachers:
         _check_one(config_of(config, name), policy)
 
 
 def config_of(config: GRPOConfig, name: str) -> GRPOConfig:
-    """The configuration with one of several teachers alone; itself without a name."""
+    """Return the configuration with only the named one of several teachers; unchanged if ``name`` is empty."""
     if not name:
         return config
     own = copy.copy(config)
@@ -207,7 +208,7 @@ def _check_one(config: GRPOConfig, policy: Policy) -> None:
 
 
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
-    """Raise a ValueError if a sequence may be longer than the teacher reads."""
+    """Raise a ValueError if a sequence may be longer than a teacher's context."""
     for name in config.teachers:
         _check_context(config_of(config, name), policy, tokens)
 
@@ -223,7 +224,7 @@ def _check_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
 
 
 def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
-    """Refuse a teacher for which a token of the policy means something else, or nothing."""
+    """Raise a ValueError if a token of the policy has another meaning, or none, for the teacher."""
     own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, found))
     if rows < own:
         raise ValueError(
@@ -258,12 +259,12 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """What the teacher will hold on the policy's device, before it is cut."""
+    """Return the teacher's bytes on the policy's device before it is cut."""
     source = _source_of(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
     found, exact = source.outline(), config.distillation_kl == "exact"
-    head = TeacherHead.of(found).nbytes if exact else 0  # whose own copy stays where the model doesn't
+    head = TeacherHead.of(found).nbytes if exact else 0  # its copy stays on the device if the model doesn't
     if offloads(config, config.offload_teacher):
         return head
     packed = to_pack(found, source.quantization or {})
@@ -272,7 +273,7 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 
 def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
-    """The teacher of a policy that is in its place. The same on all ranks."""
+    """Load the teacher of a policy that is on its device. All ranks load the same teacher."""
     source = _source_of(config, policy)
     values = _values_for(source, policy)
     if values is not None:
@@ -293,7 +294,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         products_in_float32(model)
     model.requires_grad_(False).eval()
     if config.on_cpu:
-        choose_rows(model)  # elsewhere it is proved on the device
+        choose_rows(model)  # on a GPU the rows are proved later, on the device
     offload = offloads(config, config.offload_teacher)
     _bring(model, config.device, stays=offload or config.cuts_weights)
     head = TeacherHead.of(unwrap(model)) if config.distillation_kl == "exact" else None
@@ -306,7 +307,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
 
 
 def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:
-    """The model to ``device``, or its buffers alone, which nothing else will bring there."""
+    """Move the model to ``device``; if it ``stays``, only its buffers, because nothing else will move them there."""
     if not stays:
         model.to(device)
         return
@@ -315,8 +316,10 @@ def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
-    """An adapter's values by the names of the policy's parameters, if it is of the shape that the policy trains, on the
-    same base; None: it needs a model of its own."""
+    """Return an adapter's values by the policy's parameter names; None: the adapter needs its own model.
+
+    The adapter must have the same base and the same shape as the policy's adapter.
+    """
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None

@@ -1,8 +1,8 @@
-"""What a teacher says of the policy's labels, a tile of the vocabulary at a time, and the divergence from it: from its
-logits beside the policy's (`distillation_kl: exact`), or from its most probable tokens (`top_k`).
+"""Divergence of the policy from a teacher, one tile of the vocabulary at a time.
 
-A divergence has three parts: running sums while the policy's tiles pass (`sums`), their result, and its part of each
-tile's gradient (`spread`).
+It is computed from the teacher's logits next to the policy's (`distillation_kl: exact`), or from the teacher's most
+probable tokens (`top_k`). A divergence has three parts: running sums over the policy's tiles (`sums`), their result,
+and its part of each tile's gradient (`spread`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, p
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """A teacher's head, whose logits are computed beside the policy's: of a larger vocabulary those of its part."""
+    """Head of a teacher, for logits next to the policy's. In a larger vocabulary these are only the policy's tokens."""
 
     weight: torch.Tensor  # (V, hidden), a constant
     bias: torch.Tensor | None
@@ -33,7 +33,7 @@ class TeacherHead:
         return cls(head.weight.detach(), None if bias is None else bias.detach(), logit_transform(model), wide)
 
     def copied_to(self, device: torch.device) -> TeacherHead:
-        """In memory of its own there, for a model that leaves the device or is cut."""
+        """Copy the head into separate memory on ``device``, for a model that leaves the device or is cut."""
         bias = None if self.bias is None else self.bias.to(device, copy=True)
         return TeacherHead(self.weight.to(device, copy=True), bias, self.transform, self.wide)
 
@@ -42,19 +42,20 @@ class TeacherHead:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Of its products, and so of the states that it is given."""
+        """Return the dtype of the head's products, and so of its input states."""
         return product_dtype(self.weight, device, self.wide)
 
     def beside(self, micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherLogits:
-        """Its logits for the labels of a micro-batch whose rows its model has read."""
+        """Return the teacher's logits for a micro-batch's labels, from the `teacher_states` of its rows."""
         assert micro_batch.teacher_states is not None, "the teacher has read every row that is trained on"
         return self.logits(micro_batch.teacher_states, temperature, kept)
 
     def logits(self, states: torch.Tensor, temperature: float, kept: Kept | None = None) -> TeacherLogits:
-        """
+        """Return the logits for hidden states.
+
         Args:
-            states: (N, hidden) its model's last hidden states, on the head's device.
-            kept: what the labels were drawn from.
+            states: (N, hidden) last hidden states of the teacher's model, on the head's device.
+            kept: candidate tokens of the labels; None: the whole vocabulary.
         """
         head = Head(temperature, dtype=self.dtype(states.device), wide=self.wide, kept=kept, **self.transform)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
@@ -62,7 +63,7 @@ class TeacherHead:
 
 @dataclass(frozen=True, slots=True)
 class TeacherLogits:
-    """The teacher's logits for the same N labels, of which a tile exists at a time."""
+    """Logits of the teacher for the policy's N labels. One tile exists at a time."""
 
     states: torch.Tensor  # (N, hidden)
     weight: torch.Tensor
@@ -70,7 +71,7 @@ class TeacherLogits:
     head: Head
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """(n, c) as the teacher would sample from them."""
+        """Compute a tile (n, c) of the logits that the teacher would sample from."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
         tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
@@ -82,7 +83,7 @@ class TeacherLogits:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """The divergence's part of a tile's gradient, beside ``first``."""
+        """Add the divergence's part of a tile's gradient to ``first``."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None])
         return Spread.joined(first, gradient, divergence, logq.mul_(gradient[:, None]))
@@ -90,12 +91,12 @@ class TeacherLogits:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A gradient that is spread over the vocabulary: p (slope log p - constant - logq) of each logit."""
+    """Gradient spread over the vocabulary: p (slope log p - constant - logq) for each logit."""
 
     slope: torch.Tensor  # (n,)
     constant: torch.Tensor  # (n,)
     logq: torch.Tensor | None = None  # (n, c)
-    more: tuple[torch.Tensor, torch.Tensor] | None = None  # (n, K) columns, and what is added there
+    more: tuple[torch.Tensor, torch.Tensor] | None = None  # (n, K) columns, and (n, K) summands for them
 
     @classmethod
     def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> Spread:
@@ -105,7 +106,7 @@ class Spread:
     def joined(
         cls, first: Spread | None, gradient: torch.Tensor, divergence: torch.Tensor, logq: torch.Tensor
     ) -> Spread:
-        """With the divergence's. ``logq``: the teacher's log-probabilities, times the gradient."""
+        """Add the divergence's part to ``first``. ``logq`` is the teacher's log-probabilities times the gradient."""
         slope, constant = gradient, gradient * divergence
         if first is not None:
             slope, constant = slope + first.slope, constant + first.constant
@@ -124,7 +125,7 @@ class DivergenceSums:
         self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """(n, c) x - y of the policy's finished ``tile``; the teacher's sum goes on."""
+        """Return x - y (n, c) for the policy's finished ``tile``, and update the teacher's running sum."""
         other = self.teacher.tile(row, vocabulary)
         largest = torch.maximum(self.maximum[row], other.amax(dim=1))
         self.total[row] *= (self.maximum[row] - largest).exp()
@@ -133,20 +134,26 @@ class DivergenceSums:
         return other.neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """The policy's sum of e^(x - max) (x - y) goes on; ``power`` is e^(x - max), ``decay`` is of the former max."""
+        """Update the policy's sum of e^(x - max) (x - y).
+
+        ``power`` is e^(x - max). ``decay`` rescales the sum so far from the former maximum.
+        """
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) the divergence and the teacher's log sum e^y, from the policy's sum and its logarithm."""
+        """Return the divergence (N,) and the teacher's log sum e^y (N,).
+
+        ``total`` is the policy's sum of e^(x - max), ``normaliser`` its log sum e^x.
+        """
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 
 
-REST = 1e-6  # the least that all but the teacher's most probable tokens count as: 1 less their sum is rounded
+REST = 1e-6  # minimum probability of all tokens outside the top K: 1 minus the top's sum has a rounding error
 
 
 class TopTokens:
-    """In the place of a `TeacherHead`: what a micro-batch has of the teacher's most probable tokens is all of it."""
+    """Replacement of a `TeacherHead` that only reads a micro-batch's most probable tokens of the teacher."""
 
     @staticmethod
     def beside(micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherTop:
@@ -157,7 +164,7 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTop:
-    """The teacher's K most probable tokens for each of N labels."""
+    """Most probable K tokens of the teacher for each of N labels."""
 
     ids: torch.Tensor  # (N, K) int64
     logprobs: torch.Tensor  # (N, K)
@@ -166,7 +173,10 @@ class TeacherTop:
         return TopSums(self, like)
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each of the tokens its column in the tile (n, K), and whether it lies there; else the column is any."""
+        """Return each token's column in the tile (n, K), and whether the tile has the token (n, K).
+
+        The column of other tiles' tokens is 0.
+        """
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside
@@ -174,8 +184,11 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """The divergence's part of a tile's gradient, beside ``first``: p (gap of the rest - KL) of each token, and of
-        the teacher's its own gap in the place of the rest's."""
+        """Add the divergence's part of a tile's gradient to ``first``.
+
+        It is p (gap of the rest - KL) for each token. The teacher's top tokens have their own gap instead of the
+        rest's.
+        """
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
@@ -186,25 +199,25 @@ class TeacherTop:
 
 
 class TopSums:
-    """KL(policy || teacher) where all but the teacher's K most probable tokens count as one: a lower bound."""
+    """KL(policy || teacher) with all tokens outside the teacher's top K counted as one token: a lower bound."""
 
     def __init__(self, teacher: TeacherTop, like: torch.Tensor) -> None:
         self.teacher = teacher
-        self.logits = like.new_full(teacher.ids.shape, HIDDEN)  # of the policy
+        self.logits = like.new_full(teacher.ids.shape, HIDDEN)  # the policy's logits of these tokens (N, K)
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
-        """The policy's finished ``tile`` is seen; there is nothing that it adds up to."""
+        """Read the top tokens' logits from the policy's finished ``tile``. There are no gaps for `add`."""
         index, inside = self.teacher.columns(row, vocabulary)
         self.logits[row] = torch.where(inside, tile.gather(1, index), self.logits[row])
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Nothing."""
+        """Do nothing: `gaps` has read the logits."""
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) the divergence; (N, K + 1) p (gap - gap of the rest) of each token, and the gap of the rest."""
+        """Return the divergence (N,), and (N, K + 1): p (gap - gap of the rest) of each token, and the rest's gap."""
         logp, logq = self.logits - normaliser[:, None], self.teacher.logprobs.to(self.logits)
         p, gap = logp.exp(), logp - logq
-        here = logq.exp().where(self.logits > HIDDEN / 2, 0.0)  # what the policy doesn't know is of the rest
+        here = logq.exp().where(self.logits > HIDDEN / 2, 0.0)  # tokens without a policy logit count as rest
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
         found = torch.linalg.vecdot(p, gap) + rest * of_rest
@@ -212,7 +225,7 @@ class TopSums:
 
 
 def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
-    """(N, 2, K) float32: the ids of each label's most probable tokens, and their log-probabilities.
+    """Compute each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32.
 
     Args:
         tile: rows and columns of the logits that exist at once.

@@ -1,15 +1,16 @@
-"""A policy cut as the engine's ranks cut it: each has its heads, its columns of an MLP, its entries of the vocabulary.
+"""A policy cut like the engine: each rank has some heads, some columns of the MLPs, some entries of the vocabulary.
 
-Tensor parallelism as in Megatron-LM (arXiv 1909.08053): what goes into an attention or an MLP is the same on all ranks
-of an engine, each computes with its part, and what comes out is summed. So the gradient of the input is a sum, too.
-Layers keep their classes' own forwards: hooks before them and classes derived from theirs put the sums around them.
-Plain tensors alone are used, so that a parameter can be the very tensor of vLLM's rank.
+Tensor parallelism as in Megatron-LM (arXiv 1909.08053): all ranks of an engine have the same inputs of an attention or
+an MLP. Each rank computes with its part, and the outputs are summed. So the gradient of the input is a sum, too.
+Layers keep their classes' own forwards. Hooks before them and derived classes add the sums.
+Only plain tensors are used, so that a parameter can be the very tensor of vLLM's rank.
 
-What a rank has whole has the same gradient on all ranks, but for what only sees the rank's own heads or columns: norms
-of queries and keys, key-value heads of which several ranks have the same, the first matrix of an adapter on a layer
-that is cut by outputs. Theirs are summed as they are made.
+A parameter that is whole on each rank has the same gradient on all ranks, with one exception: parameters that only see
+the rank's own heads or columns. These are norms of queries and keys, shared key-value heads, and an adapter's first
+matrix on a layer cut by outputs. Their gradients are summed as soon as they are computed.
 
-An adapter (LoRA) is cut as its layer: by outputs its second matrix, by inputs its first, whose few products are summed.
+An adapter (LoRA) is cut like its layer. If the layer is cut by outputs, the second matrix is cut. If the layer is cut
+by inputs, the first matrix is cut, and its few products are summed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .lora import AdaptedLayer, unwrap
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The entries ``start`` ... ``stop`` of a vocabulary of ``size``, which a rank has."""
+    """Entries ``start`` ... ``stop`` of a vocabulary of ``size`` entries: one rank's part."""
 
     start: int
     stop: int
@@ -41,8 +42,11 @@ class VocabularyPart:
 
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Before an attention, a convolution or an MLP whose first linear layers are cut by outputs, and the last one by
-    inputs. (A hook, as the rows of a layer with a state are run by a forward of its own: `recurrent`.)"""
+    """Mark the inputs of an attention, a convolution or an MLP: gradients of the ranks are summed there.
+
+    The first linear layers of such a region are cut by outputs, the last one by inputs. (This is a hook, because layers
+    with a state have a forward of their own: `recurrent`.)
+    """
 
     def entered(value: Any) -> Any:
         return enter(value, group) if isinstance(value, torch.Tensor) else value
@@ -51,13 +55,15 @@ def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[s
 
 
 def _leave_product(group: RankGroup, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """After an adapter's first matrix that is cut by inputs."""
+    """Sum the ranks' products of an adapter's first matrix if that is cut by inputs."""
     return leave(output, group)
 
 
 class _Experts(nn.Module):
-    """All experts of a mixture, cut between their two products. The router, which is whole, gets whole gradients: its
-    weights of the experts enter with the tokens."""
+    """Experts of a mixture, all cut between their two products.
+
+    The whole router gets whole gradients, because its expert weights are inputs of the region like the tokens.
+    """
 
     cut_group: RankGroup
 
@@ -67,7 +73,7 @@ class _Experts(nn.Module):
 
 
 class _RowParallel(nn.Linear):
-    """Cut by inputs; its bias is added once."""
+    """Linear layer cut by inputs; the bias is added once."""
 
     cut_group: RankGroup
 
@@ -87,7 +93,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Head(nn.Linear):
-    """Called by itself it gives all logits; `logprobs` computes with this rank's alone."""
+    """Head cut by the vocabulary. Its forward returns all logits; `logprobs` only computes this rank's."""
 
     vocabulary: VocabularyPart
 
@@ -112,60 +118,60 @@ def _become(module: Any, kind: Any, **attributes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TensorParts:
-    """How a policy is cut, in the attribute ``tensor_parts`` of the model. A copy of the model has the same."""
+    """Parts of a policy on each rank, in the model's attribute ``tensor_parts``. A model's copy shares this object."""
 
     layout: RankLayout
-    engine: RankGroup  # the ranks that have the policy together
-    data: RankGroup  # the ranks with the same part, among which gradients are summed
-    places: tuple[Mapping[str, Shard], ...]  # of each of the engine's ranks, by a parameter's name
+    engine: RankGroup  # ranks that have the policy together
+    data: RankGroup  # ranks with the same part, for sums of gradients
+    places: tuple[Mapping[str, Shard], ...]  # parts of each of the engine's ranks, by parameter name
 
     def __deepcopy__(self, memo: Any) -> TensorParts:
         return self
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """This rank's."""
+        """Parts of this rank, by parameter name."""
         return self.places[self.engine.place]
 
     def holders(self, name: str, place: int | None = None) -> tuple[int, ...]:
-        """The places in the engine of those that have the same part of a parameter as this rank (or another) has."""
+        """Return the places in the engine of the ranks that share this rank's (or another's) part of a parameter."""
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
 
     def is_counted(self, name: str) -> bool:
-        """Whether this rank's part counts in sums over the engine's ranks: of equal ones, one does."""
+        """Return whether this rank's part counts in sums over the engine's ranks: one of several equal parts does."""
         return self.holders(name)[0] == self.engine.place
 
     @property
     def elements(self) -> int:
-        """Of the whole policy."""
+        """Number of elements of the whole policy."""
         return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
 
 
 def parts_of(model: Any) -> TensorParts | None:
-    """How the model is cut; None: each rank has all of it."""
+    """Return the model's parts; None: each rank has the whole model."""
     found: TensorParts | None = getattr(model, "tensor_parts", None)
     return found
 
 
 def trained_elements(model: Any) -> int:
-    """What a run trains, on all ranks of an engine together."""
+    """Return the number of trained elements, on all ranks of an engine together."""
     parts, trained = parts_of(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return sum(p.numel() if parts is None else torch.Size(parts.shards[name].shape).numel() for name, p in trained)
 
 
 def vocabulary_size(model: Any) -> int:
-    """Entries of the input embedding, of all ranks together where they share them out."""
+    """Return the number of entries of the input embedding, summed over ranks if they share them out."""
     table = model.get_input_embeddings()
     own: VocabularyPart | None = getattr(table, "vocabulary", None)
     return int(table.weight.shape[0]) if own is None else own.size
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
-    """Make a model whose parameters are parts already compute as the whole one does. A collective.
+    """Make a model with cut parameters compute like the whole model. A collective.
 
     Args:
-        shards: of each parameter, by its name.
+        shards: this rank's part of each parameter, by name.
 
     Raises:
         RuntimeError: vLLM cuts a layer in a way that isn't known.
@@ -183,7 +189,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             _cut_vocabulary(module, shard, engine, module is head)
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # by inputs; its forward may be its own: `lora_inputs`
+        elif ".lora_A." in path:  # cut by inputs; a hook, because `lora_inputs` may have replaced its forward
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(functools.partial(_leave_product, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
@@ -208,13 +214,15 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
 
 
 def _layer_of(path: str) -> str:
-    """Of an adapted layer's base, or of a matrix of its adapter, the layer; of any other module its own path."""
+    """Return the adapted layer's path for its base or a matrix of its adapter; other paths unchanged."""
     return path.partition(".lora_")[0].removesuffix(".base_layer")
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
-    """The parts of an adapter's matrices, by their `id`, on a base of which a rank has the parts ``shards`` (by the
-    names of a model without adapters)."""
+    """Return the parts of an adapter's matrices, by their `id`.
+
+    ``shards`` are the rank's parts of the base, by the names of a model without adapters.
+    """
     found: dict[int, Shard] = {}
     for layer in adapted:
         base, rank = shards[layer.parameter], len(layer.lora_a)
@@ -235,13 +243,16 @@ def _cut_vocabulary(module: Any, shard: Shard, group: RankGroup, is_head: bool) 
     start, stop = shard.boxes[0][0]
     part = VocabularyPart(start, stop, shard.shape[0], group)
     _become(module, _Head if is_head else _Embedding, vocabulary=part)
-    if not is_head and module.padding_idx is not None:  # whose row gets no gradient
+    if not is_head and module.padding_idx is not None:  # the padding token's row gets no gradient
         inside = start <= module.padding_idx < stop
         module.padding_idx = module.padding_idx - start if inside else None
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Of parameters inside of attentions and MLPs that several ranks have alike, each with its own heads' gradient."""
+    """Sum the gradients of parameters inside attentions and MLPs that several ranks share.
+
+    Each rank's gradient is only of its own heads or columns.
+    """
     partial = {
         name: parts.holders(name)
         for path, region in regions.items()
@@ -273,7 +284,7 @@ def _summed(gradient: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 def _after_the_sum(model: nn.Module, name: str, shards: Mapping[str, Shard]) -> bool:
-    """Whether it is used on what the ranks have summed already, so that its gradient is whole."""
+    """Return whether a parameter is applied to the ranks' sum, so that its gradient is whole."""
     path, _, last = name.rpartition(".")
     if ".lora_B." in name:
         return not shards[name.replace(".lora_B.", ".lora_A.")].is_whole
@@ -281,6 +292,6 @@ def _after_the_sum(model: nn.Module, name: str, shards: Mapping[str, Shard]) -> 
 
 
 def check_split(model: Any) -> None:
-    """Raise a ValueError if it is a model of a trainer that has cut it."""
+    """Raise a ValueError if an earlier trainer has cut the model."""
     if parts_of(model) is not None:
         raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")
