@@ -125,8 +125,8 @@ class ChatFormat:
     ) -> Iterator[tuple[int, slice, slice | None]]:
         """Yield the places of the assistant's messages in the conversation's ``text``.
 
-        Each item is the message's index, the slice between the contents of its neighbours, and the slice of its own
-        content, or None if that isn't found. Yield nothing if marks in the messages change the template's other text.
+        Each item is the message's index, the slice between its neighbours' contents, and the slice of its own content
+        (None: not found). Yield nothing if marks in the messages change the template's other text.
         """
         marked, halves = list(messages), dict[int, tuple[str, str]]()
         for index, message in enumerate(messages):

@@ -176,7 +176,7 @@ def code_digest(function: Any) -> str:
 
 
 def _parsed(thing: Any) -> ast.Module:
-    """Parse the source of a module, class or function. Without a source, or if it is part of a line, it is empty."""
+    """Parse the source of a module, class or function. Return an empty module if there is no source that parses."""
     with contextlib.suppress(OSError, TypeError, SyntaxError):
         return ast.parse(textwrap.dedent(inspect.getsource(thing)))
     return ast.Module([], [])

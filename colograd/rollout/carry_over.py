@@ -25,7 +25,10 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """In training, yield the first `InFlight.takes` groups of a round's prompts; see `RolloutSource.generate`."""
+        """Yield the first `InFlight.takes` groups of a training round, or all groups of an evaluation.
+
+        See `RolloutSource.generate`.
+        """
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
@@ -64,7 +67,7 @@ class _Round:
             for index, each in enumerate(group.completions):
                 if each.finish_reason is not None:
                     continue
-                own = request_seed(seed, position, purpose) + index  # the seed of completion `index` of a request
+                own = request_seed(seed, position, purpose) + index  # as in one request of n completions
                 if each.ids:  # repeating the random numbers would make the new tokens depend on the earlier ones
                     own = request_seed(seed, position, f"{purpose}/{index}/{len(each.ids)}")
                 read = group.prompt.input.followed_by(each.ids)

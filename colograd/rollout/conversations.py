@@ -33,12 +33,12 @@ POLL = 0.02  # seconds between two looks at tools while the engine has nothing t
 
 @dataclass(slots=True)
 class Conversation:
-    """One completion in the making."""
+    """One unfinished completion."""
 
     prompt: Prompt
     index: int  # index of the completion in its group
     session: Session
-    input: ModelInput  # the prompt's, with the text that the environment's `reset` returned
+    input: ModelInput  # the prompt's tokens, with the text that the environment's `reset` returned
     asked: Any  # the prompt's messages, with the content that `reset` returned
     read: ModelInput  # the input and all later tokens: the engine reads it for the next turn
     ids: array[int] = field(default_factory=lambda: array("i"))
@@ -134,11 +134,11 @@ class _RunningConversations:
     def __init__(self, parent: Conversations, sampling: Sampling, seed: int, purpose: str) -> None:
         self.engine, self.tools, self.form, self.rules = parent.engine, parent.tools, parent.form, parent.rules
         self.max_iterations, self.sampling, self.seed, self.purpose = parent.max_iterations, sampling, seed, purpose
-        self.writing: dict[str, Conversation] = {}  # by request
+        self.writing: dict[str, Conversation] = {}  # conversations that the engine decodes, by request
         self.waiting: list[tuple[Conversation, Answers]] = []  # conversations that wait for tools
         self.unopened: deque[tuple[Prompt, int]] = deque()  # prompt, index in its group
         self._is_limited = True  # whether the number of environments in use at once is limited
-        self._over: dict[int, list[Conversation]] = {}  # by the prompt's position
+        self._over: dict[int, list[Conversation]] = {}  # finished conversations, by the prompt's position
 
     def open(self, prompts: Sequence[Prompt]) -> None:
         """Begin ``sampling.n`` conversations of each prompt, as many as there are environments for."""
@@ -197,7 +197,7 @@ class _RunningConversations:
         position, index, turn = conversation.prompt.position, conversation.index, conversation.turns
         if turn:
             seed = request_seed(self.seed, position, f"{self.purpose}/{index}/{turn}")
-        else:  # the seed of completion `index` in one request of n
+        else:  # the same seed as in one request of n completions
             seed = request_seed(self.seed, position, self.purpose) + index
         request = self.engine.submit(conversation.read, self.sampling, seed, n=1, spent=len(conversation.ids))
         self.writing[request] = conversation

@@ -46,7 +46,7 @@ class CustomRollouts:
             ValueError: an entry of the function's dict is missing or has the wrong length.
         """
         self.engine.require(version)
-        if not prompts:  # a rank may have none in an evaluation
+        if not prompts:  # in an evaluation a rank may have no prompts
             return
         if any(prompt.input.images is not None for prompt in prompts):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Environments: made by the user's factories, lent to one conversation at a time, and used again."""
+"""Environments: the user's factories make them, and each is lent to one conversation at a time, then used again."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class OwnGroups:
     def begin(self, positions: Iterable[int]) -> None:
         """Begin a round. This rank's groups at ``positions`` are trained next."""
         self._positions = set(positions)
-        self._own: list[ScoredGroup] = []  # in the order of finishing
+        self._own: list[ScoredGroup] = []  # this rank's accepted groups, in the order of finishing
         self._known: set[int] = set()  # positions of finished groups, accepted or not
         self._left: set[int] = set()  # indices of the groups in `_own` that no rank is known to have taken
 

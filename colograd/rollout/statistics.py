@@ -21,7 +21,7 @@ class RolloutStatistics:
     """Counts and lists of one rank's groups: small, and exact when joined over ranks."""
 
     lengths: list[int] = field(default_factory=list)  # sampled tokens per completion
-    ended: list[bool] = field(default_factory=list)  # False: truncated
+    ended: list[bool] = field(default_factory=list)  # per completion; False: truncated
     rewards: list[list[float]] = field(default_factory=list)  # [completion][function]
     totals: list[float] = field(default_factory=list)  # weighted sum per completion; NaN: all functions abstained
     flat_groups: list[bool] = field(default_factory=list)  # per group, whether it has no reward difference

@@ -52,7 +52,7 @@ class RunningCall:
         return cls(name, future)
 
     def done(self) -> bool:
-        """Return whether `outcome` returns without waiting."""
+        """Return whether there is nothing left to wait for."""
         return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
 
     def outcome(self, timeout: float | None) -> Outcome:
@@ -83,7 +83,7 @@ class Answers:
     advice: MainThreadAdvice
 
     def done(self) -> bool:
-        """Return whether `outcomes` returns without waiting."""
+        """Return whether there is nothing left to wait for."""
         return all(call.done() for call in self.calls)
 
     def outcomes(self) -> list[tuple[str, Outcome]]:

@@ -167,7 +167,7 @@ class ToolFormat:
         shown, pictures = with_images([*messages], (), "a tool's answer")
         if pictures:
             return self._reader.made(shown, pictures, arguments)
-        return ModelInput(self._reader.tokens(shown, arguments)[1])  # an image token that a tool wrote is a token
+        return ModelInput(self._reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)

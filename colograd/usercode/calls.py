@@ -81,7 +81,8 @@ def _place(file: str, line: int | str) -> str:
 def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> None:
     """Call ``tell(started, ended)`` in the thread that ends or cancels the call.
 
-    Both are times of `time.perf_counter`. ``started`` is the function's start, if that is known, else the present time.
+    Both are times of `time.perf_counter`. ``started`` is the function's start, or the time of calling `when_done` if
+    the start isn't known.
     """
     submitted = time.perf_counter()
 
