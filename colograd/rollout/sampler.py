@@ -69,7 +69,7 @@ class EarlyTraining(Protocol):
         """Train after a step of this rank's engine."""
 
     def wait_for_early(self) -> None:
-        """Finish early training, as this rank's engine takes no further step."""
+        """Wait for the work queued between steps, as this rank's engine takes no further step."""
 
     def train_early(self, finished: OwnGroups) -> None:
         """Train after this rank has sampled, until all ranks have sampled and none trains."""
