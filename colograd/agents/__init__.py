@@ -1,7 +1,7 @@
 """Agents: programs of the user's that call the model over HTTP while it is trained.
 
-`AgentSessions` (`sessions`) is the rollout source: it starts a program per completion (`usercode.programs`), serves the
-engine to them on loopback for the length of a generation (`server`, `endpoint`), decodes their requests in the engine's
-one queue (`decoding`), and makes each session a `Rollout` that is a tree (`tree`). `context` gives a request the very
-token ids that its session has had, and `session` keeps what a session may do and did.
+`AgentSessions` (`sessions`) is the rollout source. It starts a program per completion (`usercode.programs`). During a
+generation it serves the engine to the programs on loopback (`server`, `endpoint`). Their requests go into the engine's
+one queue (`decoding`). Each session becomes a `Rollout` that is a tree (`tree`). `context` gives a request the exact
+token ids of its session's earlier turns. `session` holds a session's limits and its turns.
 """

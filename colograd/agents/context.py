@@ -1,9 +1,9 @@
 """From a request's messages to the token ids that the model reads: tokens in, tokens out.
 
-The chat template writes the messages as text. Where that text begins as the session's text stood after an earlier turn,
-the request goes on from that turn's very ids, and only what follows is tokenised. Where the template or the agent has
-rewritten history (dropped reasoning, a compacted context), the context begins anew; what it keeps of the model's turns
-still has the ids that were sampled.
+The chat template writes the messages as text. If that text begins with the session's text after an earlier turn, the
+request continues that turn's exact ids, and only the rest is tokenised. If the template or the agent has rewritten
+history (dropped reasoning, a compacted context), the context begins anew. The parts of the model's turns that it still
+contains keep their sampled ids.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from ..usercode.untrusted import parse_json
 
-PROBE = "colograd-probe-7f3a"  # a content that no template has
-MARK = "Zq7mark"  # likewise
-DISTINCT = 8  # characters of a text that is looked for by itself: a shorter one may be anywhere
-REASONING = ("reasoning", "reasoning_content", "thinking")  # the field's names in chat templates
+PROBE = "colograd-probe-7f3a"  # a message's content that no template contains
+MARK = "Zq7mark"  # a mark that no template or message contains
+DISTINCT = 8  # minimum characters of a text to search for: a shorter text may occur anywhere
+REASONING = ("reasoning", "reasoning_content", "thinking")  # names of the reasoning's field in chat templates
 
 
 class UnreadableMessages(ValueError):
@@ -28,11 +28,11 @@ class UnreadableMessages(ValueError):
 
 
 class TooLong(UnreadableMessages):
-    """They have more characters than could have room as tokens."""
+    """The messages have more characters than the context has room for as tokens."""
 
 
 class Template(Protocol):
-    """Of a tokenizer: its chat template, and texts to ids and back."""
+    """A tokenizer's interface: its chat template, and texts to ids and back."""
 
     name_or_path: str
     all_special_ids: Sequence[int]
@@ -45,38 +45,38 @@ class Template(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a request's model reads."""
+    """The model's input for one request."""
 
     ids: list[int]
-    text: str  # that the template wrote
-    messages: list[dict[str, Any]]  # as the template takes them
-    arguments: dict[str, Any]  # of the template
-    after: int | None  # the turn (its number) on whose ids it goes on; None: on none's
+    text: str  # text written by the template
+    messages: list[dict[str, Any]]  # messages in the template's format
+    arguments: dict[str, Any]  # the template's arguments
+    after: int | None  # number of the turn that the ids continue; None: no turn
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A reply of the model, and the conversation up to it."""
 
-    # How a request begins that goes on from it: the conversation as the template writes it, up to where the next
-    # message begins to be tokenised; and the text that was read and written.
+    # Beginnings of requests that continue this turn: the text that was read and sampled, and the conversation as the
+    # template writes it, up to the place where tokenising the next message begins.
     texts: tuple[str, ...]
-    ids: list[int]  # of the conversation so far, as the model read and wrote them
-    wrote: list[int]  # the last of them: the reply's
+    ids: list[int]  # ids of the conversation including the reply, as read and sampled
+    wrote: list[int]  # ids of the reply, the last ones of `ids`
     message: dict[str, Any]  # the reply
-    key: str  # of that
-    place: int  # of the reply among the conversation's messages
+    key: str  # `_key` of the reply
+    place: int  # index of the reply among the conversation's messages
 
 
 class ChatFormat:
-    """A tokenizer's chat template: how turns begin and end in it. One for all sessions of a run.
+    """A tokenizer's chat template, with the beginnings and ends of its turns. All sessions of a run share one.
 
     Args:
-        arguments: of the template, such as ``enable_thinking``; a request's own come before them.
+        arguments: the template's arguments, such as ``enable_thinking``. A request's arguments override them.
         ends: tokens that end a turn.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that writes no assistant's message.
+        ValueError: the tokenizer has no chat template, or its template doesn't write an assistant's message.
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Sequence[int]) -> None:
@@ -96,14 +96,14 @@ class ChatFormat:
                 f"the chat template of {tokenizer.name_or_path} doesn't write an assistant's message: set "
                 "chat_template_path."
             )
-        self.end = text[text.index(PROBE) + len(PROBE) :]  # what follows a turn's content
+        self.end = text[text.index(PROBE) + len(PROBE) :]  # text behind a turn's content
         self._end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
-        """The messages as text.
+        """Return the messages as text.
 
         Args:
-            begins: the model's turn begins at its end.
+            begins: whether the text ends with the beginning of the model's turn.
 
         Raises:
             UnreadableMessages: the template can't write them.
@@ -113,7 +113,7 @@ class ChatFormat:
             text = self.tokenizer.apply_chat_template(
                 [*messages], tokenize=False, add_generation_prompt=begins, **given
             )
-        except Exception as error:  # whatever a template does with messages that it wasn't made for
+        except Exception as error:  # a template may raise anything for messages that it wasn't made for
             raise UnreadableMessages(
                 f"the chat template of {self.tokenizer.name_or_path} can't write these messages: "
                 f"{type(error).__name__}: {error}"
@@ -123,10 +123,10 @@ class ChatFormat:
     def places(
         self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str
     ) -> Iterator[tuple[int, slice, slice | None]]:
-        """Where in the conversation's ``text`` the assistant's messages are.
+        """Yield the places of the assistant's messages in the conversation's ``text``.
 
-        Yields the index of each, the text between the content before it and the content behind it, and the place of its
-        own content, if it has some. Nothing where the template hides that.
+        Each item is the message's index, the slice between its neighbours' contents, and the slice of its own content
+        (None: not found). Yield nothing if marks in the messages change the template's other text.
         """
         marked, halves = list(messages), dict[int, tuple[str, str]]()
         for index, message in enumerate(messages):
@@ -147,7 +147,7 @@ class ChatFormat:
             removed += len(match[0])
             before, behind = halves[index]
             if index in contents or not (text.endswith(before, 0, at) and text.startswith(behind, at)):
-                before = behind = ""  # it is written twice, or not as it is
+                before = behind = ""  # the template writes it twice, or changes it
             contents[index] = slice(at - len(before), at + len(behind))
         for index, message in enumerate(messages):
             if message.get("role") == "assistant":
@@ -157,7 +157,7 @@ class ChatFormat:
                 yield index, slice(start, end), own if own is not None and own.stop > own.start else None
 
     def encode(self, text: str, behind: int | None = None) -> list[int]:
-        """A text's ids, behind an earlier token: a piece of a text may differ from a text's beginning."""
+        """Return a text's ids behind the token ``behind``. A tokenizer may encode the start of a text differently."""
         if not text:
             return []
         if behind in self._end_texts:
@@ -171,19 +171,23 @@ class ChatFormat:
         return self.tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def said(self, ids: Sequence[int]) -> tuple[str, bool]:
-        """A turn's text without the token that ended it, and whether one did."""
+        """Return a turn's text without its end token, and whether it has an end token."""
         ended = bool(ids) and ids[-1] in self.ends
         return self.decode(ids[:-1] if ended else ids), ended
 
     def sampled_of(self, text: str, at: int, last: int) -> int:
-        """Characters of ``text`` from ``at`` on that the last sampled token is: where a turn ends with what begins the
-        next message."""
+        """Return the number of characters of ``text`` from ``at`` on that belong to the last sampled token.
+
+        In some templates the token that ends a turn is also the beginning of the next message.
+        """
         end = self._end_texts.get(last, "")
         return len(end) if end and not text.endswith(end, 0, at) and text.startswith(end, at) else 0
 
     def read_up_to(self, text: str, ids: Sequence[int]) -> int:
-        """Where in a conversation's text the ids of its last turn end: behind the token that ended it, if one did,
-        else before the text that ends turns."""
+        """Return the index in a conversation's text where the ids of its last turn end.
+
+        That is behind the turn's end token if it has one, else before the template's end of a turn.
+        """
         last = ids[-1] if ids else None
         start = len(text) - len(self.end) if text.endswith(self.end) else len(text)
         if last not in self.ends:
@@ -197,20 +201,20 @@ class SessionContexts:
 
     def __init__(self, form: ChatFormat) -> None:
         self.form = form
-        self.turns: list[Turn | None] = []  # None: of a request without messages
-        self._by_key: dict[str, list[Turn]] = {}  # by the key of their messages
+        self.turns: list[Turn | None] = []  # None: the turn's request had no messages
+        self._by_key: dict[str, list[Turn]] = {}  # turns by the key of their replies
 
     def context(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
     ) -> Context:
-        """The ids of a request's messages.
+        """Return the context of a request's messages.
 
         Args:
-            arguments: of the template, ``tools`` among them.
-            most: characters that are tokenised.
+            arguments: the template's arguments, including ``tools``.
+            most: maximum number of characters; None: no limit.
 
         Raises:
-            UnreadableMessages: the template can't write them, or they are too long.
+            UnreadableMessages: the template can't write the messages, or they are too long.
         """
         written = [as_written(message) for message in messages]
         text = self.form.write(written, arguments)
@@ -222,7 +226,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # no other that begins alike
+            and keys[turn.place] == turn.key  # not another reply with the same beginning
             for begun in turn.texts
             if text.startswith(begun)
         ]
@@ -238,12 +242,13 @@ class SessionContexts:
         return Context(ids, text, written, dict(arguments), after)
 
     def add(self, context: Context | None, wrote: Sequence[int], reply: Mapping[str, Any], whole: bool = True) -> int:
-        """Record a turn; returns its number.
+        """Record a turn. Return its number.
 
         Args:
-            context: that it answered; None: of a request without messages, which nothing goes on from.
-            reply: the message that the program was given.
-            whole: the reply says all that was sampled; False: a stop string was cut off.
+            context: the context that the turn answered; None: the request had no messages, so no request continues it.
+            wrote: the sampled ids.
+            reply: the message that the program got.
+            whole: whether the reply contains all sampled text; False: a stop string was cut off.
         """
         self.turns.append(None)
         number = len(self.turns) - 1
@@ -252,7 +257,7 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except UnreadableMessages:  # a template may want answers behind calls
+        except UnreadableMessages:  # a template may require answers behind calls
             return number
         texts = [context.text + self.form.decode(wrote)]
         if whole:
@@ -266,7 +271,7 @@ class SessionContexts:
     def _pieces(
         self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str, at: int
     ) -> Iterator[str | list[int]]:
-        """A text from ``at`` on in pieces: sampled ids where it has a turn of the model, texts between them."""
+        """Yield a text from ``at`` on in pieces: sampled ids for turns of the model, and the texts between them."""
         turns = self._turns_of(messages)
         if at < len(text) and turns:
             for index, around, content in self.form.places(messages, arguments, text):
@@ -282,7 +287,7 @@ class SessionContexts:
         yield text[at:]
 
     def _turns_of(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, Turn]:
-        """The turn that each message is, by its index. Of equal ones the last message is the newest turn."""
+        """Return message index -> the recorded turn. Among equal messages the last one is the newest turn."""
         found: dict[int, Turn] = {}
         left = {key: [*turns] for key, turns in self._by_key.items()}
         for index in reversed(range(len(messages))):
@@ -291,11 +296,11 @@ class SessionContexts:
         return found
 
     def _runs(self, turn: Turn, text: str, around: slice, content: slice | None) -> Iterator[tuple[int, list[int]]]:
-        """What a text keeps of a turn: where, and the ids that were sampled.
+        """Yield the parts of a turn that a text still contains: their place in the text, and their sampled ids.
 
         Args:
-            around: where in the text the turn's message is.
-            content: where the message's content is, if it has some.
+            around: slice of the text with the turn's message.
+            content: slice of the text with the message's content; None: the message has no content.
         """
         said, ended = self.form.said(turn.wrote)
         ids = turn.wrote[:-1] if ended else turn.wrote
@@ -306,7 +311,7 @@ class SessionContexts:
         places = [*_places(self.form, ids)]
 
         def kept(part: str, inside: int, first: int) -> Iterator[tuple[int, list[int]]]:
-            """The tokens that lie in a part of what was said from its first character to its last."""
+            """Yield the place and ids of the tokens that lie completely in a part of the turn's text."""
             low = bisect.bisect_left(places, inside)
             high = bisect.bisect_right(places, inside + len(part)) - 1
             if first >= 0 and low < high:
@@ -314,7 +319,7 @@ class SessionContexts:
                 if self.form.decode(ids[low:high]) == text[start:end]:
                     yield start, ids[low:high]
 
-        parts, at = [], 0  # reasoning, content and calls, each with its place in what was said
+        parts, at = [], 0  # reasoning and content, each with its place in the turn's text
         for name in ("reasoning", "content"):
             part = str(turn.message.get(name) or "").strip()
             found = said.find(part, at) if part else -1
@@ -334,9 +339,9 @@ class SessionContexts:
 
 
 def _places(form: ChatFormat, ids: Sequence[int]) -> Iterator[int]:
-    """Where in the ids' text each token begins, and the end; a character of several tokens begins with the first."""
+    """Yield each token's start in the ids' text, then the end. All tokens of one character start where it starts."""
     yield 0
-    text, start = "", 0  # the text of whole characters, and the token after them
+    text, start = "", 0  # the text of whole characters, and the index of the token after it
     for index in range(len(ids)):
         piece = form.decode(ids[start : index + 1])
         if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -345,8 +350,11 @@ def _places(form: ChatFormat, ids: Sequence[int]) -> Iterator[int]:
 
 
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of the API as chat templates take it: texts of its parts, arguments of calls as objects, reasoning by
-    all its names; nothing that is null."""
+    """Return a message of the API in the format of chat templates.
+
+    Content parts become one text, arguments of calls become objects, reasoning gets all its names, and nulls are
+    dropped.
+    """
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content")
     if isinstance(content, list):
@@ -377,7 +385,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Equal of a reply and of the message that a program sends back as it, with or without the reasoning."""
+    """Return a key of a message. A reply and the program's copy of it have equal keys, with or without reasoning."""
     written = as_written(message)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in written.get("tool_calls", ())]
     return json.dumps([str(written["content"]).strip(), calls], sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""What the endpoint's thread asks of the engine, which the engine's own thread runs between its steps."""
+"""Requests from the endpoint's thread to the engine. The engine's own thread runs them between its steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..engine.chat_api import BadRequest
 from ..engine.protocol import Engine, Sampled
 from ..engine.sampling import Sampling
 
-PAUSE = 0.02  # seconds without a new request after which no more are expected at once
-FIRST_STEP = 0.5  # seconds that a step may take, before one was run
+PAUSE = 0.02  # seconds without a new request after which no more are expected
+FIRST_STEP = 0.5  # assumed seconds of the first step
 
 
 @dataclass(eq=False, slots=True)
 class Work:
     """A request of a session. Its ``future`` belongs to the endpoint's event loop.
 
-    ``more``, if it is there, is called in that loop with all tokens so far, as they come.
+    ``more``, unless None, is called in that loop with all tokens so far, whenever new tokens come.
     """
 
     prompt: Sequence[int]
@@ -46,7 +46,7 @@ class Work:
 
 
 class WorkQueue:
-    """Requests on their way to the engine, and those that nobody waits for any more."""
+    """New requests for the engine, and dropped requests, which nobody waits for any more."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -65,19 +65,19 @@ class WorkQueue:
             self._changed.notify()
 
     def wake(self) -> None:
-        """Something else has happened: `wait` returns."""
+        """Make `wait` return."""
         with self._changed:
             self._woken = True
             self._changed.notify()
 
     def wait(self, seconds: float) -> None:
-        """Wait for anything to happen."""
+        """Wait for a new request, a dropped request or `wake`, for at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._new or self._dropped or self._woken), seconds)
             self._woken = False
 
     def gather(self, count: int, seconds: float) -> None:
-        """Wait for new requests, until there are ``count``, or none has come for a `PAUSE`."""
+        """Wait for new requests, until there are ``count``, or none has come for `PAUSE` seconds."""
         until, seen = time.monotonic() + seconds, 0
 
         def another() -> bool:
@@ -89,7 +89,7 @@ class WorkQueue:
                 self._changed.wait_for(another, min(PAUSE, left))
 
     def take(self) -> tuple[list[Work], list[Work]]:
-        """New requests, and dropped ones, since the last call."""
+        """Return the new requests and the dropped requests since the last call."""
         with self._changed:
             new, dropped = self._new, self._dropped
             self._new, self._dropped = [], []
@@ -102,17 +102,18 @@ class Decoder:
     def __init__(self, engine: Engine, queue: WorkQueue) -> None:
         self.engine, self.queue = engine, queue
         self._running: dict[str, Work] = {}
-        self._step_seconds = FIRST_STEP  # of the last one
+        self._step_seconds = FIRST_STEP  # seconds of the last step
 
     def step(self, idle_seconds: float, sessions: int) -> None:
-        """Submit what is new, run one step, and answer what it finished; without requests, wait for one a little.
+        """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly for one.
 
-        Sessions that begin together ask together. A step for the first of them alone would take as long as one for all
-        of them, while their requests are read ever more slowly beside it. So where the engine has nothing to do it
-        waits for the others, as long as a step takes at most.
+        Sessions that begin together send their requests together. A step for the first request alone would take as
+        long as a step for all, and would slow down reading the other requests. So an idle engine waits for the others,
+        at most for the length of a step.
 
         Args:
-            sessions: programs that run, each of which may ask.
+            idle_seconds: maximum seconds to wait without requests.
+            sessions: number of running programs. Each may send a request.
         """
         if not self._running:
             self.queue.gather(sessions, self._step_seconds)
@@ -125,7 +126,7 @@ class Decoder:
             try:
                 name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
                 self._running[name] = work
-            except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
+            except Exception as error:  # not every version of vLLM raises ValueError for invalid requests
                 work.fail(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
             self.queue.wait(idle_seconds)
@@ -141,6 +142,6 @@ class Decoder:
                 finished.finish(samples)
 
     def close(self) -> None:
-        """Abort what runs."""
+        """Abort the running requests."""
         self.engine.abort([*self._running])
         self._running.clear()

@@ -1,6 +1,7 @@
 """The endpoint that programs call: OpenAI's chat completions, completions and models, and Anthropic's messages.
 
-A session's key says whose a request is. A stream of one answer is sent as its tokens come; of several, at the end.
+A request's API key identifies its session. A streamed request for one answer gets the tokens as they come. A streamed
+request for several answers gets them at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ClientGone(Exception):
 
 
 class _Events(StreamingResponse):
-    """Server-sent events; however their sending ends, ``closing`` is closed."""
+    """Server-sent events. ``closing`` is closed at the end, also if sending fails."""
 
     def __init__(self, events: Iterable[str] | AsyncIterator[str], closing: contextlib.ExitStack) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -53,10 +54,10 @@ class Endpoint:
     """Answers the requests of one generation's sessions.
 
     Args:
-        sampling: the run's, or the evaluation's.
-        seeds: (a prompt's position, what a request is told by) -> its seed.
-        context: tokens of the longest sequence.
-        refuses: a request with other sampling settings is an error; False: it is answered, and not trained on.
+        sampling: sampling settings of the run or the evaluation.
+        seeds: the run's seed, and the purpose (`train` or `eval`).
+        context: maximum number of tokens in a sequence.
+        refuses: whether a request with other sampling settings is an error; False: it is answered, but not trained on.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Endpoint:
     ) -> None:  # fmt: skip
         self.api, self.queue, self.sampling, self.context, self.refuses = api, queue, sampling, context, refuses
         self._seed, self._purpose = seeds
-        self.sessions: dict[str, Session] = {}  # by key; those that are over too
+        self.sessions: dict[str, Session] = {}  # by API key, including ended sessions
         routes = [Route(path, self._answering(api_name), methods=["POST"]) for path, api_name in APIS.items()]
         routes.append(Route("/v1/models", self._models, methods=["GET"]))
         handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
@@ -98,7 +99,7 @@ class Endpoint:
                 return self._failed(api, error)
             except ClientGone:
                 return Response(status_code=499)
-            except Exception as error:  # a mistake of ours is no session's end
+            except Exception as error:  # an error of the endpoint must not end the session
                 return self._failed(api, BadRequest(f"{type(error).__name__}: {error}", 500, "internal_error"))
 
         return answer
@@ -129,7 +130,7 @@ class Endpoint:
             closing.callback(session.end, count)
             contexts = self._contexts(session, call)
             works = [self._work(session, call, ids) for ids, _ in contexts]
-            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # None: the answer is there, or has failed
+            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # None: the answer is complete, or has failed
             if call.stream and count == 1:
                 works[0].more = news.put_nowait
             closing.enter_context(self._in_the_queue(session, works))
@@ -157,7 +158,7 @@ class Endpoint:
         self, stream: Stream, first: list[int], news: asyncio.Queue[list[int] | None],
         choices: Callable[[], list[Choice]],
     ) -> AsyncIterator[str]:  # fmt: skip
-        """An answer's events as its tokens come."""
+        """Yield an answer's events as its tokens come."""
         ids: list[int] | None = first
         for event in stream.begin():
             yield event
@@ -175,7 +176,7 @@ class Endpoint:
     # -- a request
 
     def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
-        """The ids that the model reads, of each prompt."""
+        """Return the ids that the model reads for each prompt, with its context if the request has messages."""
         pairs: list[tuple[list[int], Context | None]]
         try:
             if call.messages is None:
@@ -187,7 +188,7 @@ class Endpoint:
             raise self._too_long(str(error)) from None
         except (BadRequest, UnreadableMessages) as error:
             raise BadRequest(str(error)) from None
-        except Exception as error:  # whatever comes of messages of another shape
+        except Exception as error:  # messages of an unknown shape may cause any error
             raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
         for ids, _ in pairs:
             if not ids:
@@ -227,11 +228,11 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _in_the_queue(self, session: Session, works: list[Work]) -> Iterator[None]:
-        """In the body the engine works; it drops what isn't done at the body's end."""
+        """Queue the requests in the engine, and drop the unfinished ones when the context ends."""
         session.working.update(works)
         for work in works:
             self.queue.put(work)
-        if not session.is_open:  # it was closed meanwhile, by a thread that didn't see these
+        if not session.is_open:  # another thread has closed it and didn't see these requests
             self.close(session, session.why_closed)
         try:
             yield
@@ -247,18 +248,18 @@ class Endpoint:
         return self.api.choice(call, sample.ids, sample.logprobs, length, session.form.ends)
 
     def close(self, session: Session, why: str) -> None:
-        """End a session; its open requests fail. Any thread may call it."""
+        """End a session and fail its open requests. Any thread may call this."""
         session.close(why)
-        for work in session.working.copy():  # which the endpoint's thread changes
+        for work in session.working.copy():  # a copy, as the endpoint's thread changes the set
             self.queue.drop(work)
             work.fail(BadRequest(f"this session is over: {why}.", 410, "session_over"))
 
 
 async def _body(request: Request, most: int) -> Any:
-    """The request's JSON.
+    """Read the request's JSON.
 
     Raises:
-        BadRequest: it is none, or has more than ``most`` bytes.
+        BadRequest: the body isn't JSON, or has more than ``most`` bytes.
     """
     found = bytearray()
     async for part in request.stream():
@@ -272,10 +273,10 @@ async def _body(request: Request, most: int) -> Any:
 
 
 async def _unless_gone(request: Request, found: Coroutine[Any, Any, T]) -> T:
-    """What comes.
+    """Return the result of a coroutine, unless the program disconnects first.
 
     Raises:
-        ClientGone: the program doesn't wait for it.
+        ClientGone: the program has disconnected.
     """
     gone, coming = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(found)
     both: list[asyncio.Future[Any]] = [gone, coming]

@@ -1,4 +1,4 @@
-"""Rows for an agent, which needs no prompt in them: its program writes what the model is asked."""
+"""Rows for an agent. They need no prompt, because the agent's program writes the prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..rollout.toolbox import EMPTY
 
 
 def with_prompts(dataset: Any) -> Any:
-    """A dataset, a dict of some, or None: where there is no column ``prompt``, with an empty one."""
+    """Return a dataset, a dict of datasets, or None. Add a column ``prompt`` with empty prompts if it is missing."""
     if isinstance(dataset, dict):
         given: dict[str, Any] = dataset
         return {name: with_prompts(part) for name, part in given.items()}

@@ -1,4 +1,4 @@
-"""An HTTP server on loopback, in a thread, for the length of a generation."""
+"""An HTTP server on loopback, which runs in a thread during a generation."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from typing import Any
 
 import uvicorn
 
-GRACE_SECONDS = 1.0  # for answers that are being sent at the end
-STOP_SECONDS = 10.0  # that the server's thread may hold up the end
-KEEP_ALIVE_SECONDS = 600  # of a connection that isn't used: a program may run a tool for long between two requests
+GRACE_SECONDS = 1.0  # seconds to finish sending answers at the end
+STOP_SECONDS = 10.0  # maximum seconds to wait for the server's thread to end
+KEEP_ALIVE_SECONDS = 600  # seconds to keep an idle connection: a tool may run for long between two requests
 
 
 class _Server(uvicorn.Server):
-    """Ends when it is told: uvicorn's own looks every 0.1 s, and waits as long for its connections, which is a part of
-    a short generation."""
+    """A uvicorn server that ends at once.
+
+    uvicorn's own server checks for its end every 0.1 s, and waits for its connections in steps of 0.1 s. That is too
+    long for a short generation.
+    """
 
     async def main_loop(self) -> None:
         self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
-        await self.on_tick(0)  # the headers of all answers
+        await self.on_tick(0)  # sets the default headers of all answers
         if not self.should_exit:
             await self._ending.wait()
 
     def end(self) -> None:
-        """Any thread may call it, once the server has started."""
+        """End the server. Any thread may call this once the server has started."""
         self.should_exit = True
-        with contextlib.suppress(RuntimeError, AttributeError):  # its loop is closed, or hasn't begun to wait
+        with contextlib.suppress(RuntimeError, AttributeError):  # the loop is closed, or `main_loop` hasn't begun
             self._loop.call_soon_threadsafe(self._ending.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -50,10 +53,10 @@ class _Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
-    """Serve an ASGI application; yields its address, such as ``http://127.0.0.1:41234``.
+    """Serve an ASGI application. Yield its address, such as ``http://127.0.0.1:41234``.
 
     Raises:
-        RuntimeError: it doesn't start.
+        RuntimeError: the server doesn't start.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""One run of an agent's program for one row: its key, its limits, and what it asked and was told."""
+"""One run of an agent's program for one row: its key, its limits, its requests and their answers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one session."""
+    """The limits of one session."""
 
-    requests: int  # in all
-    at_once: int  # open requests, each with its n completions
-    body: int = 32 * 2**20  # bytes of a request
+    requests: int  # maximum number of requests
+    at_once: int  # maximum number of open completions; a request counts as its n completions
+    body: int = 32 * 2**20  # maximum bytes of a request
 
 
 @dataclass(slots=True)
 class _Sample:
-    """What a request read, and one of its answers."""
+    """The context of a request, and one of its answers."""
 
     read: list[int]
     wrote: Sampled
@@ -40,14 +40,14 @@ class _Sample:
 
 @dataclass(eq=False)
 class Session:
-    """What the endpoint knows of a program. Its thread and the engine's both call it."""
+    """The state of one run of a program. The endpoint's thread and the engine's thread both call it."""
 
     prompt: Prompt
-    index: int  # in its group
+    index: int  # index of the completion in its group
     form: ChatFormat
     limits: Limits
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
-    turns: list[dict[str, Any]] = field(default_factory=list)  # as reward functions and the log have them
+    turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer, for reward functions and the log
     is_open: bool = True
     why_closed: str = ""
 
@@ -59,15 +59,15 @@ class Session:
         self._requests = 0
         self._open_requests = 0
         self._samples: list[_Sample] = []
-        self._asked: Counter[str] = Counter()  # how often each context was asked
+        self._asked: Counter[str] = Counter()  # number of requests by context digest
 
     # -- requests
 
     def begin(self, n: int) -> None:
-        """Count a request in.
+        """Count a request with ``n`` completions as open.
 
         Raises:
-            BadRequest: the session is over, or has asked enough.
+            BadRequest: the session is over, or has reached a limit.
         """
         with self._lock:
             self._check_open()
@@ -88,13 +88,15 @@ class Session:
             self._open_requests += n
 
     def end(self, n: int) -> None:
-        """Count a request out."""
+        """Count a request with ``n`` completions as closed."""
         with self._lock:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """What tells this request from all others: a digest of its context, and how often that was asked before. So
-        requests that are made at the same time may come in any order."""
+        """Return a text that identifies this request: a digest of its context, and its number among equal contexts.
+
+        So the seeds of concurrent requests don't depend on their order.
+        """
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._asked[digest] += 1
@@ -104,7 +106,7 @@ class Session:
         self, call: Call, context: Context | None, ids: list[int], samples: Sequence[Sampled],
         choices: Sequence[Choice], began: float,
     ) -> None:  # fmt: skip
-        """Record what a request was told.
+        """Record the answers to a request.
 
         Raises:
             BadRequest: the session is over.
@@ -132,7 +134,7 @@ class Session:
                 )
 
     def _seen(self, after: int | None) -> int:
-        """Messages up to a turn's reply."""
+        """Return the number of messages up to a turn's reply."""
         count = 0
         while after is not None:
             turn = self.turns[after]
@@ -144,16 +146,16 @@ class Session:
         if not self.is_open:
             raise BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
 
-    # -- its end
+    # -- the session's end
 
     def close(self, why: str) -> None:
-        """End the session: nothing is recorded of it any more."""
+        """End the session. No more answers are recorded."""
         with self._lock:
             if self.is_open:
                 self.is_open, self.why_closed = False, why
 
     def messages(self) -> tuple[dict[str, Any], ...]:
-        """The last conversation behind the messages that it began with."""
+        """Return the last conversation, without the messages that it began with."""
         if not self.turns:
             return ()
         path, found = [len(self.turns) - 1], list[dict[str, Any]]()
@@ -166,8 +168,8 @@ class Session:
         return tuple(found)
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
-        """All that the session's requests read and wrote, as a tree; without any, a token that isn't trained."""
-        # A context is longer than those that it goes on from. So the order doesn't depend on what came first.
+        """Return the session's contexts and answers as a tree. Without answers, return one token that isn't trained."""
+        # A context is longer than every context that it continues. So the order doesn't depend on the times.
         numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1].read), s[1].read, list(s[1].wrote.ids)))
         tree = TokenTree(numbered[0][1].read if numbered else [])
         for number, each in numbered:

@@ -1,7 +1,7 @@
-"""`AgentSessions`: the rollout source in which the user's program asks the model, over HTTP, whatever it likes.
+"""`AgentSessions`: a rollout source that runs the user's program, which calls the model over HTTP.
 
-Each completion of a group is a session: the program runs once for it, with a key of its own. Hundreds of sessions
-decode in one batch, for what they ask goes into the engine's one queue.
+Each completion of a group is a session: the program runs once for it, with its own API key. Hundreds of sessions decode
+in one batch, because their requests go into the engine's one queue.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from .server import served
 from .session import Limits, Session
 from .turn_rewards import problem_with
 
-POLL = 0.05  # seconds between two looks at the clock while no session asks anything
-REWARD = "agent_reward"  # a column of a rollout
-TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # a command's status, and a shell's
-GIVEN = ("base_url", "api_key", "model", "row")  # what a function may take
+POLL = 0.05  # seconds between two looks at the clock while there are no requests
+REWARD = "agent_reward"  # the rollout's column with the program's reward
+TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # status of a terminated command, and of a shell
+GIVEN = ("base_url", "api_key", "model", "row")  # parameters that a function may take
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     """The user's program: a function, or a command.
 
-    A function gets those of base_url, api_key, model and row (a dict, the dataset's) that it names. A command has
-    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and
-    the row as JSON on its standard input.
+    A function gets base_url, api_key, model and row (a dict, the dataset's row), as far as it has these parameters. A
+    command has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its
+    environment, and the row as JSON on its standard input.
     """
 
     name: str
@@ -64,10 +64,10 @@ class Agent:
 
     @classmethod
     def of(cls, given: Any) -> Agent:
-        """From a function or a command line.
+        """Make an agent from a function or a command line.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the value is neither, the command is empty, or the function has an unknown parameter.
         """
         if isinstance(given, str):
             command = tuple(shlex.split(given))
@@ -86,8 +86,11 @@ class Agent:
         return cls(getattr(given, "__name__", type(given).__name__), given)
 
     def digest(self) -> str:
-        """Of its source, as of a reward function's; of a command the words, and the files that they name: the program
-        itself where it is a script, not an interpreter of megabytes."""
+        """Return a digest of the program.
+
+        For a function it covers the source, like the digest of a reward function. For a command it covers the words
+        and the files that they name. The program's own file counts if it is a script, not an interpreter of megabytes.
+        """
         if self.function is not None:
             return code_digest(self.function)
         found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
@@ -114,7 +117,7 @@ class Agent:
         return FunctionProgram(self.function, given)
 
 
-LARGEST_SCRIPT = 2**20  # bytes of a program that is read: an interpreter's are no part of what it runs
+LARGEST_SCRIPT = 2**20  # maximum bytes of a program's file in the digest: larger files are interpreters
 _STARS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -124,13 +127,13 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How sessions are run."""
+    """The settings of an agent's sessions."""
 
-    timeout: float | None  # seconds of one
-    at_once: int  # sessions
+    timeout: float | None  # maximum seconds of a session; None: no limit
+    at_once: int  # maximum number of sessions at once
     limits: Limits
-    refuses: bool  # requests with other sampling settings
-    raises: bool  # a session that fails ends the run; False: its group isn't trained
+    refuses: bool  # whether requests with other sampling settings are errors
+    raises: bool  # whether a failed session ends the run; False: its group isn't trained
 
 
 @dataclass(eq=False, slots=True)
@@ -141,10 +144,10 @@ class _Running:
 
 
 class AgentSessions:
-    """Writes the groups of some prompts as sessions of an agent.
+    """A rollout source that writes groups as sessions of an agent.
 
     Args:
-        log: returns the present record of finished sessions, which aren't run again; None: there is none.
+        log: returns the current record of finished sessions, which aren't run again, or None.
     """
 
     def __init__(
@@ -161,10 +164,10 @@ class AgentSessions:
         """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time.
 
         Raises:
-            RuntimeError: a session failed, unless such groups abstain.
+            RuntimeError: a session failed, unless `agent_on_error: abstain` is set.
         """
         self.engine.require(version)
-        if not prompts:  # a rank may have none in an evaluation
+        if not prompts:  # in an evaluation a rank may have no prompts
             return
         queue = WorkQueue()
         endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
@@ -182,7 +185,7 @@ class AgentSessions:
                 yield from running.finished()
 
     def take_counts(self) -> dict[str, float]:
-        """Sums of ``agent/...`` since the last call."""
+        """Return the sums of ``agent/...`` since the last call."""
         taken = dict(self.counts)
         self.counts.clear()
         return taken
@@ -197,7 +200,7 @@ class _RunningSessions:
         self._log = parent.log()
         self._waiting: list[Session] = []
         self._running: list[_Running] = []
-        self._over: dict[int, dict[int, Rollout]] = {}  # by the prompt's position, by the place in the group
+        self._over: dict[int, dict[int, Rollout]] = {}  # prompt's position -> index in the group
         self._again: set[tuple[int, int]] = set()  # sessions that run a second time
         self._size = 0
 
@@ -207,11 +210,11 @@ class _RunningSessions:
 
     @property
     def count(self) -> int:
-        """Programs that run."""
+        """Number of running programs."""
         return len(self._running)
 
     def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
-        """Take all sessions that are to be run; yields the groups of which a record has all."""
+        """Queue the sessions of all prompts. Yield the groups that are recorded completely."""
         self._size = size
         for prompt in prompts:
             known = self._log.recall(prompt) if self._log is not None else {}
@@ -225,7 +228,7 @@ class _RunningSessions:
         return Group(prompt.example, rollouts, prompt.position)
 
     def start(self) -> None:
-        """Start sessions as others end."""
+        """Start waiting sessions, as many as `at_once` allows."""
         while self._waiting and len(self._running) < self.settings.at_once:
             session = self._waiting.pop(0)
             self.endpoint.sessions[session.key] = session
@@ -236,7 +239,7 @@ class _RunningSessions:
             self._running.append(_Running(session, program, math.inf if limit is None else session.began + limit))
 
     def finished(self) -> Iterator[Group]:
-        """The groups that are whole by now."""
+        """End the finished and late sessions. Yield the groups that are complete now."""
         now = time.perf_counter()
         ended = [each for each in self._running if each.program.future.done() or now > each.deadline]
         self._running = [each for each in self._running if each not in ended]
@@ -252,7 +255,10 @@ class _RunningSessions:
                 yield self._group(prompt)
 
     def _runs_again(self, each: _Running) -> bool:
-        """Run a session anew, once, if SIGTERM ended its command: a scheduler may send it to all processes of a job."""
+        """Run a session again, once, if SIGTERM ended its command. A scheduler may send it to all processes of a job.
+
+        Return whether the session runs again.
+        """
         session, future = each.session, each.program.future
         place = session.prompt.position, session.index
         if not future.done() or place in self._again:
@@ -275,7 +281,7 @@ class _RunningSessions:
             outcome = Outcome("late", None, self.settings.timeout or 0.0)
             self.endpoint.close(session, f"agent_timeout ({outcome.seconds:g} s) is over")
             self.counts["agent/timeouts"] += 1
-        each.program.stop()  # what a command has left behind, too
+        each.program.stop()  # also ends processes that the command has left behind
         columns, failure = returned(outcome)
         failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
@@ -291,14 +297,14 @@ class _RunningSessions:
         return session.rollout(self.version, {**columns, SESSION: session.turns, FAILURE: failure})
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the running sessions."""
         for each in self._running:
             self.endpoint.close(each.session, "the generation was aborted")
             each.program.stop()
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """A program's value as columns for reward functions, and how it failed; empty: it didn't."""
+    """Return a program's value as columns for reward functions, and the reason of a failure, or ""."""
     none: dict[str, Any] = {REWARD: None}
     if outcome.kind == "late":
         return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
@@ -334,5 +340,5 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
 
 
 def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:
-    """The reward that a session's program returned; None: it leaves that to the reward functions."""
+    """Return the rewards that the sessions' programs returned. None: reward functions decide."""
     return list(agent_reward)

@@ -1,10 +1,10 @@
-"""The tokens of a session as a tree: what its requests read and what the model wrote, shared beginnings once.
+"""The tokens of a session as a tree: its requests' contexts and the model's answers, with shared beginnings once.
 
     request 1 reads    p p p          and the model writes    a a
     request 2 reads    p p p a a t    and the model writes    b
     request 3 reads    p p s          and the model writes    c         (its context was compacted)
 
-is the prompt p p p with the branches [a a], [t b] behind it, and [s c], which sees the prompt's first two tokens.
+is the prompt p p p with the branches [a a], [t b] behind [a a], and [s c], which sees the prompt's first two tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..batch import Branch, FinishReason, ModelInput, Rollout
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Consecutive tokens, all of which were sampled or none, and what follows them."""
+    """Consecutive tokens, either all sampled or all read, and the nodes that follow them."""
 
     ids: array[int]
-    logprobs: array[float] | None  # None: the model read them
-    trained: bool  # sampled with the run's settings
+    logprobs: array[float] | None  # None: the model read the tokens
+    trained: bool  # whether the tokens were sampled with the run's settings
     children: list[Node] = field(default_factory=list)
-    number: int | None = None  # of the request that began it by being answered
+    number: int | None = None  # number of the answer that begins with this node
 
     def cut(self, length: int) -> None:
-        """Keep the first tokens; the others become the only child, with the children so far."""
+        """Keep the first ``length`` tokens. The rest becomes the only child and gets the previous children."""
         logprobs = self.logprobs
         rest = Node(self.ids[length:], None if logprobs is None else logprobs[length:], self.trained, self.children)
         self.ids, self.logprobs = self.ids[:length], None if logprobs is None else logprobs[:length]
@@ -38,14 +38,14 @@ class Node:
 
 
 class TokenTree:
-    """What one session's requests read and wrote.
+    """The contexts and answers of one session's requests.
 
     Args:
-        prompt: what its first request read.
+        prompt: ids that the first request read.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.places: dict[int, int] = {}  # of a numbered answer in the rollout: where it begins in the completion
+        self.places: dict[int, int] = {}  # number of an answer -> its first index in the completion
         self._roots: list[Node] = []
         self._prompt = array("i", prompt)
         self._read(self._prompt)
@@ -54,19 +54,21 @@ class TokenTree:
         self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True,
         number: int | None = None,
     ) -> None:  # fmt: skip
-        """Add a request's tokens, after those of all requests that it goes on from. What it read joins what is there
-        already; what the model wrote never does: two samples of equal tokens are two, and each is trained.
+        """Add a request's context and answer, after the requests that it continues.
+
+        The context joins equal tokens that are already in the tree. The answer never does: two equal samples remain
+        two, and each is trained.
 
         Args:
-            logprobs: of the tokens that it wrote, in nats.
-            number: by which `places` has the answer.
+            logprobs: log-probabilities of the answer's tokens, in nats.
+            number: key of the answer in `places`.
         """
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
 
     def _read(self, ids: array[int]) -> list[Node]:
-        """Follow or add the tokens of a context; returns what follows it."""
+        """Follow or add the tokens of a context. Return the list of nodes behind it."""
         children, at = self._roots, 0
         while at < len(ids):
             shared, node = max(((_shared(node, ids, at), node) for node in children), key=_first, default=(0, None))
@@ -79,7 +81,10 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, finish_reason: FinishReason, **further: Any) -> Rollout | None:
-        """The session as a rollout whose prompt is what its first request read; None: nothing was sampled."""
+        """Return the session as a rollout, with the first request's context as its prompt.
+
+        Return None if there are no tokens behind the prompt.
+        """
         asked, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
@@ -94,8 +99,8 @@ class TokenTree:
             branches.append(Branch(sum(len(node.ids) for node in run), after, seen))
             return len(branches) - 1
 
-        # Contexts may be thousands of turns deep: no recursion. Of each: nodes, the branch before, the prompt's tokens
-        # before (-1: the prompt is behind us).
+        # A loop, not recursion, because contexts may be thousands of turns deep. Each entry: the node, the index of the
+        # branch before it, and the number of prompt tokens before it (-1: it is behind a branch).
         todo: list[tuple[Node, int | None, int]] = [(node, None, 0) for node in reversed(self._roots)]
         while todo:
             node, after, seen = todo.pop()
@@ -123,7 +128,7 @@ class TokenTree:
 
     @staticmethod
     def nothing(version: int, asked: ModelInput, token: int, **further: Any) -> Rollout:
-        """A session that asked nothing of the model: one token, which isn't trained."""
+        """Return the rollout of a session without requests: one token that isn't trained."""
         return Rollout(
             input=asked,
             completion_ids=array("i", [token]),
@@ -140,11 +145,11 @@ def _first(pair: tuple[int, Node]) -> int:
 
 
 def _shared(node: Node, ids: array[int], at: int) -> int:
-    """How many of a node's tokens ``ids`` has from ``at`` on."""
+    """Return the number of the node's first tokens that ``ids`` has from ``at`` on."""
     own, count = node.ids, min(len(node.ids), len(ids) - at)
     if own[:count] == ids[at : at + count]:
         return count
-    low, high = 0, count  # the first low tokens are equal, the first high aren't
+    low, high = 0, count  # the first `low` tokens are equal, the first `high` aren't
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if own[:middle] == ids[at : at + middle] else (low, middle)

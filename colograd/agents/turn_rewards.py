@@ -1,4 +1,4 @@
-"""Advantages of single answers, by the rewards that an agent's program or reward functions give them."""
+"""Advantages of single answers, from rewards that an agent's program or reward functions give to each answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..losses.advantages import AdvantageEstimator, group_advantages
 from ..rewards.turns import JUDGED, SESSION, are_numbers, rule
 from ..rollout.failures import has_failed
 
-TURN_REWARDS = "turn_rewards"  # a rollout's column: of its answers, by the program
-WITHIN_GROUPS = ("group", "mean")  # scales that divide a group's advantages; others divide over the step, or not at all
+TURN_REWARDS = "turn_rewards"  # the rollout's column with the program's reward for each answer
+WITHIN_GROUPS = ("group", "mean")  # scales within a group; other scales work over the step, or don't divide
 
 
 def problem_with(columns: Mapping[str, Any], answers: int) -> str:
-    """What is wrong with a session's ``turn_rewards``; empty: nothing, or there are none."""
+    """Return the problem with a session's ``turn_rewards``, or "" if they are valid or missing."""
     given = columns.get(TURN_REWARDS)
     if given is None or are_numbers(given, answers):
         return ""
@@ -25,7 +25,7 @@ def problem_with(columns: Mapping[str, Any], answers: int) -> str:
 
 
 def rewards_of_answers(columns: Mapping[str, Any], weights: Mapping[str, float]) -> list[float]:
-    """Of each answer of a session: what the program gave it, and reward functions by their weights; empty: nothing."""
+    """Return a reward per answer: the program's, plus the reward functions' times their weights. Empty: no rewards."""
     parts = [(1.0, columns.get(TURN_REWARDS) or ())]
     parts += [(weights.get(name, 1.0), turns) for name, turns in columns.get(JUDGED, {}).items()]
     scaled = [[weight * float(each) for each in turns] for weight, turns in parts if turns]
@@ -35,14 +35,16 @@ def rewards_of_answers(columns: Mapping[str, Any], weights: Mapping[str, float])
 def with_turn_rewards(
     advantages: torch.Tensor, group: Group, estimator: AdvantageEstimator, weights: Mapping[str, float]
 ) -> torch.Tensor:
-    """Add to a group's advantages those of its single answers: how much better each was rewarded than all of the group.
+    """Add the advantages of single answers to a group's advantages.
+
+    An answer's advantage is its reward relative to the rewards of all answers in the group.
 
     Args:
-        advantages: [G], of the sessions.
-        weights: of the reward functions, by their names.
+        advantages: [G], one per session.
+        weights: name of a reward function -> weight.
 
     Returns:
-        [sum C], or ``advantages`` where no session has turn rewards, or one has failed.
+        [sum C], one per completion token. ``advantages`` if no session has turn rewards, or a session has failed.
     """
     given = [rewards_of_answers(rollout.columns, weights) for rollout in group.rollouts]
     if not any(given) or has_failed(group):

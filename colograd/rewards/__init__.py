@@ -1,18 +1,19 @@
 """Reward functions: resolve, call, time, isolate, check.
 
-`functions` finds them, `builtin` has those that come along (`answers` reads texts and numbers, `mathematics` compares
-expressions in a process of its own), `models` makes functions of reward models. `calling` makes one call's keywords and
-checks what it returned; `turns` has rewards of an agent's single answers; `scoring` says where and when each call runs.
+`functions` finds reward functions. `builtin` has the built-in ones: `answers` reads texts and numbers, `mathematics`
+compares expressions in a separate process. `models` turns reward models into functions. `calling` makes one call's
+keywords and checks the returned values. `turns` has rewards of an agent's single answers. `scoring` decides where and
+when each call runs.
 
-A reward function has TRL's signature, called with keywords only and for one group at a time:
+A reward function has TRL's signature, and is called with keywords only, for one group at a time:
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
-        -> list[float | None]    # G numbers; for an agent's session also a list, a number for each of its answers
+        -> list[float | None]    # G numbers; for an agent's session also a list with a number per answer
 
-``columns`` are the dataset's other columns, each repeated G times; ``None`` means that the function abstains. A
-function without ``**kwargs`` gets only what it names. ``async def`` functions of a group run concurrently.
+``columns`` are the dataset's other columns, each repeated G times. ``None`` means that the function abstains. A
+function without ``**kwargs`` gets only the keywords that it names. ``async def`` functions of a group run concurrently.
 
-The built-in functions are imported with the package, the rest on first use: a worker that calls them needs no torch.
+The built-in functions are imported with the package, the rest on first use, because their workers need no torch.
 """
 
 from __future__ import annotations

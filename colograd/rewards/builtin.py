@@ -1,4 +1,4 @@
-"""The built-in reward functions, by the names under which a recipe finds them."""
+"""The built-in reward functions, by their names in recipes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MUL
 
 
 def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
-    """1.0 where the completion starts with one ``<think>...</think>`` block, else 0.0 (TRL's rule).
+    """Return 1.0 if the completion starts with one ``<think>...</think>`` block, else 0.0 (TRL's rule).
 
-    The block may begin in the prompt, where the chat template writes ``<think>``. It may be a message's
-    own field, where the tokenizer's parser puts it.
+    The block may begin in the prompt, if the chat template writes ``<think>``. It may also be a separate field of the
+    message, if the tokenizer's parser puts it there.
     """
     begun = thought_begun(prompt_texts, len(completions))
     return [
@@ -34,11 +34,11 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
         (L - K - n) / K    for L - K < n <= L
         -1                 for n > L
 
-    n counts the tokens that the model wrote. Tokens of tools, which TRL counts too, aren't the model's to shorten.
+    n counts the tokens that the model wrote. TRL also counts tokens of tools, but the model can't shorten these.
 
     Args:
         max_completion_len: tokens; usually the run's ``max_completion_length``.
-        soft_punish_cache: tokens below it in which the punishment grows from 0 to -1.
+        soft_punish_cache: length in tokens of the range below it where the reward falls from 0 to -1.
 
     Raises:
         ValueError: ``soft_punish_cache`` isn't between 1 and ``max_completion_len``.
@@ -65,6 +65,6 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
-    # TRL's name and values for its command line; other values: a function of your own made by the factory.
+    # TRL's name and values for its command line. For other values, call the factory in a module of your own.
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
 }

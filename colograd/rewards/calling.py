@@ -1,4 +1,4 @@
-"""One call of a reward function: its keywords, and a check of what it returned."""
+"""One call of a reward function: its keywords, and a check of the returned values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RESERVED = (
     "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",
     "log_extra", "log_metric",
 )  # fmt: skip
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # by the terms' size: of rewards, weights and the sum, twice
-# Metrics of the trainer's own: their names, and what comes before the slash.
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative to the terms: rounding of rewards, weights and sum, twice
+# The trainer's own metrics: their names, and their families, the part before the slash.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
@@ -52,22 +52,22 @@ def keywords_for(
     trainer_state: Any,
     log: CallLog | None = None,
 ) -> dict[str, Any]:
-    """The keywords of one call, made of copies: a function that changes its arguments changes nobody else's.
+    """Return the keywords of one call. They are copies, so that a function may change its arguments.
 
     Args:
-        groups: one, or all of a rank. Where ``group.example["prompt"]`` is a list of messages, functions get each
-            completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation with tools;
-            else as text. A rollout's own ``columns`` come before the example's.
+        groups: one group, or all groups of a rank. If ``group.example["prompt"]`` is a list of messages, functions get
+            each completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation with
+            tools; else as text. A rollout's own ``columns`` override the example's.
         texts: the decoded completions of each group.
-        trainer_state: the Trainer's state, for rewards that follow the training's progress.
-        log: ``log_extra`` and ``log_metric`` write into it; None: a worker has one of its own.
+        trainer_state: the Trainer's state, for rewards that depend on the training's progress.
+        log: log for ``log_extra`` and ``log_metric``; None: the call runs in a worker, which has its own log.
 
     Raises:
-        RewardError: the function needs a column that the example hasn't.
+        RewardError: the function needs a column that the example doesn't have.
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
-    own.pop(JUDGED, None)  # of an earlier scoring
+    own.pop(JUDGED, None)  # values of an earlier scoring
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     names = dict.fromkeys(("prompts", "completions", *PER_TOKEN, *columns, *own, *shared))
     parameters = parameters_of(reward.function)
@@ -98,7 +98,8 @@ def _per_token(rollout: Rollout, name: str, as_list: bool) -> Any:
     """Return a completion's ids, or its mask: 1 for each token that the model wrote.
 
     Args:
-        as_list: False: an array or bytes, 5 bytes per token together. A worker gets these, and makes the lists.
+        as_list: whether to return a list. False: return an array or bytes (together 5 bytes per token) for a worker,
+            which makes the lists.
     """
     if name == "completion_ids":
         return list(rollout.completion_ids) if as_list else rollout.completion_ids
@@ -107,10 +108,10 @@ def _per_token(rollout: Rollout, name: str, as_list: bool) -> Any:
 
 
 def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
-    """Whether a dataset has what functions need that are given its columns, and nothing else of their own.
+    """Check that a dataset has all columns that the reward functions need.
 
     Raises:
-        ValueError: one needs a column that isn't there.
+        ValueError: a function needs a column that the dataset doesn't have.
     """
     for reward in rewards:
         if problem := _lacking(reward, {*RESERVED, *columns} - {"prompt"}, columns):
@@ -118,7 +119,7 @@ def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str])
 
 
 def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[str]) -> str:
-    """What a function needs beyond what it is ``given``, and the remedy; empty: nothing."""
+    """Return a message on the parameters that are missing in ``given``, with the remedy, or ""."""
     missing = [
         p.name
         for p in parameters_of(reward.function).values()
@@ -136,7 +137,7 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """A function's parameters; ``**kwargs`` for some callables written in C, which don't tell."""
+    """Return a function's parameters, or ``**kwargs`` for callables written in C that don't expose theirs."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -146,14 +147,15 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 def checked_values(
     reward: RewardFunction, position: int, answers: Sequence[int | None], values: Any
 ) -> tuple[list[float], list[Turns]]:
-    """What a function returned for some completions: a number for each, NaN for None; and the rewards of a session's
-    answers where it returned these, whose mean is the number.
+    """Check a function's values. Return a number per completion, NaN for None, and the rewards of single answers.
+
+    If the function returned a list of rewards for a session's answers, the completion's number is their mean.
 
     Args:
-        answers: how many each completion has; None: it is no session.
+        answers: number of answers of each completion; None: the completion isn't a session.
 
     Raises:
-        RewardError: it isn't one for each completion, or not numbers.
+        RewardError: the number of values isn't the number of completions, or a value isn't a number.
     """
     size = len(answers)
     place = place_of(reward.function)
@@ -188,10 +190,10 @@ def checked_values(
 
 
 def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Check that what a function logged of ``size`` completions has a place in the log.
+    """Check the columns and metrics that a function logged for ``size`` completions.
 
     Raises:
-        RewardError: a column hasn't one value per completion, or a metric is the trainer's own.
+        RewardError: a column doesn't have one value per completion, or a metric is one of the trainer's own.
     """
     columns, metrics = logged
     fail = functools.partial(RewardError, reward.name, position, None)
@@ -207,7 +209,7 @@ def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[di
 
 
 def _reward_number(value: Any) -> float | None:
-    """The value as a finite number, NaN for None (an abstention), None for what can't be a reward."""
+    """Return the value as a finite number, NaN for None (an abstention), or None if it can't be a reward."""
     if value is None:
         return math.nan
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
@@ -218,7 +220,7 @@ def _reward_number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if abs(number) <= FLOAT32_MAX else None  # false for NaN too
+    return number if abs(number) <= FLOAT32_MAX else None  # the comparison is false for NaN too
 
 
 def _is_nan(value: Any) -> bool:
@@ -233,10 +235,10 @@ def _value_and_type(value: Any) -> str:
 
 
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Sum a group's rewards [G, R] by R weights, over the functions that didn't abstain.
+    """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain.
 
-    Totals that differ by the rounding of float32 rewards alone become equal: 0.6 + 0.1 is 0.7. Otherwise a group would
-    train on that rounding, which its advantages divide by its own deviation.
+    If the totals differ only by the rounding of float32 rewards, they become equal: 0.6 + 0.1 is 0.7. Otherwise the
+    group would train on the rounding, because advantages divide it by its own deviation.
 
     Returns:
         [G] float32, NaN where all functions abstained.

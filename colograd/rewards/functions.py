@@ -1,4 +1,4 @@
-"""Reward functions: found by name or import path, or given as callables; each with a name and a weight."""
+"""Reward functions: given by name, by import path or as callables; each has a name and a weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .builtin import BUILTIN_REWARDS
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with the name its metrics carry and its weight in the sum."""
+    """A reward function, with its name in metrics and its weight in the sum."""
 
     name: str
     function: Callable[..., Any]
@@ -31,13 +31,13 @@ class RewardFunction:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives an awaitable: of an async function, of a partial of one, of an object whose call is one."""
+    """Return whether calls return awaitables: an async function, its partial, or an object with async `__call__`."""
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def is_of_module(function: Callable[..., Any]) -> bool:
-    """Whether it is a plain function that a module has under its own name, which another process finds there too."""
+    """Return whether another process can import the function: a plain function that its module has under its name."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     return (
         inspect.isfunction(function)
@@ -47,19 +47,19 @@ def is_of_module(function: Callable[..., Any]) -> bool:
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, or returned what can't be a reward.
+    """The error of a reward function that raised, or returned a value that can't be a reward.
 
     Attributes:
         function: the function's name.
         position: the prompt's place in the stream of prompts.
-        completion: the completion's index in its group, 0 ... G-1; None: the problem is the whole group's.
-        problem: the value, the rule and the remedy; where the function raised, its traceback.
+        completion: the completion's index in its group, 0 ... G-1; None: the problem concerns the whole group.
+        problem: the value, the rule and the remedy; if the function raised, its traceback.
     """
 
     says_all = True  # see `process.tell_briefly`
 
     def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
-        # `args` has all of them, so that the error can be pickled and sent to other ranks.
+        # All arguments go into `args`, so that the error can be pickled and sent to other ranks.
         super().__init__(function, position, completion, problem)
         self.function, self.position, self.completion, self.problem = function, position, completion, problem
 
@@ -69,7 +69,7 @@ class RewardError(RuntimeError):
 
 
 def as_list(reward_funcs: Any) -> list[Any]:
-    """One or several of what users give as reward functions."""
+    """Return the user's reward function or functions as a list."""
     single = isinstance(reward_funcs, str) or callable(reward_funcs)
     return [reward_funcs] if single else list(reward_funcs or ())
 
@@ -81,12 +81,12 @@ def resolve_rewards(
 
     Args:
         reward_funcs: one or several of: a key of `BUILTIN_REWARDS`, an import path (``package.module:function`` or
-            ``package.module.function``; modules in the current directory are found), a callable. Models are callables
-            when `with_models` has been there.
-        weights: one per function; None is 1 for each.
+            ``package.module.function``; modules in the current directory are found), a callable. `with_models` turns
+            models into callables first.
+        weights: one per function; None: 1 for each.
 
     Raises:
-        ValueError: there is no function, one can't be found or isn't a function, or the number of weights differs.
+        ValueError: there is no function, an item can't be found or isn't a function, or the number of weights differs.
     """
     given = as_list(reward_funcs)
     if not given:
@@ -138,7 +138,7 @@ def _check_function(item: Any, function: Any) -> None:
 
 
 def function_name(function: Any) -> str:
-    """What a function is called, a partial of one as that, an object as its class."""
+    """Return a function's name. A partial has its function's name, an object its class's name."""
     function = _unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -157,9 +157,9 @@ def _unique_name(name: str, taken: Sequence[str]) -> str:
 
 
 def code_digest(function: Any) -> str:
-    """A digest of a function's source, and of the statements of its module that define what it uses.
+    """Return a digest of a function's source, and of its module's statements that define the names it uses.
 
-    Comments, formatting and values that a module computes don't count. Without sources it is that of nothing.
+    Comments, formatting and values that a module computes don't count. Without sources it is an empty module's digest.
     """
     function = _unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
@@ -168,7 +168,7 @@ def code_digest(function: Any) -> str:
         for name in _names_defined(statement):
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
-    for node in todo:  # which grows
+    for node in todo:  # the loop appends to `todo`
         found.update(ast.dump(node).encode())
         for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
             todo += defined.pop(name, [])
@@ -176,7 +176,7 @@ def code_digest(function: Any) -> str:
 
 
 def _parsed(thing: Any) -> ast.Module:
-    """The source of a module, class or function; nothing without one, or where it is a part of a line."""
+    """Parse the source of a module, class or function. Return an empty module if there is no source that parses."""
     with contextlib.suppress(OSError, TypeError, SyntaxError):
         return ast.parse(textwrap.dedent(inspect.getsource(thing)))
     return ast.Module([], [])

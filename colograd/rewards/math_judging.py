@@ -1,6 +1,6 @@
-"""Judges mathematical answers with math-verify. Runs in a process of its own, see `mathematics`.
+"""Judges mathematical answers with math-verify. Runs in a separate process, see `mathematics`.
 
-math-verify's time limits are SIGALRM, so they need that process's main thread.
+math-verify's time limits use SIGALRM, so they need that process's main thread.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from .answers import Verdict
 
-SECONDS = 5  # for math-verify to read one expression, or to compare two
+SECONDS = 5  # time limit for math-verify to read one expression, or to compare two
 # The last box of a completion counts, else LaTeX behind words such as "the answer is" (TRL's rule).
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 # The last box, else other LaTeX, else a bare number (lighteval's rule for MATH-500 and AIME).
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
-ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # decimals to which floats are compared: math-verify's, lighteval's
+ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # number of compared decimals of floats: math-verify's, lighteval's
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
-MOST_DIGITS = 30  # of a number with an exponent that is written out
+MOST_DIGITS = 30  # maximum digits to write out a number with an exponent
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
 _JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
@@ -29,15 +29,15 @@ _EXPONENT = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(
 _ANCHOR = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _WORD = re.compile(r"\b(?!(?:and|or)\b)[A-Za-z]{2,}")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # a limit that was reached is no news
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # no message for each time limit reached
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
     """Compare a completion's answer with the right one.
 
     Args:
-        gold: A number, LaTeX with or without ``$``, or a text with the answer in a box or at its end.
-        bare_numbers: A number outside of LaTeX is an answer, too.
+        gold: a number, LaTeX with or without ``$``, or a text with the answer in a box or at its end.
+        bare_numbers: whether a number outside LaTeX is an answer, too.
     """
     expected = _read_gold(gold)
     if not expected:
@@ -56,7 +56,7 @@ def _read(text: str, extraction: tuple[Any, ...], first: bool = False) -> list[A
 
 
 def _read_gold(gold: str) -> list[Any]:
-    """Read the right answer. A text without ``$`` is LaTeX, except where it has words, as in "the answer is 42"."""
+    """Read the right answer. A text without ``$`` is LaTeX, unless it has words, as in "the answer is 42"."""
     text = _answer_in(gold.rpartition("####")[2].strip())
     ways = [text]
     if not _ANCHOR.search(text):
@@ -66,12 +66,12 @@ def _read_gold(gold: str) -> list[Any]:
 
 
 def _shown(parsed: list[Any]) -> str:
-    """Return the text that was read. An expression's own text may take for ever: printing evaluates powers."""
+    """Return the text that was read. Don't print the expression, as printing evaluates powers and may never end."""
     return next((part for part in parsed if isinstance(part, str)), "[unparseable]")
 
 
 def _leading_zeros(gold: str) -> int:
-    """Return the zeros behind the point of a right answer such as 0.0001, whose digits begin behind them."""
+    """Return the number of zeros behind the decimal point of a right answer: 3 for 0.0001."""
     if not re.fullmatch(r"-?[0-9]*\.?[0-9]+", gold):
         return 0
     number = Decimal(gold)
@@ -79,10 +79,10 @@ def _leading_zeros(gold: str) -> int:
 
 
 def _answer_in(text: str) -> str:
-    """Return the last box of a text, in a form that math-verify reads, or the text where there is none.
+    """Return the last box of a text, in a form that math-verify reads. Without boxes return the text.
 
-    math-verify joins boxes that are near each other, even where the later one corrects the earlier one. Here boxes are
-    one answer only where nothing but commas, "and" or "or" stands between them.
+    math-verify joins boxes that are near each other, even if the later box corrects the earlier one. Here boxes are one
+    answer only if nothing but commas, "and" or "or" stands between them.
     """
     boxes = _boxes(text)
     if not boxes:
@@ -94,7 +94,7 @@ def _answer_in(text: str) -> str:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return the closed boxes of a text that are in no other one: start, end and content of each."""
+    """Return start, end and content of the closed boxes of a text, without boxes inside other boxes."""
     boxes: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []  # braces and boxes that aren't closed yet
     for brace in _BRACE.finditer(text):
@@ -102,7 +102,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
             opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{":
             while boxes and boxes[-1][0] > start.start():
-                boxes.pop()  # it is inside
+                boxes.pop()  # it is inside the new box
             boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
     return boxes
 
@@ -112,7 +112,7 @@ def _are_joined(between: str) -> bool:
 
 
 def _readable(text: str) -> str:
-    """Return a text without a full stop, and with numbers such as 1e-05 and the empty set as math-verify reads them."""
+    """Return a text without a full stop at its end. Rewrite numbers such as 1e-05 and the empty set for math-verify."""
     text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
     return _EXPONENT.sub(_without_exponent, text)
 

@@ -1,7 +1,7 @@
-"""Rewards for mathematical answers. math-verify compares them, in a process of its own that can be killed.
+"""Rewards for mathematical answers. math-verify compares the answers in a separate process that can be killed.
 
-A model's answer may take for ever to evaluate, and math-verify's own limits hold on a main thread only. So any
-thread of this process sends its answers to that process, and waits at most `LIMIT` seconds for each.
+Evaluating a model's answer may never end, and math-verify's own limits work only on a main thread. So any thread of
+this process sends its answers to that process, and waits at most `LIMIT` seconds for each.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import cloudpickle
 from ..usercode.worker_pool import Worker, WorkerCall
 from .answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
 
-LIMIT = 25.0  # seconds for one answer; math-verify's own limits, of 5 s each, come first almost always
-LOOK_SECONDS = 0.1  # between two chances for the caller to be interrupted
+LIMIT = 25.0  # maximum seconds for one answer; math-verify's own limits, of 5 s each, almost always come first
+LOOK_SECONDS = 0.1  # seconds between two chances to interrupt the caller
 
 
 def accuracy_reward(
@@ -31,11 +31,11 @@ def accuracy_reward(
     log_extra: Callable[[str, list[Any]], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1.0 where math-verify finds the completion's LaTeX answer equal to the column ``solution``, else 0.0 (as TRL).
+    """Return 1.0 if math-verify finds the completion's LaTeX answer equal to the column ``solution``, else 0.0.
 
-    The last box is the answer, else LaTeX behind words such as "the answer is"; text outside LaTeX isn't an answer.
-    None where the solution can't be parsed. The texts of both go to the completions table (``gold_parsed``,
-    ``answer_parsed``).
+    The rule is TRL's. The last box is the answer, else LaTeX behind words such as "the answer is"; text outside LaTeX
+    isn't an answer. The reward is None if the solution can't be parsed. The texts of both are logged in the completions
+    table (``gold_parsed``, ``answer_parsed``).
 
     Raises:
         ImportError: math-verify isn't installed.
@@ -50,11 +50,11 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list[Any]], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """`accuracy_reward` of what follows the reasoning; 0.0 where that doesn't end (as TRL).
+    """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: what ends the reasoning; the first of them that occurs counts, at its last place. Default
-            ``</think>``.
+        reasoning_delimiters: texts that end the reasoning. The first one in the list that occurs is used, at its last
+            place. Default: ``</think>``.
     """
     answers: list[str | None] = []
     for completion in completions:
@@ -67,10 +67,10 @@ def reasoning_accuracy_reward(
 def math_answer_reward(
     completions: list[Any], expected_answer: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """1.0 where the answer behind the completion's thought equals the column ``expected_answer``, else 0.0.
+    """Return 1.0 if the answer behind the completion's thought equals the column ``expected_answer``, else 0.0.
 
-    The last box is the answer, else other LaTeX, else a bare number: lighteval's rule for MATH-500 and AIME. None where
-    the expected answer can't be read.
+    The last box is the answer, else other LaTeX, else a bare number: lighteval's rule for MATH-500 and AIME. The reward
+    is None if the expected answer can't be read.
 
     Raises:
         ImportError: math-verify isn't installed.
@@ -108,11 +108,13 @@ def _reward_of(verdict: Verdict) -> float | None:
 
 
 def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge one answer (see `math_judging.judge`); one that takes too long is wrong, and a ``gold`` of None no answer.
+    """Judge one answer (see `math_judging.judge`). An answer that takes too long is wrong.
+
+    A ``gold`` of None or NaN can't be read: the verdict is None.
 
     Raises:
         ImportError: math-verify isn't installed.
-        RuntimeError: the process that judges can't start.
+        RuntimeError: the judging process can't start, or judging raised.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
@@ -132,9 +134,9 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the process that judges, and the thread that drives it; a fork of this process gets its own.
+    """Return the judging process, and the thread that drives it. A fork of this process gets its own pair.
 
-    Linux kills a child when the thread that started it ends, so this thread is none of the callers'.
+    Linux kills a child when the thread that started it ends. So the child is started by this separate thread.
     """
     from .math_judging import judge
 

@@ -1,8 +1,8 @@
 """Reward models: sequence classifiers with one output, which score prompt and completion in the trainer's process.
 
-A model runs on the device that the engine samples on (on a CPU, on the same cores). So a call beside the engine would
-gain nothing, and large batches of similar lengths do: all that was sampled is scored at once, after the generation, by
-`Scorer.score_with_models`.
+A model runs on the device that the engine samples on (on a CPU, on the same cores). So a call during the generation
+would gain nothing, but large batches of similar lengths do. `Scorer.score_with_models` scores all completions at once,
+after the generation.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..runtime.hub import check_model_name
 from .builtin import BUILTIN_REWARDS
 from .functions import as_list
 
-BATCH_TOKENS = {"cpu": 512}  # in one forward, padding included
+BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward, including padding
 GPU_BATCH_TOKENS = 16384
-# The `model_init_kwargs` that say which model the policy is and where it lies, and not how a model is loaded.
+# The `model_init_kwargs` that select the policy's revision and devices. The others apply to reward models, too.
 POLICY_KWARGS = ("revision", "device_map")
 
 
 def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> list[Any]:
-    """The reward functions as a list in which each model is a `RewardModel`.
+    """Return the reward functions as a list, with each model turned into a `RewardModel`.
 
     Args:
-        reward_funcs: one or several of what `resolve_rewards` takes, or modules, folders and Hub ids.
+        reward_funcs: one or several items for `resolve_rewards`, or modules, folders and Hub ids of models.
         processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the only reward function, or a list
-            with one entry per function; None is the model's own. Those of functions aren't looked at.
+            with one entry per function. None: the model's own tokenizer. Entries for functions are ignored.
 
     Raises:
-        ValueError: their number differs from that of the functions, or a model can't give rewards.
+        ValueError: the number of entries isn't the number of functions, or a model can't give rewards.
     """
     given = as_list(reward_funcs)
     classes = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
@@ -59,21 +59,23 @@ def _is_model(item: Any) -> bool:
 
 
 class RewardModel:
-    """A reward function that is a model: its reward is the logit that it gives for prompt and completion alone.
+    """A reward function that runs a model: the reward is the model's logit for prompt and completion.
 
-    That is the last token's. A checkpoint that names its padding token was trained to read the last token that isn't
-    one, and does so here: of a text that ends in that token, the one before.
+    The logit is read at the last token. A checkpoint that names its padding token was trained to read the last token
+    that isn't padding, and does so here. So if a text ends in that token, the logit is read at an earlier token.
 
-    Conversations go through the tokenizer's chat template, with the run's ``chat_template_kwargs``; other prompts and
-    completions are joined as they are. As in TRL 1.16 no special tokens are added, and rows are padded to the right.
+    Conversations are written by the tokenizer's chat template, with the run's ``chat_template_kwargs``. Other prompts
+    and completions are joined as they are. As in TRL 1.16, no special tokens are added, and rows are padded to the
+    right.
 
     Args:
-        model: a module whose output has ``logits`` [rows, 1], a folder, or a Hub id.
-        tokenizer: default: the model's.
-        config: the run's; ``model_init_kwargs`` (but the policy's revision) are for a model that is loaded here.
+        model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
+        tokenizer: the tokenizer; None: the model's own.
+        config: the run's configuration. Its ``model_init_kwargs``, except `POLICY_KWARGS`, apply to a model that is
+            loaded here.
 
     Raises:
-        ValueError: the model or its tokenizer can't be loaded, or it hasn't one output.
+        ValueError: the model or its tokenizer can't be loaded, or the model doesn't have one output.
     """
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
@@ -93,7 +95,7 @@ class RewardModel:
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """The rewards of any number of completions, in batches of similar lengths."""
+        """Return the rewards of any number of completions, computed in batches of similar lengths."""
         texts = [self._joined_text(*pair) for pair in zip(prompts, completions, strict=True)]
         rows = self.tokenizer(text=texts, add_special_tokens=False)
         lengths = [len(ids) for ids in rows["input_ids"]]
@@ -112,10 +114,10 @@ class RewardModel:
         return rewards
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        """Return rows of tokens as tensors, padded to the right with a token that the model takes for padding.
+        """Return rows of tokens as tensors, padded to the right with the model's padding token.
 
-        transformers' classifiers look for the last token that isn't padding. So for a model that names no padding token
-        it is one that none of the rows has: the end token, for example, may be the last of a text.
+        transformers' classifiers read the last token that isn't padding. If a model names no padding token, rows are
+        padded with a token that none of them has. The end token wouldn't do, as it may be the last token of a text.
         """
         padding = self._padding
         if padding is None:
@@ -143,7 +145,7 @@ class RewardModel:
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Rows, longest first, in batches that have at most ``tokens`` when padded to their longest (or a single row)."""
+    """Yield batches of row indices, longest first, of at most ``tokens`` tokens with padding. A longer row is alone."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:

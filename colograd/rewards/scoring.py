@@ -1,10 +1,10 @@
-"""Scoring groups: reward functions called in workers, on an event loop or here, while the engine goes on decoding.
+"""Scoring groups: reward functions run in workers, on an event loop or in this process, while the engine decodes.
 
-    sync functions     in a worker process, where there are workers and the function can travel; else here, at once
+    sync functions     in a worker process, if there are workers and the function can be pickled; else here, at once
     async functions    on one event loop in a thread, all groups together
-    reward models      here, all groups that wait for them together: when the first is asked for, after the generation
+    reward models      here, all waiting groups together, when the first result is needed after the generation
 
-A call that is late becomes an abstention, unless it runs here, where nothing can surely end it: that ends the run.
+A late call becomes an abstention. But a late call in this process ends the run, as nothing can reliably end the call.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
 from .turns import Turns, answers_in, with_judged_turns
 
-MOST_WORKERS = 4  # where nothing is said
-TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # what was a message
+MOST_WORKERS = 4  # maximum number of workers by default
+TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # errors of using messages
 
 
 class Scoring(PendingCalls[Future[Outcome]]):
-    """The rewards of some groups on their way: `PendingRewards` of rollout/stages.py."""
+    """The pending rewards of some groups: `PendingRewards` of rollout/stages.py."""
 
     def __init__(self, scorer: Scorer, groups: Sequence[Group], calls: Sequence[Future[Outcome]]) -> None:
         super().__init__(calls)  # [R]
@@ -67,13 +67,13 @@ class Scoring(PendingCalls[Future[Outcome]]):
         self._size = len(self._answers)
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards, [completions, R] float32, NaN where a function abstained.
+        """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained.
 
-        What the functions logged is in `Scorer.take_logged` then, rewards of single answers in `Scorer.take_turns`.
+        Then `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of single answers.
 
         Raises:
-            RewardError: a function raised, died, didn't return one number per completion, or logged what can't be
-                logged, unless errors abstain.
+            RewardError: a function raised, died, didn't return one number per completion, or logged invalid values.
+                With `on_error="abstain"` the function abstains instead.
         """
         self._scorer.score_with_models()
         rewards, columns, log = self._scorer.rewards, [], CallLog()
@@ -96,7 +96,7 @@ class Scoring(PendingCalls[Future[Outcome]]):
         return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), self._size).T.contiguous()
 
     def _logged_by_group(self, log: CallLog) -> dict[int, Logged]:
-        """The columns cut by group. The metrics are of the whole call: the first group has them."""
+        """Return the logged columns, cut by group. The first group gets the metrics, which are of the whole call."""
         found, start = {}, 0
         metrics = {name: (sum(values), len(values)) for name, values in log.metrics.items()}
         for position, size in self._sizes.items():
@@ -117,9 +117,9 @@ class Scoring(PendingCalls[Future[Outcome]]):
         return found
 
     def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> tuple[list[float], list[Turns]]:
-        """What one function returned; what it logged is added to ``log``, if it returned rewards."""
+        """Return one function's rewards and its rewards of single answers. Add its logged values to ``log``."""
         timeout = self._scorer.timeout
-        # An async call ends itself in time, unless it blocks the loop on which that would happen.
+        # An async call ends itself in time, unless it blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or timeout is None else timeout + GRACE
         try:
             outcome = call.result(limit)
@@ -163,7 +163,7 @@ class Lender(Protocol):
 
 
 class Ready(Future[torch.Tensor]):
-    """Rewards that are there already: `PendingRewards` with nothing to wait for."""
+    """Rewards that are already computed: `PendingRewards` with nothing to wait for."""
 
     def __init__(self, rewards: torch.Tensor) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Ready(Future[torch.Tensor]):
 
 
 def usual_workers(on_gpu: bool) -> int:
-    """Where nothing is said: none on a CPU, whose cores sample; beside a GPU most of the rank's cores, at most 4."""
+    """Return the default number of workers: 0 on a CPU, as its cores sample; else 1 to 4, by the rank's cores."""
     return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
 
 
@@ -179,12 +179,12 @@ class Scorer:
     """Calls reward functions on groups.
 
     Args:
-        rewards: R functions.
-        workers: processes for those that can travel; 0: everything runs in this one; None: `usual_workers`, for the
-            functions of modules.
-        timeout: seconds that a call may take; None: any.
-        on_error: ``raise`` ends the run with the function's error, ``abstain`` goes on without its opinion.
-        on_gpu: the policy trains and samples there.
+        rewards: R reward functions.
+        workers: number of worker processes for functions that can be pickled. 0: all functions run in this process.
+            None: `usual_workers`, for functions that can be imported.
+        timeout: maximum seconds of a call; None: no limit.
+        on_error: ``raise`` ends the run with the function's error; with ``abstain`` the function abstains.
+        on_gpu: whether the policy trains and samples on a GPU.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class Scorer:
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
         self.turns: dict[int, dict[str, list[Turns]]] = {}  # by position and function, until `take_turns`
-        # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
+        # Called with a function's name, the start and the end of a call, and its number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self.environments: Lender | None = None  # takes a group's environments back once it is scored
         self._told_late: set[str] = set()
-        self._state: tuple[Any, Any] = ((), None)  # of the trainer: a key, and a copy for functions
+        self._state: tuple[Any, Any] = ((), None)  # a key of the trainer's state, and a copy for functions
         self._pickled: tuple[Any, bytes] = ((), b"")
-        self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # calls that wait for them
+        self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # waiting calls
         sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
         able = {reward.name: reward.function for reward in sync if reward not in here}
@@ -214,7 +214,7 @@ class Scorer:
             able = {name: function for name, function in able.items() if is_of_module(function)}
             workers = usual_workers(on_gpu)
         self._pool = WorkerPool("rewards", able, workers, timeout)
-        self.notes = self._pool.notes  # for the user
+        self.notes = self._pool.notes  # messages for the user
         if workers:
             why = "it takes environments, which live here"
             self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
@@ -222,10 +222,10 @@ class Scorer:
     def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
         """Begin to score some groups with one call of each function; see `keywords_for` for the arguments.
 
-        Functions that run here have returned when this does.
+        Sync functions in this process have ended when this returns.
 
         Raises:
-            RewardError: of a function that runs here, or that lacks a column.
+            RewardError: a function in this process failed, or a function needs a missing column.
         """
         calls: list[Future[Outcome]] = []
         scoring = Scoring(self, groups, calls)
@@ -244,7 +244,7 @@ class Scorer:
         return scoring
 
     def _runs_here(self, reward: RewardFunction) -> bool:
-        """Whether the function runs in this process, where environments live."""
+        """Return whether the function runs in this process, where environments live."""
         return reward.name not in self._pool and not isinstance(reward.function, RewardModel)
 
     def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
@@ -252,7 +252,7 @@ class Scorer:
             when_done(call, lambda started, ended: tell(name, started, ended, completions))
 
     def note_late(self, name: str, completions: int) -> None:
-        """Count a late call, and say so the first time, as its completions go on without the function."""
+        """Count a late call, and warn the first time, because the function abstains from its completions."""
         self.counts[f"rewards/{name}/timeouts"] += 1
         if name not in self._told_late:
             self._told_late.add(name)
@@ -264,21 +264,21 @@ class Scorer:
             )
 
     def take_counts(self) -> dict[str, float]:
-        """Sums since the last call: ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``."""
+        """Return the sums since the last call: ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``."""
         taken = dict(self.counts)
         self.counts.clear()
         return taken
 
     def take_logged(self, position: int) -> Logged:
-        """What the functions logged of the group at ``position``, whose rewards were just waited for."""
+        """Return the values that functions logged for the group at ``position``. Its rewards must be computed."""
         return self.logged.pop(position, Logged({}, {}))
 
     def take_turns(self, group: Group) -> Group:
-        """The group with what the functions returned for its sessions' single answers."""
+        """Return the group with the functions' rewards of its sessions' single answers."""
         return with_judged_turns(group, self.turns.pop(group.position, {}))
 
     def score_with_models(self) -> None:
-        """Let the reward models score everything that waits for them."""
+        """Score all waiting completions with the reward models."""
         waiting, self._for_models = self._for_models, []
         for model in dict.fromkeys(model for model, _, _ in waiting):
             calls = [(k, call) for m, k, call in waiting if m is model and call.set_running_or_notify_cancel()]
@@ -333,7 +333,7 @@ class Scorer:
                 raise late from None
             done.set_result(Outcome("late", None, self.timeout or 0.0))
             return done
-        except (Exception, SystemExit) as error:  # the latter would end this rank in silence
+        except (Exception, SystemExit) as error:  # SystemExit would end this rank without a message
             done.set_result(raised_outcome(error))
             if self.on_error == "raise":
                 raise _raised_error(reward, groups[0], done.result()) from None
@@ -345,7 +345,7 @@ class Scorer:
         return done
 
     def _state_copy(self, trainer_state: Any) -> tuple[Any, Any]:
-        """The trainer's state with a key that changes with it: copied once per step, not once per call."""
+        """Return a key of the trainer's state, and a copy. The state is copied once per step, not once per call."""
         fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
         key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
         if key != self._state[0]:
@@ -356,10 +356,10 @@ class Scorer:
         return self._state
 
     def _pickled_state(self, trainer_state: Any) -> tuple[Any, bytes]:
-        """The same for workers.
+        """Return the same key, and the pickled state for workers.
 
-        transformers' state travels as its bare fields: a worker that had to import transformers for it would spend the
-        first call's deadline on that.
+        transformers' state is pickled as its bare fields. Otherwise a worker would import transformers, and that would
+        use up the first call's time limit.
         """
         key, own = self._state_copy(trainer_state)
         if key != self._pickled[0]:
@@ -404,6 +404,6 @@ def _raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rew
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
-    """How an async call ended that had taken ``elapsed`` seconds until it gave an awaitable, and what it logged."""
+    """Await an async call that returned its awaitable after ``elapsed`` seconds. Return its outcome with its log."""
     outcome = await awaited_outcome(awaitable, timeout)
     return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())

@@ -1,6 +1,6 @@
-"""Rewards of an agent's single answers: what a reward function may return in place of one number for a session.
+"""Rewards of an agent's single answers. A reward function may return them in place of one number for a session.
 
-They go with the group, as a column of its rollouts, into the journal and to the advantages.
+A column of the group's rollouts carries them into the journal and to the advantages.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from ..batch import Group, Rollout
 
-SESSION = "session"  # a rollout's column: an agent's answers
-JUDGED = "judged_turns"  # a rollout's column: by the function's name what it returned for each answer
+SESSION = "session"  # the rollout's column with an agent's answers
+JUDGED = "judged_turns"  # the rollout's column with name of a reward function -> a reward per answer
 LARGEST = torch.finfo(torch.float32).max
 
-Turns = list[float] | None  # a completion's; None: one number is of all of it
+Turns = list[float] | None  # a reward per answer of a completion; None: the completion has one reward
 
 
 def answers_in(rollout: Rollout) -> int | None:
-    """How many answers a session has; None: the rollout is no session."""
+    """Return the number of a session's answers, or None if the rollout isn't a session."""
     answers = rollout.columns.get(SESSION)
     if not isinstance(answers, list | tuple) or not all(isinstance(each, Mapping) for each in answers):
         return None
@@ -32,13 +32,13 @@ def answers_in(rollout: Rollout) -> int | None:
 
 
 def are_numbers(values: Any, count: int) -> bool:
-    """Whether ``values`` are that many that float32 has, none of them infinite."""
+    """Return whether ``values`` are ``count`` finite float32 numbers."""
     fine = isinstance(values, Sequence) and len(values) == count
     return fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values)
 
 
 def rule(values: Any, answers: int) -> str:
-    """Why ``values`` can't be the rewards of that many answers."""
+    """Return the end of an error: the values, and the rule for rewards of ``answers`` answers."""
     return (
         f"{reprlib.repr(values)}, but must be a list of finite numbers, one for each of its {answers} answers in the "
         "order in which they came (of `n` answers to a request, one each)."
@@ -46,13 +46,13 @@ def rule(values: Any, answers: int) -> str:
 
 
 def split_turns(values: Iterable[Any], answers: Sequence[int | None]) -> tuple[list[Any], list[Turns]]:
-    """A function's values with the mean in place of each list, and the lists.
+    """Return a function's values with the mean in place of each list, and the lists.
 
     Args:
-        answers: of each completion, see `answers_in`.
+        answers: number of answers of each completion, see `answers_in`.
 
     Raises:
-        ValueError: a list can't be a session's; with the completion's index first.
+        ValueError: a list can't be the rewards of a session's answers. Its first argument is the completion's index.
     """
     whole, turns = list[Any](), list[Turns]()
     for index, (value, count) in enumerate(zip(values, answers, strict=True)):
@@ -78,7 +78,7 @@ def split_turns(values: Iterable[Any], answers: Sequence[int | None]) -> tuple[l
 
 
 def with_judged_turns(group: Group, judged: Mapping[str, Sequence[Turns]]) -> Group:
-    """The group whose sessions have these rewards of their answers, by the function's name, and no others."""
+    """Return the group with rewards of its sessions' answers, by the function's name. Earlier ones are removed."""
     if not judged and not any(JUDGED in rollout.columns for rollout in group.rollouts):
         return group
     rollouts = []

@@ -1,4 +1,4 @@
-"""From prompts to scored groups: `Sampler`, and the sources that write completions for it.
+"""From prompts to scored groups: the `Sampler`, and the rollout sources that write completions for it.
 
 prompts -> a rollout source writes groups -> reward functions score them -> ScoredGroup
 """

@@ -1,8 +1,8 @@
-"""One round with `carry_over`: the pool of groups in flight -> the scored groups of those that are done first.
+"""One round with `carry_over`: from a pool of groups in flight, score the groups that are done first.
 
-A recorded round is taken from the rollout log, with what it left in flight. One that was killed before its end is
-sampled again from its beginning, as where the others stop depends on all that was decoded beside them; recorded rewards
-are not asked for again.
+A recorded round is read from the rollout log, together with the groups that it left in flight. A round that was killed
+before its end is sampled again from its beginning: where an unfinished completion stops depends on everything that was
+decoded in the same round. Rewards that are already recorded are reused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CarriedRounds:
     """Samples and scores rounds that leave groups in flight.
 
     Args:
-        ranks: that take a round's prompts together.
-        one_call: score all groups of a round together.
+        ranks: number of ranks that share a round's prompts.
+        one_call: score all groups of a round in one call.
     """
 
     in_flight: InFlight
@@ -37,13 +37,13 @@ class CarriedRounds:
 
     @classmethod
     def of(cls, in_flight: InFlight | None, config: GRPOConfig, times: PhaseTimes) -> Self | None:
-        """Of a run; None: its rounds wait for all groups."""
+        """Return the carried rounds of a run, or None if its rounds wait for all groups."""
         if in_flight is None:
             return None
         return cls(in_flight, config.layout.data_size, times, config.reward_call == "all")
 
     def counts(self) -> dict[str, float]:
-        """Metrics of the round that ended, which add up over ranks."""
+        """Return metrics of the round that ended. They are summed over ranks."""
         return {"carry_over/groups": float(len(self.in_flight.groups))}
 
     def sample_steps(
@@ -53,11 +53,11 @@ class CarriedRounds:
         version: int,
         more_prompts: Callable[[int, int], list[Prompt]],
     ) -> list[SampledStep]:
-        """The groups of a round's optimizer steps, those drawn first in the first one.
+        """Return the groups of each optimizer step of a round. The groups that were drawn first are in the first step.
 
         Args:
-            steps: the round's new prompts.
-            version: the optimizer step of its weights.
+            steps: the round's new prompts, per optimizer step.
+            version: the optimizer step of the weights that sample.
             more_prompts: see `InFlight.pool`.
         """
         pool = self.in_flight.pool([prompt for step in steps for prompt in step], more_prompts)
@@ -76,7 +76,7 @@ class CarriedRounds:
         return [SampledStep(tuple(groups), tuple(groups)) for groups in per_step]
 
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
-        """The groups of a round that is recorded whole; None: one of them couldn't be written."""
+        """Return the groups of a recorded round, or None if one of them wasn't written."""
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = InScoring(stages, done)
         assert stages.journal is not None
@@ -101,14 +101,14 @@ class CarriedRounds:
                     scoring.begin(group)
                     scoring.take_finished()
                     self.times.move("generate", "reward", time.perf_counter() - started)
-            if done <= scoring.rewarded.keys():  # else all are scored in the one call, also those that were before
+            if done <= scoring.rewarded.keys():  # else one call scores all groups, including the rewarded ones
                 samples.clear()
             return self._score(samples, scoring, [prompt for prompt in pool if prompt.position in done])
         finally:
             scoring.cancel()
 
     def _score(self, samples: Sequence[Group], scoring: InScoring, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
-        """Score what isn't scored yet, in one call; the groups of ``prompts``, with advantages, in their order."""
+        """Score ``samples`` in one call. Return the groups of ``prompts``, in that order, with advantages."""
         with self.times.phase("reward"):
             scoring.score_together(samples)
             return [scoring.scored(prompt.position) for prompt in prompts]

@@ -1,8 +1,8 @@
-"""`CarryOver`: the engine's completions, in rounds that end before the last of them.
+"""`CarryOver`: a rollout source that ends a round before its last completion ends.
 
-More groups are in flight than a round takes. When it has its groups, the others stop where they are, and their tokens
-with the log-probabilities of the weights that sampled them wait for the next round, which goes on behind them. A group
-that was carried long enough is waited for, so that no token is older than `carry_over_max_age` allows.
+More groups are in flight than a round takes. When the round has its groups, the others stop where they are. The next
+round continues them: their tokens are kept, with the log-probabilities of the weights that sampled them. A round waits
+for a group that was carried long enough, so that no token is older than `carry_over_max_age` allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """In training, yield the first `InFlight.takes` groups of a round's prompts; see `RolloutSource.generate`."""
+        """Yield the first `InFlight.takes` groups of a training round, or all groups of an evaluation.
+
+        See `RolloutSource.generate`.
+        """
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
@@ -44,35 +47,35 @@ class CarryOver:
 
 
 class _Round:
-    """The groups of one round: those that go on, and those that wait to be handed over.
+    """The groups of one round: unfinished groups, and whole groups that wait to be handed over.
 
     Args:
-        due: positions of the groups without which the round doesn't end.
-        takes: groups that are handed over.
+        due: positions of the groups that the round must wait for.
+        takes: number of groups that the round hands over.
     """
 
     def __init__(self, engine: Engine, groups: Sequence[GroupInFlight], due: set[int], takes: int) -> None:
         self.engine, self.due, self.lacks = engine, due, takes
-        self.groups = {group.prompt.position: group for group in groups}  # that aren't handed over
-        self.whole = [group.prompt.position for group in groups if group.is_whole]  # of these, in the order of ending
-        self.requests: dict[str, tuple[int, int]] = {}  # position, and which completion
+        self.groups = {group.prompt.position: group for group in groups}  # not handed over yet, by position
+        self.whole = [group.prompt.position for group in groups if group.is_whole]  # positions, as they end
+        self.requests: dict[str, tuple[int, int]] = {}  # request -> the group's position, the completion's index
 
     def submit(self, sampling: Sampling, seed: int, purpose: str, size: int) -> None:
-        """Queue each completion that hasn't ended of the ``size`` oldest groups. (A resumed run may have more, if its
-        share or its number of ranks was another one.)"""
+        """Queue each unfinished completion of the ``size`` oldest groups. (A resumed run may have more groups, if its
+        share or its number of ranks has changed.)"""
         for position, group in itertools.islice(self.groups.items(), size):
             for index, each in enumerate(group.completions):
                 if each.finish_reason is not None:
                     continue
-                own = request_seed(seed, position, purpose) + index  # as the index-th of n completions has it
-                if each.ids:  # the same random numbers again would bind its tokens to those before
+                own = request_seed(seed, position, purpose) + index  # as in one request of n completions
+                if each.ids:  # repeating the random numbers would make the new tokens depend on the earlier ones
                     own = request_seed(seed, position, f"{purpose}/{index}/{len(each.ids)}")
                 read = group.prompt.input.followed_by(each.ids)
                 request = self.engine.submit(read, sampling, own, n=1, spent=len(each.ids))
                 self.requests[request] = position, index
 
     def hand_over(self, version: int) -> Iterator[Group]:
-        """Those that are whole, as far as places are left beside the ones that are due."""
+        """Yield the whole groups, but reserve a place in the round for each group that is due."""
         for position in [*self.whole]:
             if position in self.due or self.lacks > len(self.due):
                 self.due.discard(position)
@@ -81,7 +84,7 @@ class _Round:
                 yield self.groups.pop(position).group(version)
 
     def advance(self, version: int) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         for request, (part,) in self.engine.advance():
             position, index = self.requests.pop(request)
             self._extend(position, index, self.groups[position].completions[index].extended(part, version))
@@ -89,7 +92,7 @@ class _Round:
                 self.whole.append(position)
 
     def stop(self, version: int) -> tuple[GroupInFlight, ...]:
-        """End what is in flight; returns the groups that go on."""
+        """End all requests. Return the groups that the next round continues."""
         for request, (part,) in self.engine.stop(self.requests):
             position, index = self.requests.pop(request)
             self._extend(position, index, self.groups[position].completions[index].extended(part, version))

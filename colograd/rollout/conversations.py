@@ -1,7 +1,7 @@
-"""Conversations with tools: turns of the model, tools' answers between them, all in the engine's one queue.
+"""Conversations with tools: turns of the model with the tools' answers between them, all in the engine's one queue.
 
-When the model ends a turn with calls, these run while the engine decodes other conversations. The answers' tokens are
-appended, masked from the loss, and the model goes on. Sampled tokens are never tokenised again.
+When the model ends a turn with calls, the calls run while the engine decodes other conversations. The answers' tokens
+are appended and masked from the loss, and the model continues. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ POLL = 0.02  # seconds between two looks at tools while the engine has nothing t
 
 @dataclass(slots=True)
 class Conversation:
-    """One completion in the making."""
+    """One unfinished completion."""
 
     prompt: Prompt
-    index: int  # in its group
+    index: int  # index of the completion in its group
     session: Session
-    input: ModelInput  # the prompt's, with the text that the environment's `reset` returned
-    asked: Any  # the same as messages
-    read: ModelInput  # the input and all later tokens, for the engine's next turn
+    input: ModelInput  # the prompt's tokens, with the text that the environment's `reset` returned
+    asked: Any  # the prompt's messages, with the content that `reset` returned
+    read: ModelInput  # the input and all later tokens: the engine reads it for the next turn
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
-    finish_reason: FinishReason | None = None  # None: it goes on
-    experts: RoutedExperts | None = None  # of all tokens up to the last turn's end
-    kept: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # of parts of the ids, and their lengths
-    images: list[Images] = field(default_factory=list)  # of tools' answers, with places among the ids
+    finish_reason: FinishReason | None = None  # None: the conversation goes on
+    experts: RoutedExperts | None = None  # experts of all tokens up to the last turn's end
+    kept: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # per part of the ids, with its length
+    images: list[Images] = field(default_factory=list)  # images in tools' answers, with places among the ids
 
     def begin(self, asked: ModelInput) -> None:
         self.input = self.read = asked
@@ -94,12 +94,12 @@ class Conversation:
 
 
 class Conversations:
-    """Writes the groups of some prompts as conversations.
+    """A rollout source that writes groups as conversations.
 
     Args:
         form: reads calls and writes answers.
-        rules: tokenise a prompt that an environment has changed.
-        max_iterations: rounds of calls in one conversation; None: any number.
+        rules: tokenises a prompt that an environment has changed.
+        max_iterations: rounds of calls in one conversation; None: no limit.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Conversations:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. Seeds depend on the conversation and its turn alone, not on tools' timing."""
+        """See `RolloutSource.generate`. A seed depends on the conversation and its turn, not on the tools' timing."""
         self.engine.require(version)
         self.tools.environments.take_back()
         running = _RunningConversations(self, sampling, seed, purpose)
@@ -134,14 +134,14 @@ class _RunningConversations:
     def __init__(self, parent: Conversations, sampling: Sampling, seed: int, purpose: str) -> None:
         self.engine, self.tools, self.form, self.rules = parent.engine, parent.tools, parent.form, parent.rules
         self.max_iterations, self.sampling, self.seed, self.purpose = parent.max_iterations, sampling, seed, purpose
-        self.writing: dict[str, Conversation] = {}  # by request
-        self.waiting: list[tuple[Conversation, Answers]] = []  # for tools
-        self.unopened: deque[tuple[Prompt, int]] = deque()  # and their places in their groups
-        self._is_limited = True  # in the number of environments that it has at once
-        self._over: dict[int, list[Conversation]] = {}  # by the prompt's position
+        self.writing: dict[str, Conversation] = {}  # conversations that the engine decodes, by request
+        self.waiting: list[tuple[Conversation, Answers]] = []  # conversations that wait for tools
+        self.unopened: deque[tuple[Prompt, int]] = deque()  # prompt, index in its group
+        self._is_limited = True  # whether the number of environments in use at once is limited
+        self._over: dict[int, list[Conversation]] = {}  # finished conversations, by the prompt's position
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Begin ``sampling.n`` conversations of each prompt, as far as there are environments for them."""
+        """Begin ``sampling.n`` conversations of each prompt, as many as there are environments for."""
         self.unopened.extend((prompt, index) for prompt in prompts for index in range(self.sampling.n))
         self._open_next()
 
@@ -157,14 +157,14 @@ class _RunningConversations:
             else:
                 self.waiting.append((conversation, beginning))
         if self.unopened and not (self.writing or self.waiting):
-            if environments.are_scored:  # by async functions, which take their time
+            if environments.are_scored:  # async reward functions still run
                 time.sleep(POLL)
-            else:  # nothing is scored before all groups are sampled, as in a subclass that collects them
+            else:  # no group is scored before all are sampled, as in a subclass that collects them
                 self._is_limited = False
                 self._open_next()
 
     def advance(self) -> list[Conversation]:
-        """One step of the engine, then of all finished tools; returns the conversations that ended."""
+        """Run one step of the engine, then continue behind finished tools. Return the conversations that ended."""
         over = []
         self._open_next()
         if self.writing:
@@ -185,7 +185,7 @@ class _RunningConversations:
         return over
 
     def finish(self, conversation: Conversation, version: int) -> Group | None:
-        """The conversation's group, if this one completes it."""
+        """Return the conversation's group if this conversation completes it, else None."""
         prompt, others = conversation.prompt, self._over.setdefault(conversation.prompt.position, [])
         others.append(conversation)
         if len(others) < self.sampling.n:
@@ -197,13 +197,13 @@ class _RunningConversations:
         position, index, turn = conversation.prompt.position, conversation.index, conversation.turns
         if turn:
             seed = request_seed(self.seed, position, f"{self.purpose}/{index}/{turn}")
-        else:  # as the index-th of n completions has it
+        else:  # the same seed as in one request of n completions
             seed = request_seed(self.seed, position, self.purpose) + index
         request = self.engine.submit(conversation.read, self.sampling, seed, n=1, spent=len(conversation.ids))
         self.writing[request] = conversation
 
     def _start_calls(self, conversation: Conversation, turn: Sampled) -> bool:
-        """Begin the calls of a turn. False: there are none, or the conversation may have no more."""
+        """Begin the calls of a turn. Return False if there are none, or if the conversation may have no more."""
         shown = (*conversation.input.ids, *conversation.ids[: len(conversation.ids) - len(turn.ids)])
         message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
         conversation.messages.append(message)
@@ -215,7 +215,7 @@ class _RunningConversations:
         return True
 
     def _continue(self, conversation: Conversation, answers: Answers) -> bool:
-        """Continue behind the tools' answers. False: there is no room for them."""
+        """Continue behind the tools' answers. Return False if there is no room for them."""
         if not conversation.turns:
             self._begin(conversation, answers)
             return True
@@ -236,7 +236,7 @@ class _RunningConversations:
     def _answer(
         self, conversation: Conversation, messages: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], ModelInput]:
-        """The tools' messages and their tokens."""
+        """Return the tools' messages and their tokens."""
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.form.shows_images
 
         def read(messages: list[dict[str, Any]]) -> ModelInput:
@@ -247,16 +247,16 @@ class _RunningConversations:
             return messages, read(messages)
         try:
             return messages, read(messages)
-        except REFUSALS as error:  # of a picture that the processor doesn't take, say
+        except REFUSALS as error:  # e.g. a picture that the processor doesn't take
             messages = self.tools.refused(messages, error)
             return messages, read(messages)
 
     def _begin(self, conversation: Conversation, answers: Answers) -> None:
-        """Append the value of the environment's `reset` to the prompt, and let the model write.
+        """Append the value that the environment's `reset` returned to the prompt, and let the model write.
 
         Raises:
             RuntimeError: ``reset`` raised or is late.
-            ValueError: the prompt is too long with it.
+            ValueError: the prompt is too long with that value.
         """
         ((_, outcome),) = answers.outcomes()
         assert conversation.session.environment is not None
@@ -280,7 +280,7 @@ class _RunningConversations:
         self._submit(conversation)
 
     def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
-        """The prompt's messages with the value of `reset` at the end of the last one."""
+        """Return the prompt's messages with the value of `reset` at the end of the last message."""
 
         example, (*earlier, last) = conversation.prompt.example, conversation.asked
         shown = shown_content(value, self.form.shows_images)
@@ -293,6 +293,6 @@ class _RunningConversations:
 
 
 def _characters(content: Any) -> int:
-    """Characters of the text that the model is shown of a tool's answer, or of an observation."""
+    """Count the characters of text in a tool's answer or an observation."""
     shown = shown_content(content, images=True)
     return len(shown) if isinstance(shown, str) else sum(len(part.get("text", "")) for part in shown)

@@ -21,15 +21,15 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class CustomRollouts:
-    """A rollout source that calls a function in place of the engine, which that may use.
+    """A rollout source that calls a function of the user's in place of the engine. The function may use the engine.
 
     Args:
-        function: ``f(prompts) -> dict``. ``prompts`` has each prompt as often as it needs completions, one after the
-            other. The answer holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in
-            nats), one list per completion; optionally ``env_mask`` (1: the model wrote the token, 0: the environment
-            did). Whatever else it holds goes to the reward functions: of a sequence one value per completion, anything
-            else as it is to all.
-        end_tokens: a completion that ends with one of these wasn't truncated.
+        function: ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
+            The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in nats), one
+            list per completion. ``env_mask`` is optional (1: the model wrote the token, 0: the environment did). All
+            other entries are passed to the reward functions: a sequence holds one value per completion, any other
+            value is the same for all completions.
+        end_tokens: a completion that ends with one of these tokens isn't truncated.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class CustomRollouts:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """As `Engine.generate`, but for the seed, which is the function's affair.
+        """Generate groups as `Engine.generate` does, but ignore ``seed``: the function makes its own random numbers.
 
         Raises:
-            ValueError: the answer lacks something, or isn't as long as it must be.
+            ValueError: an entry of the function's dict is missing or has the wrong length.
         """
         self.engine.require(version)
-        if not prompts:  # a rank may have none in an evaluation
+        if not prompts:  # in an evaluation a rank may have no prompts
             return
         if any(prompt.input.images is not None for prompt in prompts):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Environments: made by the user's factories, lent to one conversation at a time, and used again."""
+"""Environments: the user's factories make them, and each is lent to one conversation at a time, then used again."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
 
 @dataclass(slots=True, eq=False)
 class Environment:
-    """An environment of the user's, and where it lives."""
+    """An environment of the user's, and the thread that it lives in."""
 
     instance: Any
-    name: str  # that main_thread_tools gives it
-    factory: str | None  # which one made it
-    thread: EnvironmentThread | None  # None: it needs the main thread
-    stuck: bool = False  # a call never came back: its state is unknown
+    name: str  # name of the environment in main_thread_tools
+    factory: str | None  # key of the factory that made it
+    thread: EnvironmentThread | None  # its thread; None: it needs the main thread
+    stuck: bool = False  # whether a call never came back, so that its state is unknown
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Its tools: the public methods. Looked up on the class, so that no property is evaluated.
+        """The environment's tools: its public methods, by name.
+
+        They are looked up on the class, so that no property is evaluated.
 
         Raises:
-            ValueError: it has no `reset`.
+            ValueError: the environment has no method `reset`.
         """
         names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
         if "reset" not in names:
@@ -45,7 +47,7 @@ class Environment:
 
 
 def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
-    """What main_thread_tools may call an environment: its key, where there are several, and its factory's name."""
+    """Return an environment's names in main_thread_tools: its key, if there are several, and its factory's name."""
     own = function_name(factory)
     return [own] if key is None else [key, own]
 
@@ -56,9 +58,9 @@ class Environments:
     An environment is lent to a conversation until the reward functions that may look at it have returned.
 
     Args:
-        factories: by the name in a row's column `environment`; by None where there is only one.
+        factories: key -> factory. The key is the name in a row's column `environment`, or None if there is only one.
         main_thread: see `Toolbox`.
-        limit: environments lent at once; None: any number.
+        limit: maximum number of environments lent at once; None: no limit.
     """
 
     def __init__(
@@ -72,14 +74,14 @@ class Environments:
         self._known: dict[int, Environment] = {}  # by the id of the instance
         self._lent: list[Environment] = []
         self._returning = threading.Lock()  # async reward functions end in a thread of their own
-        self._in_scoring: set[int] = set()  # positions of groups
-        self._begins = True  # the next one lent is the first of a round
-        self.latest: list[Any] | None = None  # instances of the present round's conversations, or of the last one's
-        self.first = {key: self._make(key) for key in factories}  # one of each kind, to be described
+        self._in_scoring: set[int] = set()  # positions of the groups in scoring
+        self._begins = True  # whether the next environment lent is the first of a round
+        self.latest: list[Any] | None = None  # instances of the present or else the last round's conversations
+        self.first = {key: self._make(key) for key in factories}  # one environment per key, to describe its tools
         self._free = {key: [environment] for key, environment in self.first.items()}
 
     def lend(self, key: str | None) -> Environment:
-        """An environment for one conversation, until `take_back`."""
+        """Return an environment for one conversation, until `take_back`."""
         free = self._free[key]
         environment = free.pop() if free else self._make(key)
         self._lent.append(environment)
@@ -89,20 +91,20 @@ class Environments:
         return environment
 
     def has_room(self, group: int) -> bool:
-        """Whether another environment may be lent. A group of that many conversations always has room for itself."""
+        """Return whether another environment may be lent. One group of ``group`` conversations always has room."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     @property
     def are_scored(self) -> bool:
-        """Whether some that are lent come back when reward functions return."""
+        """Whether running reward functions will give back some environments."""
         return bool(self._in_scoring)
 
     def begin_scoring(self, groups: Sequence[Group]) -> None:
-        """Reward functions look at the groups' environments."""
+        """Note that reward functions look at the groups' environments."""
         self._in_scoring |= {group.position for group in groups}
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
-        """Take the groups' environments back: no reward function looks at them any more."""
+        """Take the groups' environments back, as no reward function looks at them any more."""
         scored = {id(rollout.columns.get("environments")) for group in groups for rollout in group.rollouts}
         with self._returning:
             for environment in [each for each in self._lent if id(each.instance) in scored]:
@@ -111,14 +113,14 @@ class Environments:
             self._in_scoring -= {group.position for group in groups}
 
     def take_back(self) -> None:
-        """Make all that are lent free again: their conversations are over and scored."""
+        """Make all lent environments free again, as their conversations are over and scored."""
         with self._returning:
             for environment in self._lent:
                 self._take_back(environment)
             self._lent, self._in_scoring, self._begins = [], set(), True
 
     def _take_back(self, environment: Environment) -> None:
-        """Make an environment free, or leave a stuck one to itself."""
+        """Make an environment free. Forget a stuck one."""
         if not environment.stuck:
             self._free[environment.factory].append(environment)
             return
@@ -127,8 +129,10 @@ class Environments:
             environment.thread.close()
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """What the ``get_reward`` of each returns; None for None. One that never comes back leaves its environment
-        stuck."""
+        """Call ``get_reward`` of each environment and return the values, None for None.
+
+        A call that never comes back leaves its environment stuck.
+        """
         environments = [self._known.get(id(instance)) for instance in instances]
         asked: list[Future[Any] | None] = [
             None if known is None or known.thread is None else known.thread.ask(known.instance.get_reward)
@@ -172,6 +176,6 @@ class Environments:
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
-        if thread is not None and environment.thread is not thread:  # a factory that gives the same one again
+        if thread is not None and environment.thread is not thread:  # the factory returned a known instance again
             thread.close()
         return environment

@@ -1,4 +1,4 @@
-"""Groups with a rollout whose making failed: every reward function abstains from them, and they aren't trained on."""
+"""Groups with a failed rollout: every reward function abstains from them, and they aren't trained on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ..batch import Group
 from .stages import PendingRewards
 
-FAILURE = "agent_failure"  # the column of a rollout that says how it failed; empty: it didn't
+FAILURE = "agent_failure"  # the rollout's column with the reason of its failure; empty: none
 
 
 def has_failed(group: Group) -> bool:
@@ -17,11 +17,11 @@ def has_failed(group: Group) -> bool:
 
 
 class Abstaining:
-    """`PendingRewards` of some groups, NaN for those that failed, which no reward function sees.
+    """`PendingRewards` of some groups. Failed groups get NaN, and no reward function sees them.
 
     Args:
-        begin: begins to score the other groups.
-        functions: R.
+        begin: begins to score the groups that didn't fail.
+        functions: R, the number of reward functions.
     """
 
     def __init__(

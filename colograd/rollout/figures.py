@@ -8,7 +8,7 @@ from pathlib import Path
 from .step_lines import add_step, steps_in
 
 FILE = "steps.jsonl"
-LARGEST = 2**24  # bytes that are read
+LARGEST = 2**24  # maximum bytes read of the file
 
 
 def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
@@ -16,7 +16,7 @@ def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """step -> its figures, of the first time that it was trained."""
+    """Return step -> the figures of the first time that the step was trained."""
     found = dict[int, dict[str, float]]()
     for step, entry in steps_in(folder / FILE, LARGEST):
         try:

@@ -1,10 +1,11 @@
-"""Finished groups of a step, trained before its last one is sampled: this rank's own between the steps of its engine
-(`OwnGroups`), and with several ranks those of others (`FinishedGroups`): who has sampled, what is finished, who takes
-which.
+"""Finished groups of a step, trained before its last group is sampled.
 
-A rank that decodes can't take part in an exchange. So ranks leave each other short notes and the bytes of groups in the
-store through which they found each other, and a counter decides who takes a group. Nothing is sent unless a rank has
-sampled and trained its own groups, and looks for more.
+`OwnGroups` holds this rank's groups, which it trains between the steps of its engine. `FinishedGroups` also passes
+groups between ranks. It tracks which ranks have sampled, which groups are finished, and which rank takes a group.
+
+A rank that decodes can't take part in a collective. So ranks leave short notes and the bytes of groups in torch's
+rendezvous store, and a counter there decides who takes a group. Nothing is sent until a rank has sampled and trained
+its own groups and looks for more.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ import torch.distributed as dist
 from ..batch import ScoredGroup
 from ..parallel.layout import RankLayout
 
-_numbers = itertools.count(1)  # of the objects of this process: all ranks make theirs in the same order
+_numbers = itertools.count(1)  # numbers of this process's objects: all ranks make them in the same order
 EVERY = 0.1  # seconds between two looks for ranks that want groups
-LARGEST = 4 * 2**20  # bytes of a group that is offered: torch's store closes the connection of who sends 8 MiB
+LARGEST = 4 * 2**20  # maximum bytes of an offered group: torch's store closes a connection that sends 8 MiB
 
 
 def tokens_of(scored: ScoredGroup) -> int:
-    """Tokens of a group in a row: its prompt and its completions."""
+    """Count the tokens of a group in a row: its prompt and its completions."""
     rollouts = scored.group.rollouts
     return len(rollouts[0].input) + sum(len(rollout.completion_ids) for rollout in rollouts)
 
 
 class OwnGroups:
-    """This rank's finished groups of the step that is trained next, which no other rank takes.
+    """This rank's finished groups of the step that is trained next. No other rank takes them.
 
     Args:
-        accepts: whether a group is trained at all, and may be before all are sampled.
+        accepts: returns whether a group is trained at all, and may be trained before all groups are sampled.
     """
 
-    is_wanted = False  # whether a rank that has sampled looks for groups
+    is_wanted = False  # whether a rank that has finished sampling looks for groups
 
     def __init__(self, accepts: Callable[[ScoredGroup], bool]) -> None:
         self.accepts = accepts
 
     def begin(self, positions: Iterable[int]) -> None:
-        """Begin a round; this rank's groups at these ``positions`` are trained next."""
+        """Begin a round. This rank's groups at ``positions`` are trained next."""
         self._positions = set(positions)
-        self._own: list[ScoredGroup] = []  # in the order in which they finished
-        self._known: set[int] = set()  # positions of the finished ones
-        self._left: set[int] = set()  # indices of `_own` that nobody is known to have taken
+        self._own: list[ScoredGroup] = []  # this rank's accepted groups, in the order of finishing
+        self._known: set[int] = set()  # positions of finished groups, accepted or not
+        self._left: set[int] = set()  # indices of the groups in `_own` that no rank is known to have taken
 
     def add(self, scored: ScoredGroup) -> None:
-        """A group of this rank is finished."""
+        """Add a finished group of this rank."""
         if self.wants(scored.group.position):
             self._known.add(scored.group.position)
             if self.accepts(scored):
@@ -61,16 +62,16 @@ class OwnGroups:
                 self._own.append(scored)
 
     def wants(self, position: int) -> bool:
-        """Whether the group at a position is trained next, and not known yet."""
+        """Return whether the group at a position is trained next and isn't added yet."""
         return position in self._positions and position not in self._known
 
     @property
     def tokens_left(self) -> int:
-        """Tokens of this rank's groups that nobody is known to have taken."""
+        """Tokens of this rank's groups that no rank is known to have taken."""
         return sum(tokens_of(self._own[index]) for index in self._left)
 
     def take_own(self, budget: int) -> list[ScoredGroup]:
-        """This rank's groups for a row of ``budget`` tokens, the largest first; a larger one alone."""
+        """Take this rank's groups for a row of ``budget`` tokens, the largest first. A group above it comes alone."""
         taken: list[ScoredGroup] = []
         for index in sorted(self._left, key=lambda index: -tokens_of(self._own[index])):
             size = tokens_of(self._own[index])
@@ -83,21 +84,21 @@ class OwnGroups:
         return taken
 
     def _claims(self, index: int) -> bool:
-        """Whether this rank is the first to take a group of its own."""
+        """Return whether this rank is the first to take its own group ``index``."""
         return True
 
     def serve(self) -> None:
-        """Between two steps of the engine: see to other ranks."""
+        """Serve other ranks between two steps of the engine."""
 
     def finish(self) -> None:
-        """This rank samples no more, for whatever reason."""
+        """Note that this rank samples no more, for whatever reason."""
 
 
 class FinishedGroups(OwnGroups):
     """The finished groups of all ranks.
 
     Args:
-        layout: this rank among the others.
+        layout: this rank's place among all ranks.
         between_engines: whether a rank may take groups that another engine sampled (`balance_ranks`).
         accepts: see `OwnGroups`.
     """
@@ -107,28 +108,31 @@ class FinishedGroups(OwnGroups):
         self.layout, self.between_engines = layout, between_engines
         engines = range(0, layout.world_size, layout.ranks_per_engine)
         owners = [*engines] if between_engines else [layout.engine_group[0]]
-        self._others = [owner for owner in owners if owner != layout.rank]  # that may have something for this rank
+        self._others = [owner for owner in owners if owner != layout.rank]  # may have groups for this rank
         self._wanted = "all" if between_engines else str(layout.data_rank)
         self._number, self._round = next(_numbers), 0
 
     def begin(self, positions: Iterable[int]) -> None:
-        """See `OwnGroups.begin`. All ranks begin the same rounds, with an exchange between two of them."""
+        """See `OwnGroups.begin`. All ranks begin the same rounds, with a collective between two rounds."""
         notes = self._notes() if self._round else []
         self._round += 1
         super().begin(positions)
         self.is_wanted = False
-        self._offered = 0  # the first so many of `_own` lie in the store
-        self._sizes: list[int] = []  # of these, in tokens; 0: others can't take it
-        self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
+        self._offered = 0  # number of groups offered in the store: the first ones of `_own`
+        self._sizes: list[int] = []  # tokens of each offered group; 0: other ranks can't take it
+        self._gone: set[tuple[int, int]] = set()  # (owner, index) of other ranks' groups that were taken
         self._is_sampled = self._is_hungry = self._is_last = False
         self._looked = 0.0
         for note in notes:
             self._store().delete_key(note)
 
-    # -- a rank that samples
+    # -- a rank that still samples
 
     def serve(self) -> None:
-        """Offer finished groups between two steps of the engine, if another rank wants them. Mostly reads a clock."""
+        """Offer finished groups between two steps of the engine, if another rank wants them.
+
+        Most calls only read a clock.
+        """
         now = time.monotonic()
         if now - self._looked < EVERY or self._offered == len(self._own):
             return
@@ -138,10 +142,10 @@ class FinishedGroups(OwnGroups):
             self._offer()
 
     def take_own(self, budget: int) -> list[ScoredGroup]:
-        """See `OwnGroups.take_own`; other ranks may be faster."""
+        """See `OwnGroups.take_own`. Other ranks may take an offered group first."""
         taken = super().take_own(budget)
         if self._offered and taken:
-            self._tell_sizes()  # others see what is left
+            self._tell_sizes()  # other ranks see the remaining groups
         return taken
 
     def _claims(self, index: int) -> bool:
@@ -166,7 +170,7 @@ class FinishedGroups(OwnGroups):
     def _tell_sizes(self) -> None:
         self._store().set(self._key(f"sizes/{self.layout.rank}"), json.dumps(self._sizes))
 
-    # -- a rank that has sampled
+    # -- a rank that has finished sampling
 
     def finish(self) -> None:
         if not self._is_sampled:
@@ -174,17 +178,17 @@ class FinishedGroups(OwnGroups):
             self._count("sampled", 1)
 
     def all_sampled(self) -> bool:
-        """Whether no rank samples any more."""
+        """Return whether no rank samples any more."""
         self._is_last = self._is_last or self._count("sampled", 0) >= self.layout.world_size
         return self._is_last
 
     def is_over(self) -> bool:
-        """Whether no rank samples any more, and none trains what it has taken."""
+        """Return whether no rank samples any more, and no rank trains groups that it has taken."""
         return self.all_sampled() and self._count("training", 0) <= 0
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """While this rank trains groups that it has taken."""
+        """Count this rank as training while the context is open."""
         self._count("training", 1)
         try:
             yield
@@ -192,9 +196,10 @@ class FinishedGroups(OwnGroups):
             self._count("training", -1)
 
     def take(self, budget: int) -> list[ScoredGroup]:
-        """Groups for a row of ``budget`` tokens, this rank's own first; a larger one alone; none if there are none.
+        """Take groups for a row of ``budget`` tokens, this rank's own first. A group above the budget comes alone.
 
-        When all have sampled, at most a share of what one rank has left: then all ranks end at the same time.
+        When all ranks have sampled, take at most a share of one rank's remaining groups, so that all ranks end at the
+        same time.
         """
         hungry = self._count(f"wanted/{self._wanted}", 0)
         if self._own and hungry:
@@ -236,11 +241,11 @@ class FinishedGroups(OwnGroups):
             self._count(f"wanted/{self._wanted}", 1)
 
     def _claim(self, owner: int, index: int) -> bool:
-        """Whether this rank is the first to take a group that was offered."""
+        """Return whether this rank is the first to take an offered group."""
         return self._count(f"taken/{owner}/{index}", 1) == 1
 
     def _sizes_of(self, owner: int) -> Sequence[int]:
-        """Tokens of each group that a rank offers; 0: it can't be taken."""
+        """Return the tokens of each group that a rank offers. 0: the group can't be taken."""
         key = self._key(f"sizes/{owner}")
         return json.loads(self._store().get(key)) if self._store().check([key]) else []
 
@@ -253,7 +258,7 @@ class FinishedGroups(OwnGroups):
         return f"colograd/finished/{self._number}/{self._round}/{name}"
 
     def _notes(self) -> list[str]:
-        """Keys of this rank's notes of the round; the first rank's also of those that are nobody's own."""
+        """Return the keys of this rank's notes of the round. The first rank also returns the shared keys."""
         me = self.layout.rank
         names = [f"{kind}/{me}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
         names += [f"sizes/{me}"] if self._offered else []
@@ -269,7 +274,7 @@ class FinishedGroups(OwnGroups):
 
 
 def _content(scored: ScoredGroup) -> bytes:
-    """A group's bytes for another rank; empty: it stays, as pictures are too large for the store."""
+    """Return a group's bytes for another rank. Empty: the group stays, as it or its pictures are too large."""
     rollouts = scored.group.rollouts
     if any(rollout.images or rollout.input.images is not None for rollout in rollouts):
         return b""

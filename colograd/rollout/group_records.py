@@ -1,5 +1,7 @@
-"""A group as the bytes of a record, and back: a table of its completions, and behind it routed experts, what truncated
-sampling had left, and pictures."""
+"""A group as the bytes of a record, and back.
+
+The record holds a table of the completions, then routed experts, the tokens kept by truncated sampling, and pictures.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from .kept_record import kept_bytes, with_kept
 from .marked_table import comes
 from .pictures import pictures_bytes, with_pictures
 
-# Errors that reading bytes of another origin may raise.
+# Errors that reading untrusted bytes may raise.
 NONSENSE = (
     AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
     TypeError, ValueError,
 )  # fmt: skip
 
-# With `router_replay` (see `batch.RoutedExperts`). A prompt's are null if they equal the row before's.
+# Table of routed experts, with `router_replay` (see `batch.RoutedExperts`). A null `prompt` equals the row before's.
 EXPERTS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
@@ -51,7 +53,7 @@ class RewardedGroup:
 
 
 def digest_of_example(example: Mapping[str, Any]) -> str:
-    """Of a dataset's row. A value that JSON has no type for counts with its type, an image with its pixels too."""
+    """Return a digest of a dataset's row. A value without a JSON type counts as its type, an image with its pixels."""
     text = json.dumps(dict(example), sort_keys=True, default=_named)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -67,7 +69,7 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
     """Write a group as the bytes of a record.
 
     Args:
-        example: the digest of the dataset's row, taken before code of the user's saw it; empty: take it now.
+        example: digest of the dataset's row from before the user's code saw it; empty: compute it now.
     """
     example = example or digest_of_example(recorded.group.example)
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
@@ -90,7 +92,7 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
 
 
 def _of_group(logged: Logged, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """What the first row holds of the whole group: what was logged, the branches of trees, and versions of tokens."""
+    """Return the first row's entries for the whole group: logged values, branches of trees, versions of tokens."""
     found: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
     if any(rollout.branches for rollout in rollouts):
         found["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
@@ -154,16 +156,16 @@ def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]
 
 
 def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) -> torch.Tensor:
-    """(tokens, layers, chosen) numbers of ``width`` bytes."""
+    """Return a (tokens, layers, chosen) tensor from numbers of ``width`` bytes."""
     kind = {1: np.int8, 2: np.int16}[width]
     return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))
 
 
 def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) -> RewardedGroup:
-    """The group that `group_bytes` made the bytes of.
+    """Read a group from the bytes that `group_bytes` wrote.
 
     Raises:
-        JournalError: it is of another prompt, or the bytes are damaged.
+        JournalError: the group is of another prompt, or the bytes are damaged.
     """
     where = f"the journal's group at position {prompt.position}"
     try:
@@ -221,13 +223,13 @@ def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput, prompt: Prompt)
 
 
 def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
-    """Rows of numbers as one column, without a Python object per number."""
+    """Return rows of numbers as one column, without a Python object per number."""
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
 
 
 def _json(value: Any) -> str:
-    """As JSON; other types as their text, a picture as its type and size."""
+    """Return a value as JSON. Values of other types become their text, a picture its type and size."""
     with contextlib.suppress(TypeError, ValueError):
         return json.dumps(value)
     return json.dumps(

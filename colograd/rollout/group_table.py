@@ -1,7 +1,7 @@
-"""A group's record as the report reads it: without torch, and with notes on what training made of the group.
+"""A group's record as the report reads it: without torch, and with the training's notes on the group.
 
-Notes are JSON, a record for a few groups of a step: what their own records lack, as the trainer's log-probabilities,
-the advantages, and the texts of their tokens.
+Notes are JSON, one record for a few groups of a step. They hold values that the groups' records lack: the trainer's
+log-probabilities, the advantages, and the texts of the tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import pyarrow.compute as pc
 
 from .record_file import Record, RecordFile, read_records
 
-NOTES = -2  # the position of the notes on groups of step s is NOTES - s
-SHOWN = ".shown"  # the suffix of a file that has only the groups with notes
-LARGEST = 2**28  # bytes of a group that is shown; one with its experts may have more, until they are left out
+NOTES = -2  # position of the notes of step 0: the notes of step s are at NOTES - s
+SHOWN = ".shown"  # suffix of a file that has only the groups with notes
+LARGEST = 2**28  # maximum bytes of a shown group; with its experts a group may be larger, until they are dropped
 
 TABLE = pa.schema(
     [
-        ("input", pa.list_(pa.int32())),  # null: that of the first row
+        ("input", pa.list_(pa.int32())),  # null: same as the first row
         ("completion", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
-        ("sampled", pa.list_(pa.bool_())),  # null: all
+        ("sampled", pa.list_(pa.bool_())),  # null: all tokens are sampled
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
         ("messages", pa.string()),  # JSON
         ("columns", pa.string()),  # JSON
         ("rewards", pa.list_(pa.float32())),
-        ("example", pa.string()),  # a digest of the dataset's row
-        ("logged", pa.string()),  # JSON, of the whole group: in the first row
+        ("example", pa.string()),  # digest of the dataset's row
+        ("logged", pa.string()),  # JSON of the whole group, in the first row
     ]
 )
 
@@ -42,7 +42,7 @@ def steps_of(positions: list[int]) -> set[int]:
 
 
 def reduced(group: bytes, tokens: int) -> bytes:
-    """A group's record without prompts, experts and pictures, and with the first tokens of each completion."""
+    """Return a group's record with the first ``tokens`` of each completion, without prompts, experts and pictures."""
     batch = _first_tokens(group, tokens)
     columns = [pa.nulls(batch.num_rows, field.type) if field.name == "input" else batch[field.name] for field in TABLE]
     return bytes(pa.record_batch(columns, schema=TABLE).serialize().to_pybytes())
@@ -61,7 +61,7 @@ def _first_tokens(group: bytes, tokens: int) -> pa.RecordBatch:
 
 
 def keep_shown(path: Path) -> None:
-    """Write the groups of a rank's file that have notes, and the notes, beside it; nothing where there are none."""
+    """Copy the groups with notes, and the notes, from a rank's file to a `.shown` file. Without notes write nothing."""
     notes = list(read_records(path, lambda position: position <= NOTES))
     if not notes:
         return
@@ -79,7 +79,7 @@ def keep_shown(path: Path) -> None:
 
 
 def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
-    """The completions of a step that a file has notes on, token by token; see `entries`."""
+    """Yield the completions of a step that a file has notes on, token by token; see `entries`."""
     all_notes = [json.loads(record.content) for record in read_records(file, lambda at: at == NOTES - step, LARGEST)]
     wanted = {group["position"] for notes in all_notes for group in notes["groups"]}
     groups = {record.position: record.content for record in read_records(file, wanted.__contains__, LARGEST)}
@@ -88,7 +88,7 @@ def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
 
 
 def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[dict[str, Any]]:
-    """Completions token by token, of groups with notes.
+    """Yield the completions of groups with notes, token by token.
 
     Args:
         groups: position -> the group's record, whole or `reduced`.

@@ -1,10 +1,10 @@
-"""Groups in flight: what a round with `carry_over` leaves unfinished, as values that the next round goes on from.
+"""Groups in flight: the unfinished groups of a round with `carry_over`. The next round continues them.
 
     round at step 7    draws 10 prompts, trains the 8 groups that are done first, carries 2
-    round at step 8    goes on with those 2, draws 8 new prompts, ...
+    round at step 8    continues these 2, draws 8 new prompts, ...
 
-Each group is trained once, whole; a token is sampled once. Their bytes are in a checkpoint, and after each round in the
-rollout log.
+Each group is trained once, whole. Each token is sampled once. The bytes of the groups are in a checkpoint, and after
+each round in the rollout log.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ..engine.protocol import Sampled
 from .group_records import NONSENSE, JournalError, digest_of_example
 from .record_file import Record, RecordFile, read_records
 
-FILE = "in_flight_{rank}.records"  # in a checkpoint
-HEAD = 0  # the position of the first record, which says how many groups follow, one a record
+FILE = "in_flight_{rank}.records"  # file name in a checkpoint
+HEAD = 0  # position of the first record: it has the number of groups that follow, one per record
 ROWS = pa.schema(
     [
         ("since", pa.int64()),
-        ("prompt", pa.string()),  # a digest of the dataset's row and of the prompt's tokens
+        ("prompt", pa.string()),  # digests of the dataset's row and of the prompt's tokens
         ("ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("spans", pa.list_(pa.int64())),  # length, version, length, version ...
-        ("finish_reason", pa.string()),  # null: it goes on
-        ("kept_ids", pa.list_(pa.int32())),  # null: all were drawn from the whole vocabulary
+        ("finish_reason", pa.string()),  # null: unfinished
+        ("kept_ids", pa.list_(pa.int32())),  # null: all tokens were drawn from the whole vocabulary
         ("kept_counts", pa.list_(pa.int32())),
     ]
 )
@@ -46,23 +46,23 @@ ROWS = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """What is there of a completion, which may be all of it."""
+    """The tokens sampled so far of one completion, unfinished or whole."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))  # of the weights that sampled each token
-    spans: tuple[VersionSpan, ...] = ()  # of all ids
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # [T], by the weights that sampled the token
+    spans: tuple[VersionSpan, ...] = ()  # weight versions of all ids
     kept: KeptTokens | None = None
-    finish_reason: FinishReason | None = None  # None: it goes on
+    finish_reason: FinishReason | None = None  # None: unfinished
 
     def extended(self, part: Sampled, version: int) -> PartialCompletion:
-        """With what a request has sampled behind it."""
+        """Return the completion with the tokens of a request appended."""
         ended = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
         spans = (*self.spans, VersionSpan(len(part.ids), version)) if part.ids else self.spans
         kept = KeptTokens.joined([(self.kept, len(self.ids)), (part.kept, len(part.ids))])
         return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, kept, ended)
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
-        """The rollout of a whole completion, in the round at step ``version``."""
+        """Return the rollout of a whole completion, in the round at step ``version``."""
         assert self.finish_reason is not None
         whole = Sampled(self.ids, self.logprobs, self.finish_reason, kept=self.kept).rollout(prompt, version)
         if all(span.version == version for span in self.spans):
@@ -72,11 +72,11 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class GroupInFlight:
-    """A group of which some completions haven't ended, or that ended when its round had enough."""
+    """A group that isn't trained yet: some completions are unfinished, or it ended when its round had enough groups."""
 
     prompt: Prompt
     completions: tuple[PartialCompletion, ...]  # [G]
-    since: int  # the step of the round that began it
+    since: int  # step of the round that began the group
 
     @property
     def has_begun(self) -> bool:
@@ -87,15 +87,15 @@ class GroupInFlight:
         return all(completion.finish_reason is not None for completion in self.completions)
 
     def group(self, version: int) -> Group:
-        """The whole group, in the round at step ``version``."""
+        """Return the whole group, in the round at step ``version``."""
         rollouts = tuple(completion.rollout(self.prompt.input, version) for completion in self.completions)
         return Group(self.prompt.example, rollouts, self.prompt.position)
 
 
 class RoundEnd(NamedTuple):
-    """How a round with `carry_over` ended on a rank."""
+    """The end of a round with `carry_over` on a rank."""
 
-    done: tuple[int, ...]  # positions of the groups that it trains
+    done: tuple[int, ...]  # positions of the groups that the round trains
     carried: tuple[GroupInFlight, ...]  # the oldest first
 
 
@@ -103,11 +103,11 @@ class InFlight:
     """The groups that a rank carries from round to round.
 
     Args:
-        takes: groups that a round trains.
-        size: groups that are sampled at once.
-        max_age: optimizer steps for which a group may be carried.
-        completions: of a group.
-        longest: tokens that a completion may have.
+        takes: number of groups that a round trains.
+        size: number of groups that are sampled at once.
+        max_age: maximum number of optimizer steps that a group is carried.
+        completions: number of completions in a group.
+        longest: maximum number of tokens in a completion.
     """
 
     def __init__(self, takes: int, size: int, max_age: int, completions: int, longest: int) -> None:
@@ -117,7 +117,7 @@ class InFlight:
 
     @classmethod
     def of(cls, config: GRPOConfig) -> Self | None:
-        """Of a run; None: its rounds wait for all groups."""
+        """Return the groups in flight of a run, empty at first, or None if its rounds wait for all groups."""
         if config.carry_over is None:
             return None
         assert config.num_generations is not None and config.max_completion_length is not None
@@ -125,7 +125,7 @@ class InFlight:
         return cls(config.groups_per_round, config.groups_in_flight, age, config.num_generations, longest)
 
     def pool(self, new: Sequence[Prompt], more_prompts: Callable[[int, int], list[Prompt]]) -> list[Prompt]:
-        """The prompts of a round: of the groups that are carried, the new ones, and as many as are lacking.
+        """Return the prompts of a round: the carried groups' prompts, the new ones, and further ones up to `size`.
 
         Args:
             more_prompts: (number drawn so far, number wanted) -> further prompts.
@@ -135,13 +135,13 @@ class InFlight:
         return [*(group.prompt for group in self.groups), *new, *more]
 
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
-        """The groups of a round's prompts as they are before it."""
+        """Return the groups of a round's prompts in their state before the round."""
         begun = {group.prompt.position: group for group in self.groups if group.has_begun}
         new = (PartialCompletion(),) * self.completions
         return [begun.get(prompt.position) or GroupInFlight(prompt, new, since=version) for prompt in prompts]
 
     def due(self, groups: Sequence[GroupInFlight], version: int) -> set[int]:
-        """The positions of groups that can't be carried any further."""
+        """Return the positions of groups that can't be carried any further."""
         old = [group.prompt.position for group in groups if version - group.since >= self.max_age]
         return set(old[: self.takes])
 
@@ -151,9 +151,9 @@ class InFlight:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
     def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
-        """Take this rank's groups, or its share of what another number of ranks had in flight, if all of it is there.
+        """Load this rank's groups, or its share of all groups if the number of ranks has changed.
 
-        Returns: a warning of groups that aren't there; "": none.
+        Returns: a warning that groups are missing, or "".
 
         Raises:
             JournalError: a prompt isn't the one that was sampled, or a group has another number of completions.
@@ -171,7 +171,7 @@ class InFlight:
         return ""
 
     def _fitting(self, group: GroupInFlight, folder: str | Path) -> GroupInFlight:
-        """A group with which a run of these settings can go on: what has all the tokens that it may have, ends."""
+        """Return the group adapted to this run's settings: completions that have reached `longest` end."""
         if len(group.completions) != self.completions:
             raise JournalError(
                 f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
@@ -186,14 +186,14 @@ class InFlight:
         return dataclasses.replace(group, completions=tuple(completions))
 
 
-# -- its bytes
+# -- the bytes of groups in flight
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write a file in the place of one that is there.
+    """Write the end of a round to a file, replacing an older file.
 
     Args:
-        ranks: whose rounds take prompts together.
+        ranks: number of ranks that share a round's prompts.
 
     Raises:
         OSError: the disk is full, or away.
@@ -212,8 +212,9 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """What `write_round_end` wrote; None: nothing, a torn file, that of another number of ranks, or of prompts of which
-    there is none at a position.
+    """Read the file that `write_round_end` wrote.
+
+    Return None if there is no file, if it is torn, if the number of ranks differs, or if a position has no prompt.
 
     Raises:
         JournalError: a prompt isn't the one that was sampled, or the bytes are nonsense.

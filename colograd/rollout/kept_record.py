@@ -1,4 +1,4 @@
-"""What a group's record says of truncated sampling: which tokens had been left when each of its tokens was drawn."""
+"""The truncated sampling in a group's record: for each token, the candidates that truncation had left."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..batch import KeptTokens, Rollout
 from .marked_table import comes, read_table, table_bytes
 
 BEGIN = b"KEPT SET"
-# Of int32; null: all of its tokens were drawn from the whole vocabulary.
+# int32 numbers; null: all tokens of the rollout were drawn from the whole vocabulary.
 ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
 
 
 def kept_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """A table with a row per rollout; nothing if none was truncated."""
+    """Return the bytes of a table with a row per rollout, or nothing if no rollout has kept tokens."""
     if all(rollout.kept is None for rollout in rollouts):
         return b""
     rows = [(None, None) if r.kept is None else (_bytes(r.kept.ids), _bytes(r.kept.counts)) for r in rollouts]
@@ -27,7 +27,7 @@ def kept_bytes(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def with_kept(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    """The rollouts with what the table, if it is there, has of them."""
+    """Return the rollouts with their kept tokens from the table, if the table comes next."""
     if not comes(reader, BEGIN):
         return tuple(rollouts)
     found = []

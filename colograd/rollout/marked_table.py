@@ -1,4 +1,4 @@
-"""Tables that may stand behind a group's own in its record: each begins with a mark, as no message of arrow does."""
+"""Optional tables behind a group's own table in its record. Each begins with a mark, unlike any Arrow message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 
 
 def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
-    """Nothing of no rows."""
+    """Return the mark and the bytes of a table, or nothing if there are no rows."""
     if not rows:
         return b""
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]
@@ -17,7 +17,7 @@ def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> byte
 
 
 def comes(reader: Any, mark: bytes) -> bool:
-    """Whether the table with the mark is what comes next."""
+    """Return whether the table with the mark comes next."""
     at = reader.tell()
     found = reader.read(len(mark)) == mark
     reader.seek(at)
@@ -25,7 +25,7 @@ def comes(reader: Any, mark: bytes) -> bool:
 
 
 def read_table(reader: Any, mark: bytes, schema: Any) -> Any:
-    """The batch of the table that comes next, checked."""
+    """Read and validate the table that comes next."""
     reader.read(len(mark))
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
     batch.validate(full=True)

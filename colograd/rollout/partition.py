@@ -1,5 +1,7 @@
-"""Micro-batches of a step that were trained before all of it was sampled, as they are recorded in the round's folder: a
-resumed or replayed step has the same bits."""
+"""Micro-batches that were trained before all of their step was sampled.
+
+They are recorded in the round's folder, so that a resumed or replayed step is equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from ..policy.packing import NOBODY
 from .step_lines import add_step, steps_in
 
 FILE = "partition.jsonl"
-LARGEST = 2**26  # bytes that are read
+LARGEST = 2**26  # maximum bytes read of the file
 
-Piece = tuple[int, tuple[int, ...]]  # a group's position, and which of its completions
-Row = tuple[Piece, ...]  # a micro-batch; of a filler the position is NOBODY
-Partition = tuple[tuple[Row, ...], ...]  # of each rank
+Piece = tuple[int, tuple[int, ...]]  # a group's position, the indices of its completions
+Row = tuple[Piece, ...]  # one micro-batch; a filler has the position NOBODY
+Partition = tuple[tuple[Row, ...], ...]  # micro-batches of each rank
 
 
 def note_partition(folder: Path, step: int, partition: Partition) -> None:
@@ -22,7 +24,7 @@ def note_partition(folder: Path, step: int, partition: Partition) -> None:
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """The step's partition when it was trained first; None: nothing was trained early."""
+    """Return the partition of the first time that the step was trained, or None if nothing was trained early."""
     for found, entry in steps_in(folder / FILE, LARGEST):
         try:
             if found == step:
@@ -46,18 +48,23 @@ def _number(value: object) -> int:
 
 
 def pieces_of(partition: Partition) -> Iterator[Piece]:
-    """Without those of fillers."""
+    """Yield the pieces of all rows, without fillers."""
     return (piece for rows in partition for row in rows for piece in row if piece[0] != NOBODY)
 
 
 def has_equal_counts(partition: Partition) -> bool:
-    """Whether ranks that meet in each backward can train it: all have equally many micro-batches."""
+    """Return whether all ranks have equally many micro-batches, as ranks that meet in each backward need."""
     return len({len(rows) for rows in partition}) <= 1
 
 
 def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
-    """Whether a step's groups, of which ``sizes`` has the completions by position, can be trained in that partition: no
-    completion twice, and the completions of a group all, on one rank."""
+    """Return whether a step's groups can be trained in that partition.
+
+    Each completion must be there once, and all completions of a group on one rank.
+
+    Args:
+        sizes: position of a group -> number of its completions.
+    """
     for rows in partition:
         of_rank: dict[int, list[int]] = {}
         for position, indices in pieces_of((rows,)):

@@ -1,7 +1,7 @@
 """Recorded pictures: a tool or an environment made them, so no dataset has them.
 
-They stand behind a group's table as PNG files, once each, with where their tokens are. The model's processor makes
-their pixels again when the group is taken from there.
+They stand behind a group's table as PNG files, each picture once, with the places of their tokens. The model's
+processor computes their pixels again when the group is read.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ..data.images import ImageReader, digest_of
 from .marked_table import comes, read_table, table_bytes
 
 BEGIN = b"PICTURES"
-ENVIRONMENTS = "environments"  # the column of a rollout that has one
-COMPRESSION = 1  # of zlib: three times as fast as its usual one, for a tenth more bytes
+ENVIRONMENTS = "environments"  # the rollout's column with its environment
+COMPRESSION = 1  # zlib's level: three times as fast as the default, for a tenth more bytes
 ROWS = pa.schema(
     [
         ("rollout", pa.int32()),
         ("in_prompt", pa.bool_()),
-        ("digest", pa.string()),  # of the pictures
+        ("digest", pa.string()),  # digest of the pictures
         ("engine_ids", pa.list_(pa.int32())),
         ("places", pa.list_(pa.int32())),
-        ("files", pa.list_(pa.binary())),  # null: an earlier row with this digest has them
+        ("files", pa.list_(pa.binary())),  # null: an earlier row with this digest has the files
     ]
 )
 
 
 def pictures_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """The table of the pictures that a group's rollouts have from tools, and in prompts that environments begin."""
+    """Return the table of a group's pictures: from tools, and from prompts that environments changed."""
     rows: list[tuple[Any, ...]] = []
     seen: set[str] = set()
     for index, rollout in enumerate(rollouts):
@@ -46,7 +46,7 @@ def pictures_bytes(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def with_pictures(reader: Any, rollouts: Sequence[Rollout], images: ImageReader | None) -> tuple[Rollout, ...]:
-    """The rollouts with what the table has of them.
+    """Return the rollouts with their pictures from the table.
 
     Raises:
         AssertionError: the run's model reads no images, or a picture isn't the one that was recorded.
@@ -74,7 +74,7 @@ def with_pictures(reader: Any, rollouts: Sequence[Rollout], images: ImageReader 
 
 def _file_of(picture: Any) -> bytes:
     file = io.BytesIO()
-    # Without its colour profile: nothing reads it, and PIL opens no PNG with one of a mebibyte.
+    # Drop the colour profile: nothing reads it, and PIL opens no PNG with a profile of a mebibyte.
     picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
     return file.getvalue()
 

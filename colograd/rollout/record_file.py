@@ -1,9 +1,9 @@
 """Append-only files of checksummed records.
 
-    magic | record | record | ...        a record: position, bytes, bytes when unpacked, CRC-32 of all that | bytes
+    magic | record | record | ...        a record: position, length, unpacked length, CRC-32 of all fields | bytes
 
-A killed process leaves a torn last record, which is dropped. Of a damaged file, the records before the damage are read.
-Records are packed with zstd.
+A killed process leaves a torn last record, which is dropped. In a damaged file, the records before the damage are read.
+Records are compressed with zstd.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
-HEAD = struct.Struct("<qIII")  # position, bytes, bytes when unpacked, checksum
-LARGEST = 2**31 - 1  # bytes of a record when unpacked
-GROWTH = 4096  # times that a packed record may be larger when unpacked: content that zstd packs tighter isn't packed
+HEAD = struct.Struct("<qIII")  # position, packed bytes, unpacked bytes, CRC-32 of these and of the packed record
+LARGEST = 2**31 - 1  # maximum bytes of a record when unpacked
+GROWTH = 4096  # maximum ratio of unpacked to packed bytes: content that zstd packs tighter isn't packed
 
 
 class Record(NamedTuple):
@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
 
 class RecordFile:
-    """Appends records to a file, from behind its last whole record on; one process at a time."""
+    """Appends records to a file behind its last whole record. Only one process at a time may write a file."""
 
     def __init__(self, path: Path) -> None:
         self.path, whole = path, len(MAGIC)
@@ -46,17 +46,17 @@ class RecordFile:
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> int:
-        """Write a record, so that it survives this process; returns its bytes.
+        """Write a record, so that it survives this process. Return the number of bytes written.
 
         Raises:
-            ValueError: it is too large.
-            OSError: the disk is full, or away. A half-written record is taken back where that is possible.
+            ValueError: the record is too large.
+            OSError: the disk is full, or away. A half-written record is removed where that is possible.
         """
         if len(record.content) > LARGEST:
             raise ValueError(f"A record has {len(record.content):,} bytes, but may have at most {LARGEST:,}.")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
         if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
-            packed = record.content  # as long as when unpacked: a reader sees by that that it isn't packed
+            packed = record.content  # equal lengths tell the reader that the record isn't packed
         start = self._file.tell()
         try:
             self._file.write(_head(record.position, packed, len(record.content)) + packed)
@@ -69,7 +69,7 @@ class RecordFile:
         return HEAD.size + len(packed)
 
     def flush(self) -> None:
-        """Have the records survive the machine, too."""
+        """Write the records to the disk, so that they survive a failure of the machine."""
         os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
@@ -79,13 +79,13 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """The whole records of a file, from its first to the last before a torn or damaged one.
+    """Yield the whole records of a file, up to the first torn or damaged one.
 
-    Never takes more memory than the file's size says a record can need.
+    A damaged length can't exhaust memory: the file's size bounds the bytes of a record.
 
     Args:
-        wanted: whether records of a position are read; others are passed over.
-        largest: bytes when unpacked; a larger record is passed over.
+        wanted: returns whether to read the records of a position. Other records are skipped.
+        largest: maximum bytes of a record when unpacked. Larger records are skipped.
     """
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
@@ -99,13 +99,13 @@ def read_records(
                 content = packed
                 if size != len(packed):
                     content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
-            except (pa.ArrowException, OSError, ValueError):  # made by no `RecordFile`
+            except (pa.ArrowException, OSError, ValueError):  # not written by a `RecordFile`
                 return
             yield Record(position, content)
 
 
 def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
-    """The positions of the records from byte ``start`` on, and the byte after the last; contents aren't checked."""
+    """Return the positions of the records from byte ``start`` on, and the byte after the last. Checks no contents."""
     found, end = [], start
     for position, length, _, _ in _heads(file, start):
         found.append(position)
@@ -114,7 +114,7 @@ def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
 
 
 def whole_bytes(path: Path) -> int:
-    """The bytes of a file up to the end of its last whole record; 0 if it is no such file."""
+    """Return the bytes of a file up to the end of its last whole record, or 0 if it isn't a record file."""
     found = 0
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
@@ -127,7 +127,7 @@ def whole_bytes(path: Path) -> int:
 
 
 def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
-    """(position, bytes, bytes when unpacked, the head itself) of each record, with the file at the record's bytes."""
+    """Yield (position, packed bytes, unpacked bytes, raw head) of each record, with the file at the packed bytes."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:

@@ -1,4 +1,4 @@
-"""One round: prompts -> scored groups. A group is scored as soon as it is whole, while others are still decoded."""
+"""One round: prompts -> scored groups. A group is scored as soon as it is whole, while the engine decodes others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sample_steps(
 
     Dynamic sampling (``max_rounds`` > 0; arXiv 2503.14476, section 3.2) keeps only groups with a reward difference
     and draws further prompts, at most ``max_rounds`` times, until all steps are full. Steps take kept groups in the
-    order of drawing, so a step's groups need not be those of its own prompts.
+    order of drawing, so a step may train groups of another step's prompts.
 
     Args:
         one_call: see `roll_out`.
@@ -45,7 +45,7 @@ def sample_steps(
         found = sum(map(has_signal, sampled))
         if found >= len(prompts):
             break
-        # As many as will probably do, at most ten times those that are missing.
+        # The number of prompts that is probably enough, at most ten times the number of missing groups.
         count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
         more = more_prompts(len(sampled) - len(prompts), count)
         sampled += roll_out(more, stages, times, one_call, enough=len(prompts) - found)
@@ -59,15 +59,15 @@ def sample_steps(
 def roll_out(
     prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool = False, enough: float = math.inf
 ) -> list[ScoredGroup]:
-    """Sample and score: the groups in the order of the prompts, whose positions ascend.
+    """Sample and score groups. Return them in the order of the prompts, which have ascending positions.
 
-    Scoring a group begins when its source yields it, while the source goes on with the others. Reward functions of this
-    process run between two engine steps; their time, and the wait for the others, counts as ``reward``.
+    Scoring a group begins when its source yields it, while the source continues with the others. Reward functions in
+    this process run between two engine steps. Their time, and the wait for the others, counts as ``reward``.
 
     Args:
-        one_call: score all groups together, after the last one.
-        enough: stop after this many groups with a reward difference, counted in the order of the prompts (whichever
-            finish first); abort the rest.
+        one_call: score all groups in one call, after the last one.
+        enough: stop after this many groups with a reward difference, and abort the rest. They are counted in the order
+            of the prompts, not in the order of finishing.
     """
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
@@ -111,15 +111,15 @@ def roll_out(
 
 
 class InScoring:
-    """The rewards of a round's groups: recorded ones, and those that are being computed.
+    """The rewards of a round's groups: recorded rewards, and pending ones.
 
     Args:
-        prompts: whose recorded groups are taken.
+        prompts: the round's prompts. Their recorded groups are read.
     """
 
     def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
         self.stages = stages
-        self.rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they have advantages
+        self.rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they get advantages
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
         for recalled in self.rewarded.values():
             stages.finished(recalled)
@@ -128,26 +128,26 @@ class InScoring:
         self._pending[group.position] = (group, self.stages.begin_score([group]))
 
     def score_together(self, groups: Sequence[Group]) -> None:
-        """Score groups in one call, and wait for it."""
+        """Score groups in one call, and wait for the rewards."""
         if groups:
             rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
             for group, of_group in zip(groups, rewards, strict=True):
                 self.rewarded[group.position] = self.stages.record(group, of_group)
 
     def take_finished(self) -> None:
-        """Record the groups whose rewards are there."""
+        """Record the groups that have their rewards."""
         for position in [position for position, (_, pending) in self._pending.items() if pending.done()]:
             self._take(position)
 
     def scored(self, position: int) -> ScoredGroup:
-        """The group at a position with its advantages; waits for its rewards."""
+        """Wait for the rewards of the group at a position. Return the group with its advantages."""
         if position not in self.rewarded:
             self._take(position)
             self.take_finished()
         return self.stages.with_advantages(self.rewarded.pop(position))
 
     def cancel(self) -> None:
-        """Nothing more is needed."""
+        """Cancel the pending rewards."""
         for _, pending in self._pending.values():
             pending.cancel()
 
@@ -157,14 +157,14 @@ class InScoring:
 
 
 def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
-    """The groups in the order of the prompts, scored in one call; the journal has all of them, or none."""
+    """Score all groups in one call. Return them in the order of the prompts. The journal has all groups, or none."""
     recorded = stages.recall(prompts)
     if len(recorded) == len(prompts):
         return [stages.with_advantages(recorded[prompt.position]) for prompt in prompts]
     with times.phase("generate"):
         groups = sorted(checked_groups(stages.sample(prompts), prompts), key=lambda group: group.position)
     with times.phase("reward"):
-        if not groups:  # a rank may have none in an evaluation
+        if not groups:  # in an evaluation a rank may have no prompts
             return []
         rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
         rewarded = [stages.record(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
@@ -172,13 +172,13 @@ def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTime
 
 
 def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:
-    """The groups up to the ``enough``-th one with a signal."""
+    """Return the groups up to the ``enough``-th one with a reward difference."""
     before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
     return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
 
 
 def unscored(steps: Sequence[SampledStep]) -> str:
-    """A warning of the first completion for which every reward function abstained; "" if there is none."""
+    """Return a warning of the first completion that every reward function abstained from, or ""."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()
         if len(nobody) and scored.rewards.shape[1]:  # else there are no reward functions

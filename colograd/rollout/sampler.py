@@ -39,7 +39,7 @@ from .toolbox import Toolbox
 
 
 class SamplerHooks(Protocol):
-    """`GRPOTrainer`'s state and its stages, which a subclass may replace."""
+    """`GRPOTrainer`'s state and stages. A subclass may replace a stage."""
 
     state: Any
     is_in_train: bool
@@ -60,23 +60,23 @@ class EarlyTraining(Protocol):
 
     @property
     def trains_between_steps(self) -> bool:
-        """Whether it trains between the steps of this rank's own engine."""
+        """Whether to train between the steps of this rank's own engine."""
 
     def begin_sampling(self) -> None:
         """Prepare for a round of sampling."""
 
     def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
-        """After a step of this rank's engine."""
+        """Train after a step of this rank's engine."""
 
     def wait_for_early(self) -> None:
-        """This rank's engine takes no further step."""
+        """Wait for the work queued between steps, as this rank's engine takes no further step."""
 
     def train_early(self, finished: OwnGroups) -> None:
-        """When this rank has sampled: until all have, and none trains."""
+        """Train after this rank has sampled, until all ranks have sampled and none trains."""
 
 
 class Purpose(enum.StrEnum):
-    """Why completions are sampled; part of each request's seed."""
+    """The purpose of sampling. It is part of each request's seed."""
 
     TRAINING = "train"
     EVALUATION = "eval"
@@ -87,13 +87,13 @@ class SampledRound:
     """This rank's scored groups of each optimizer step of a round, with their statistics."""
 
     steps: tuple[SampledStep, ...]
-    statistics: tuple[RolloutStatistics, ...]  # of each step
-    partition: Partition | None = None  # of the first step, if it was trained before while ranks sampled
+    statistics: tuple[RolloutStatistics, ...]  # one per step
+    partition: Partition | None = None  # recorded partition of the first step, if it was trained while ranks sampled
 
 
 @dataclass(frozen=True, slots=True)
 class OwnEvaluation:
-    """What an evaluation has in place of the run's settings and rewards: an exam's. The engine alone writes."""
+    """Settings and rewards of an exam, in place of the run's. Its completions come from the engine, without tools."""
 
     sampling: Sampling
     begin_score: Callable[[Sequence[Group]], PendingRewards]
@@ -103,7 +103,7 @@ class OwnEvaluation:
 class Sampler:
     """Samples groups, scores each when its last completion ends, and computes advantages.
 
-    All ranks of an engine call it; the first of them gets the groups.
+    All ranks of an engine call it. The first rank gets the groups.
     """
 
     hooks: SamplerHooks
@@ -127,13 +127,13 @@ class Sampler:
     def __post_init__(self) -> None:
         self.purpose = Purpose.TRAINING
         self._warned_unscored = self._warned_unknown = False
-        self._seconds: dict[str, float] = {}  # of the round's sampling on all ranks, and of it idle on this one
-        self._shared: OwnGroups | None = None  # of the present round, which may be trained before the last is there
+        self._seconds: dict[str, float] = {}  # seconds that sampling took on all ranks, and that this rank was idle
+        self._shared: OwnGroups | None = None  # this round's groups that may be trained while ranks sample
         self._meanwhile: EarlyTraining | None = None
 
     @property
     def submits_later(self) -> bool:
-        """Whether sequences may still come when no one waits in the engine's queue."""
+        """Whether more sequences may come when the engine's queue is empty."""
         return bool(getattr(self.source, "submits_later", self.source is not self.engine))
 
     # -- a round, and an evaluation
@@ -142,7 +142,7 @@ class Sampler:
         """Sample and score a round.
 
         Args:
-            prompts: this rank's, a list per optimizer step.
+            prompts: this rank's prompts, a list per optimizer step.
             meanwhile: trains finished groups of the first step.
         """
         self.hooks.begin_records()
@@ -161,7 +161,7 @@ class Sampler:
                 steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
             )
             if self.carried_rounds is not None:
-                for of_step in statistics:  # each tells how old its tokens are, also if none is
+                for of_step in statistics:  # so that each step reports its ages, even if all are 0
                     of_step.counts.setdefault("carry_over/ages", 0)
             self.recorder.note(steps, statistics, self.hooks.combine)
         return SampledRound(tuple(steps), tuple(statistics), partition)
@@ -169,8 +169,11 @@ class Sampler:
     def collect_evaluation(
         self, prompts: list[Prompt], name: str, own: OwnEvaluation | None = None
     ) -> list[ScoredGroup]:
-        """Sample and score the prompts of the evaluation ``name``, with the run's settings for evaluations or its own.
-        Advantages are zero. An exam (``own``) isn't in the rollout log: a resumed run takes it again.
+        """Sample and score the prompts of the evaluation ``name``. Advantages are zero.
+
+        Args:
+            own: settings and rewards of an exam; None: the run's settings for evaluations. An exam isn't in the
+                rollout log, so a resumed run takes it again.
         """
         if own is None:
             self.hooks.begin_records(name)
@@ -185,7 +188,7 @@ class Sampler:
             self.purpose = Purpose.TRAINING
 
     def _record_passes(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Tell a curriculum the pass rates of all ranks; its metrics, on the first rank. A collective."""
+        """Record the pass rates of all ranks in the curriculum. Return its metrics on the first rank. A collective."""
         curriculum = getattr(self.hooks.train_prompts, "curriculum", None)
         if curriculum is None:
             return {}
@@ -200,7 +203,7 @@ class Sampler:
         return curriculum.counts() if self.config.layout.is_main else {}
 
     def take_counts(self) -> dict[str, float]:
-        """Sums of rewards, tools, the engine and the source since the last call."""
+        """Return the sums that rewards, tools, the engine and the source counted since the last call."""
         source = self.source if self.source is not self.engine and hasattr(self.source, "take_counts") else None
         parts = [part for part in (self.scorer, self.toolbox, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
@@ -229,7 +232,7 @@ class Sampler:
     def _sharing(
         self, shared: OwnGroups | None, prompts: Sequence[Prompt], meanwhile: EarlyTraining | None
     ) -> Iterator[None]:
-        """While this rank samples, it may train its finished groups, and ranks that have sampled may take them."""
+        """Let this rank train its finished groups while it samples, and let ranks that have sampled take them."""
         if shared is None or meanwhile is None:
             yield
             return
@@ -243,7 +246,7 @@ class Sampler:
             self._shared = self._meanwhile = None
 
     def _recorded_partition(self) -> Partition | None:
-        """Of the step that is trained next, if it is recorded: on all ranks the same. A collective."""
+        """Return the recorded partition of the step that is trained next, the same on all ranks. A collective."""
         if not self.config.keeps_journal:
             return None
         step, is_main = self.hooks.state.global_step + 1, self.config.layout.is_main
@@ -265,7 +268,7 @@ class Sampler:
     # -- the stages
 
     def stages(self, own: OwnEvaluation | None = None) -> Stages:
-        """The stages, some of which a subclass of the trainer may have replaced; in an exam none."""
+        """Return the stages. A subclass of the trainer may have replaced some, except in an exam."""
         if own is not None:
             return Stages(
                 lambda prompts: self._write(prompts, self.engine, own.sampling), own.begin_score, _without_advantages
@@ -277,7 +280,7 @@ class Sampler:
         )  # fmt: skip
 
     def _finish_group(self, recorded: RewardedGroup) -> None:
-        """A group's rewards are there: it may be trained from here on."""
+        """Share a group that has its rewards: it may be trained from here on."""
         if self._shared is not None and self._shared.wants(recorded.group.position):
             self._shared.add(self.add_advantages(recorded.group, recorded.rewards))
 
@@ -307,7 +310,7 @@ class Sampler:
             self.times.move("generate", "train", time.perf_counter() - started)
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Sample each prompt's group for the present purpose; yield groups as they finish."""
+        """Sample each prompt's group for the current purpose. Yield groups as they finish."""
         evaluates = self.purpose is Purpose.EVALUATION
         sampling = Sampling.for_evaluation(self.config) if evaluates else Sampling.for_training(self.config)
         yield from self._write(prompts, self.source, sampling)
@@ -315,7 +318,7 @@ class Sampler:
     def _write(self, prompts: Sequence[Prompt], source: RolloutSource, sampling: Sampling) -> Iterator[Group]:
         config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
         bar = self.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
-        carries = self.carried_rounds is not None and not evaluates  # the oldest first, as they come
+        carries = self.carried_rounds is not None and not evaluates  # keep the oldest prompts first
         if len(prompts) * sampling.n > self.engine.max_sequences and not carries:
             prompts = self.lengths.longest_first(prompts)
         by_position = {prompt.position: prompt for prompt in prompts}
@@ -327,7 +330,7 @@ class Sampler:
                 yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
-        """Start to score groups in one call of the reward functions, while the engine goes on decoding."""
+        """Start to score groups in one call of the reward functions, while the engine continues to decode."""
         read = [with_messages(group, self.tokenizer) for group in groups]
         if self.scorer.reads_prompt_texts:
             read = [with_prompt_text(group, self.tokenizer) for group in read]
@@ -348,12 +351,12 @@ class Sampler:
         return Ready(rewards)
 
     def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        """The group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""
-        advantages = self.hooks.compute_advantages(group, rewards.clone())  # which a subclass may change in place
+        """Return the group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""
+        advantages = self.hooks.compute_advantages(group, rewards.clone())  # a copy, as a subclass may change it
         return ScoredGroup(group, rewards, checked_advantages(advantages, group))
 
     def _advantages_for_purpose(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        if self.purpose is Purpose.EVALUATION:  # its loss, if one is wanted, asks for advantages later
+        if self.purpose is Purpose.EVALUATION:  # an evaluation's loss computes advantages later
             return _without_advantages(group, rewards)
         return self.add_advantages(group, rewards)
 

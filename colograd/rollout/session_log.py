@@ -1,6 +1,6 @@
-"""The finished sessions of groups that aren't whole yet: a killed run goes on without running them again.
+"""The finished sessions of unfinished groups: a killed run continues without running them again.
 
-RUN/_journal/step-00000012/rank-00000.sessions     a head, then a record per session, as its group's would be
+RUN/_journal/step-00000012/rank-00000.sessions     a head, then a record per session, each like a group of one
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from .group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, g
 from .record_file import Record, RecordFile, read_records
 
 SUFFIX = ".sessions"
-HEAD = -1  # the position of a file's first record: the conditions that it holds for
-PLACE = 4  # bytes before a session's record: its place in its group
+HEAD = -1  # position of a file's first record: the conditions of the sessions
+PLACE = 4  # bytes before a session's record: the index of the session in its group
 
 
 class SessionLog:
-    """The sessions of one round, or evaluation. Raises nothing: a session that can't be recorded would be run again.
+    """The recorded sessions of one round or evaluation.
+
+    Methods raise no errors: a killed run would only run an unrecorded session again.
 
     Args:
-        conditions: under which they were run, as JSON has them; files of others are deleted.
+        conditions: JSON-serializable conditions of the sessions. Files with other conditions are deleted.
     """
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
         self._file: RecordFile | None = None  # opened when the first session ends: most runs have no agent
-        self._found: dict[int, dict[int, bytes]] = {}  # by the prompt's position, by the place in the group
+        self._found: dict[int, dict[int, bytes]] = {}  # prompt's position -> index in the group -> bytes
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
             with contextlib.suppress(OSError):  # another rank deleted it
                 self._read(path)
@@ -48,7 +50,7 @@ class SessionLog:
             of_prompt[int.from_bytes(record.content[:PLACE], "big")] = record.content[PLACE:]
 
     def add(self, prompt: Prompt, index: int, rollout: Rollout) -> None:
-        """Write a session: when this returns, it survives the process."""
+        """Write a session. When this returns, the session survives the process."""
         group = Group(prompt.example, (rollout,), prompt.position)
         recorded = RewardedGroup(group, torch.zeros(1, 1), Logged({}, {}))
         with contextlib.suppress(OSError, pa.ArrowException, *NONSENSE):
@@ -59,10 +61,10 @@ class SessionLog:
             self._file.append(Record(prompt.position, index.to_bytes(PLACE, "big") + group_bytes(recorded)))
 
     def recall(self, prompt: Prompt) -> dict[int, Rollout]:
-        """A prompt's recorded sessions, by their place in the group."""
+        """Return a prompt's recorded sessions, by their index in the group."""
         found = {}
         for index, content in self._found.get(prompt.position, {}).items():
-            with contextlib.suppress(JournalError):  # of another prompt
+            with contextlib.suppress(JournalError):  # a session of another prompt
                 found[index] = group_of(content, prompt).group.rollouts[0]
         return found
 

@@ -17,19 +17,22 @@ from .store import RewardedGroup, RolloutStore
 
 
 class RolloutSource(Protocol):
-    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's. One that gives the
-    engine all of a round's requests at once may say so by `submits_later = False`: see `Sampler.submits_later`."""
+    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's.
+
+    A source that submits all of a round's requests at once may set `submits_later = False`, see
+    `Sampler.submits_later`.
+    """
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield each prompt's `Group` (``sampling.n`` rollouts, usually) when its last rollout ends; in any order.
+        """Yield each prompt's `Group` (usually ``sampling.n`` rollouts) when its last rollout ends, in any order.
 
         Closing the generator early aborts the other prompts.
 
         Args:
-            version: the optimizer step of the weights; each rollout carries it.
-            seed: the run's; with ``purpose`` and a prompt's position it seeds that prompt's requests.
+            version: the optimizer step of the weights, recorded in each rollout.
+            seed: the run's seed. Together with ``purpose`` and a prompt's position it seeds the prompt's requests.
             purpose: `train` or `eval`.
         """
 
@@ -38,13 +41,13 @@ class PendingRewards(Protocol):
     """Rewards that are being computed: `rewards.Scoring`, or `rewards.Ready`."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether `result` returns at once."""
 
     def cancel(self) -> object:
-        """The result isn't needed any more."""
+        """Cancel the computation, as the result isn't needed any more."""
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards, [completions, R] float32, NaN where a function abstained."""
+        """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained."""
 
 
 def _nothing(position: int) -> Logged:
@@ -68,21 +71,21 @@ class Stages:
     """The functions that lead from prompts to scored groups, in training or in an evaluation."""
 
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
-    begin_score: Callable[[Sequence[Group]], PendingRewards]  # of several groups, in one call
-    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
-    take_logged: Callable[[int], Logged] = _nothing  # logs of the group at a position, once its rewards are there
-    take_turns: Callable[[Group], Group] = _unchanged  # the group with rewards of its sessions' answers, likewise
+    begin_score: Callable[[Sequence[Group]], PendingRewards]  # begins to score several groups in one call
+    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
+    take_logged: Callable[[int], Logged] = _nothing  # position of a rewarded group -> the values logged for it
+    take_turns: Callable[[Group], Group] = _unchanged  # adds the rewards of the sessions' single answers
     journal: RolloutStore | None = None
-    finished: Callable[[RewardedGroup], None] = _untold  # called with each group whose rewards are there
-    # A context in which the work given to it is done after each step of the engine.
+    finished: Callable[[RewardedGroup], None] = _untold  # called with each group that has its rewards
+    # A context that runs its argument after each step of the engine.
     between_steps: Callable[[Callable[[], None]], AbstractContextManager[None]] = _never
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """The groups of these prompts that the journal has, by position."""
+        """Return the groups of these prompts that the journal has, by position."""
         return self.journal.recall(prompts) if self.journal is not None else {}
 
     def sample(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Groups to score, in any order: recorded ones whose rewards are made anew, then newly generated ones."""
+        """Yield groups to score: first recorded ones that are scored again, then generated ones, in any order."""
         recorded = self.journal.recall_samples(prompts) if self.journal is not None else []
         yield from recorded
         positions = {group.position for group in recorded}
@@ -95,11 +98,11 @@ class Stages:
                     groups.close()
 
     def with_advantages(self, recorded: RewardedGroup) -> ScoredGroup:
-        """A group with its advantages."""
+        """Return a group with its advantages."""
         return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
     def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
-        """Write a group with its rewards [G, R] into the journal, and tell that it is finished."""
+        """Write a group with its rewards [G, R] into the journal, and call `finished`."""
         recorded = RewardedGroup(self.take_turns(group), rewards, self.take_logged(group.position))
         if self.journal is not None:
             self.journal.add(recorded)
@@ -107,12 +110,14 @@ class Stages:
         return recorded
 
 
-# -- checks: a stage that a subclass replaces may return anything; each raises a ValueError
+# -- checks of replaced stages, which may return anything: each check raises a ValueError
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
-    """Pass on the groups that ``generate`` yields: one whole `Group` per prompt, or for ``wanted`` of the prompts.
-    Closing this closes ``groups``."""
+    """Check and pass on the groups that ``generate`` yields: one `Group` per prompt, or for ``wanted`` of the prompts.
+
+    Closing this generator closes ``groups``.
+    """
     waiting = {prompt.position for prompt in prompts}
     left_out = 0 if wanted is None else len(waiting) - wanted
     try:
@@ -161,7 +166,7 @@ def _check_rollouts(group: Group) -> None:
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """The rewards that ``score`` returned, [G, R] float32; none is infinite."""
+    """Return the rewards that ``score`` returned as [G, R] float32, and check that none is infinite."""
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
@@ -174,7 +179,7 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
 
 
 def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """The advantages that ``compute_advantages`` returned, [G] or [sum C] float32; all are finite."""
+    """Return the advantages of ``compute_advantages`` as [G] or [sum C] float32, and check that all are finite."""
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):

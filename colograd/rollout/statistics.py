@@ -1,4 +1,4 @@
-"""What the groups of a step or of an evaluation say, counted on each rank and joined: TRL's metrics of completions."""
+"""Statistics of the groups of a step or an evaluation, counted on each rank and joined: TRL's completion metrics."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class RolloutStatistics:
     """Counts and lists of one rank's groups: small, and exact when joined over ranks."""
 
     lengths: list[int] = field(default_factory=list)  # sampled tokens per completion
-    ended: list[bool] = field(default_factory=list)  # False: truncated
+    ended: list[bool] = field(default_factory=list)  # per completion; False: truncated
     rewards: list[list[float]] = field(default_factory=list)  # [completion][function]
-    totals: list[float] = field(default_factory=list)  # weighted sums, NaN: nobody judged it
-    flat_groups: list[bool] = field(default_factory=list)  # no reward difference
+    totals: list[float] = field(default_factory=list)  # weighted sum per completion; NaN: all functions abstained
+    flat_groups: list[bool] = field(default_factory=list)  # per group, whether it has no reward difference
     prompt_tokens: int = 0
     loss_tokens: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # further metrics that add up
-    logged: dict[str, list[float]] = field(default_factory=dict)  # sum and number of what rewards log, by metric
-    oldest: int = 0  # optimizer steps from the weights that sampled a token to the round's, at most
-    distinct: int = 0  # completions whose tokens no earlier one of their group has
-    notes: list[Any] = field(default_factory=list)  # for the report, of each rank
+    counts: Counter[str] = field(default_factory=Counter)  # further metrics, summed over ranks
+    logged: dict[str, list[float]] = field(default_factory=dict)  # metric -> sum and number of values logged by rewards
+    oldest: int = 0  # maximum age of a token: optimizer steps between the weights that sampled it and the round's
+    distinct: int = 0  # number of completions that repeat no earlier completion of their group
+    notes: list[Any] = field(default_factory=list)  # each rank's notes for the report
 
     def add(self, group: ScoredGroup, combine: Combine, mask_truncated: bool) -> None:
-        """Count a group in; ``combine`` makes one reward of several: [G, R] -> [G], NaN where nobody judged."""
-        totals = combine(group.rewards.clone())  # which a subclass may change in place
+        """Add a group. ``combine`` makes one reward of several: [G, R] -> [G], NaN where all functions abstained."""
+        totals = combine(group.rewards.clone())  # a copy, as a subclass may change it in place
         for rollout in group.group.rollouts:
             self.lengths.append(int(rollout.sampled.sum()))
             self.ended.append(rollout.finish_reason is FinishReason.STOP)
@@ -64,7 +64,7 @@ class RolloutStatistics:
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
-        """The statistics of some groups; see `add`."""
+        """Return the statistics of some groups; see `add`."""
         found = cls()
         for group in groups:
             found.add(group, combine, mask_truncated)
@@ -72,7 +72,7 @@ class RolloutStatistics:
 
     @classmethod
     def join(cls, parts: Iterable[RolloutStatistics]) -> RolloutStatistics:
-        """The statistics of all ranks together."""
+        """Return the statistics of all ranks together."""
         whole = cls()
         for part in parts:
             whole.lengths += part.lengths
@@ -90,7 +90,7 @@ class RolloutStatistics:
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """TRL's metrics of a batch of completions, and the means of those that reward functions log."""
+        """Return TRL's metrics of a batch of completions, and the means of metrics that reward functions log."""
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.ended, dtype=torch.bool)
         result = {name: total / number for name, (total, number) in self.logged.items()}
@@ -112,7 +112,7 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # of all ranks
+        if seconds:  # both are sums over ranks
             result["rollout/idle_share"] = idle / seconds
         if "tools/calls" in self.counts:
             calls = self.counts["tools/calls"]
@@ -131,7 +131,7 @@ class RolloutStatistics:
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean, minimum and maximum; nothing for no values."""
+    """Return mean, minimum and maximum, or an empty dict if there are no values."""
     if not len(values):
         return {}
     found = {"mean": values.mean(), "min": values.min(), "max": values.max()}
@@ -141,12 +141,12 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 def round_statistics(
     steps: Sequence[SampledStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool, dynamic: bool
 ) -> list[RolloutStatistics]:
-    """The statistics of what was sampled for each of a round's steps.
+    """Return the statistics of all groups that were sampled for each step of a round.
 
     Args:
-        counts: the round's. Those of rewards go to its first step; of tool calls and agents, which are no step's,
-            each has a share.
-        dynamic: whether further prompts may have been drawn, which are counted then.
+        counts: the round's counts. Counts of tool calls and agents belong to no step and are divided among all steps;
+            other counts are added to the first step.
+        dynamic: count the prompts drawn and the groups kept, as dynamic sampling may have drawn further prompts.
     """
     found = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
     for name, number in counts.items():

@@ -1,4 +1,4 @@
-"""What a round's folder keeps of optimizer steps: lines of JSON, of which a killed run may have torn the last."""
+"""A file in a round's folder with a line of JSON per optimizer step. A killed run may have torn the last line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 def add_step(path: Path, step: int, entry: Mapping[str, Any]) -> None:
-    """Append a step's line to a file that may not exist yet."""
+    """Append a step's line to a file. Create the file if it doesn't exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        # A torn line of a run that was killed must not take this one with it.
+        # A newline first: a torn line of a killed run must not spoil this one.
         file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, **entry}))
 
 
 def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each line's step and its entry, of the file's first ``largest`` bytes; torn lines are passed over."""
+    """Yield the step and entry of each line in the file's first ``largest`` bytes. Skip torn lines."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,18 +1,18 @@
-"""`RolloutStore`: every group of a round as it was scored, on the disk before it is trained on.
+"""`RolloutStore`: every scored group of a round, on the disk before it is trained on.
 
-A run that is killed goes on from its last checkpoint; the rounds after it are in the store, so that nothing is sampled
-and no reward is called again. A file per round, or evaluation, and rank, which is only appended to:
+A killed run continues from its last checkpoint. The rounds after the checkpoint are in the store, so that nothing is
+sampled and no reward is called again. Each rank appends to one file per round or evaluation:
 
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the report
-    RUN/_journal/step-00000012/rank-00000.shown       of a round that checkpoints made needless: the groups with notes
+    RUN/_journal/step-00000012/rank-00000.shown       after pruning, or with `journal: off`: groups with notes
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore`: groups that are scored again
-    RUN/_journal/step-00000012/rank-00000.carried     with `carry_over`: what the round left in flight (`in_flight`)
-    RUN/_journal/step-00000012/rank-00000.sessions    an agent's, of groups that aren't whole yet (`session_log`)
-    RUN/_journal/step-00000012/steps.jsonl            loss and gradient's norm of the steps trained on it (`figures`)
-    RUN/_journal/step-00000012/partition.jsonl        what ranks trained while others sampled (`partition`)
-    RUN/_journal/recipe.yaml                          with which `colograd replay` trains a round again
+    RUN/_journal/step-00000012/rank-00000.carried     with `carry_over`: the groups left in flight (`in_flight`)
+    RUN/_journal/step-00000012/rank-00000.sessions    an agent's sessions of unfinished groups (`session_log`)
+    RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the round's steps (`figures`)
+    RUN/_journal/step-00000012/partition.jsonl        micro-batches trained while ranks sampled (`partition`)
+    RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
-Resume and replay read the first (`recall`), the report both of them (`group_table`).
+Resume and replay read `.records` (`recall`). The report reads `.records` and `.shown` (`group_table`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from .partition import Partition, note_partition, read_partition
 from .record_file import Record, RecordFile, read_records
 from .session_log import SessionLog
 
-FOLDER = "_journal"  # transformers pushes no such name to the Hub
-UNSCORED = ".unscored"  # a round's file whose rewards are made anew
+FOLDER = "_journal"  # transformers doesn't push names like this to the Hub
+UNSCORED = ".unscored"  # suffix of a file with groups that are scored again
 RECIPE = "recipe.yaml"
-# Settings: the reward functions' names, and digests of their sources.
+# Settings with the reward functions' names, and with digests of their sources.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
-ABOUT = -1  # the position of a file's first record, an `About`
-SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
+ABOUT = -1  # position of a file's first record, an `About`
+SAMPLED = 1024  # about how many entries of each parameter a digest of the weights reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ class About:
     """The conditions of a round's records: a digest of the weights that sampled it, and the settings of the run."""
 
     step: int
-    weights: str  # empty: unknown, of a sharded policy
+    weights: str  # digest; empty: unknown, as for a sharded policy
     settings: Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class _OpenFile:
     records: RecordFile
-    positions: set[int]  # of the groups in it
-    digests: dict[int, str] = field(default_factory=dict)  # of the rows that it may get, by position
+    positions: set[int]  # positions of the groups in the file
+    digests: dict[int, str] = field(default_factory=dict)  # position -> digest of the dataset's row
 
 
 class RolloutStore:
@@ -74,10 +74,10 @@ class RolloutStore:
 
     Args:
         run_dir: the run's folder.
-        rank: whose groups are written. All ranks' are read.
-        settings: of the run, as JSON has them.
-        of_samples: the names of settings on which a round's samples depend; the others decide what is trained on them.
-        reader: makes the pixels of recorded pictures, for a model that reads images.
+        rank: this rank. It writes its own groups, and reads the groups of all ranks.
+        settings: the run's settings, JSON-serializable.
+        of_samples: names of the settings that a round's samples depend on. The other settings only affect training.
+        reader: computes the pixels of recorded pictures, for a model that reads images.
     """
 
     def __init__(
@@ -90,32 +90,32 @@ class RolloutStore:
     ) -> None:
         self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
         self.settings = json.loads(json.dumps(settings, default=str))
-        self.problem = ""  # why the last records aren't on the disk, for people
-        self.warning = ""  # an oddity of the round's records, for people
-        self.bytes, self.seconds = 0, 0.0  # written, and spent on it
+        self.problem = ""  # message: why the last records aren't on the disk
+        self.warning = ""  # message: an oddity in the round's records
+        self.bytes, self.seconds = 0, 0.0  # bytes written, seconds spent on writing
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
         self._unscored: dict[int, bytes] = {}  # groups of the round that are scored again
-        self._round: Path | None = None  # the present one's folder
-        self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
-        self._newest = ""  # of these, the one that `add` writes
-        self.sessions: SessionLog | None = None  # of the round, or evaluation
+        self._round: Path | None = None  # folder of the current round
+        self._open_files: dict[str, _OpenFile] = {}  # by the evaluation's name, or "" for the round
+        self._newest = ""  # key of the open file that `add` writes
+        self.sessions: SessionLog | None = None  # sessions of the current round or evaluation
         self._pruned = 0  # rounds before this step were pruned
-        self._unsafe = threading.Event()  # something was written that a failing machine would take along
-        self._closing = threading.Lock()  # held while files are made safe
+        self._unsafe = threading.Event()  # set: the machine's failure would lose written records
+        self._closing = threading.Lock()  # held while files are flushed to the disk
         self._safety: threading.Thread | None = None
 
     # -- writing
 
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
-        """Prepare for a run that goes on from ``step``, with weights from the disk; returns lines for people.
+        """Prepare for a run that continues from ``step``, with weights from the disk. Return messages for the console.
 
         Rounds after the checkpoint that were recorded with other settings move aside, as they hold samples of weights
-        that this run won't have. The first one of them stays if its samples don't depend on these settings.
+        that this run won't have. The first of these rounds stays if its samples don't depend on the changed settings.
 
         Args:
-            is_writer: this rank changes what its node has once.
-            rescore: the samples of the first round are scored again, if the reward functions have changed.
+            is_writer: whether this rank changes the shared files of its node.
+            rescore: score the samples of the first round again if the reward functions have changed.
 
         Raises:
             JournalError: the reward functions have changed, and ``rescore`` isn't set.
@@ -158,8 +158,10 @@ class RolloutStore:
         return lines
 
     def _changed(self, folder: Path) -> dict[str, tuple[Any, Any]]:
-        """Settings by name, as they were when a round was recorded and as they are; a file without a group is of a
-        start that failed, keeps nobody from changing settings, and is deleted."""
+        """Return the settings that differ from a recorded round, as name -> (recorded value, current value).
+
+        A file without groups comes from a failed start. Its settings don't count, and if they differ it is deleted.
+        """
         changed: dict[str, tuple[Any, Any]] = {}
         for path, found, records in files_of(folder):
             if differences := self._differences(found):
@@ -171,7 +173,7 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # an older version recorded it
+        if REWARD_CODE not in found.settings:  # recorded by an older version
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
@@ -186,11 +188,11 @@ class RolloutStore:
         )
 
     def keep_recipe(self, recipe: str | None) -> str:
-        """Write the run's recipe (YAML; None: it has none) beside its records; returns a line on why not."""
+        """Write the run's recipe (YAML; None: no recipe) next to its records. Return a message if that fails."""
         path = self.folder / RECIPE
         try:
             if recipe is None:
-                path.unlink(missing_ok=True)  # of an earlier run
+                path.unlink(missing_ok=True)  # an earlier run's recipe
                 return ""
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_suffix(".partial")
@@ -201,14 +203,14 @@ class RolloutStore:
         return ""
 
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
-        """Begin a round, or an evaluation, which weights of ``step`` sample; `recall` then has its recorded groups.
+        """Begin a round or an evaluation, sampled by the weights of ``step``. Then `recall` has its recorded groups.
 
         Args:
-            weights: their digest (`digest_of`).
-            evaluation: its name.
+            weights: digest of the weights (`digest_of`).
+            evaluation: name of the evaluation; empty: a round.
 
         Returns:
-            A line on problems with these records, or the last ones.
+            A message on problems with these records, or with the last ones.
 
         Raises:
             JournalError: the round was recorded with other settings, or sampled by other weights.
@@ -217,7 +219,7 @@ class RolloutStore:
         self._found.clear()
         self._unscored.clear()
         problem, self.problem, self.warning = self.problem, "", ""
-        self.seconds = 0.0  # an evaluation's are no round's
+        self.seconds = 0.0  # an evaluation's seconds don't count for a round
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
         self._round = self._round if evaluation else folder
         own: set[int] = set()
@@ -249,10 +251,10 @@ class RolloutStore:
             self.problem = _problem(folder, error)
 
     def add(self, recorded: RewardedGroup) -> None:
-        """Write a group: when this returns, it survives the process, and soon after the machine.
+        """Write a group. When this returns, the group survives the process, and soon after a failure of the machine.
 
-        Packing takes a tenth of a microsecond per token, and writing goes to the system's cache; a thread waits for the
-        disk. Raises nothing: `problem` says what couldn't be written.
+        Packing takes a tenth of a microsecond per token, and writing goes to the system's cache. A thread waits for the
+        disk. Errors aren't raised, but noted in `problem`.
         """
         if (file := self._open_files.get(self._newest)) is None:
             return
@@ -265,7 +267,7 @@ class RolloutStore:
             position = recorded.group.position
             content = group_bytes(recorded, file.digests.get(position, ""))
             self.bytes += file.records.append(Record(position, content))
-        except Exception as error:  # a group that can't be recorded is trained on all the same
+        except Exception as error:  # a group that can't be recorded is still trained on
             self.problem = _problem(file.records.path, error)
             return
         file.positions.add(recorded.group.position)
@@ -275,12 +277,12 @@ class RolloutStore:
         self._unsafe.set()
 
     def show(self, notes: Mapping[str, Any], groups: Sequence[RewardedGroup]) -> None:
-        """Keep some groups of a step for the report, as long as the run's folder; see `group_table`.
+        """Keep some groups of a step for the report, for as long as the run's folder exists; see `group_table`.
 
-        Groups that aren't in the round's file, as those of a run without a journal, are written, too.
+        Groups that aren't in the round's file yet are written too, e.g. in a run without a journal.
 
         Args:
-            notes: on these groups, as JSON has them.
+            notes: the training's notes on these groups, JSON-serializable.
 
         Raises:
             OSError: the disk is full, or away.
@@ -319,23 +321,25 @@ class RolloutStore:
                 self.problem = _problem(self._round, error)
 
     def partition(self, step: int) -> Partition | None:
-        """Of the step that a round begins with; None: nothing of it was trained while ranks sampled."""
+        """Return the partition of a round's first step, or None if nothing was trained while ranks sampled."""
         return read_partition(self._folder_of(step - 1, ""), step)
 
     def note_round_end(self, end: RoundEnd, ranks: int) -> None:
-        """Record which groups a round trains, and what it left in flight (`carry_over`)."""
+        """Record the groups that a round trains, and the groups that it left in flight (`carry_over`)."""
         if self._round is not None:
             path = self._round / self._round_end_name
             try:
                 write_round_end(path, end, ranks)
-            except Exception as error:  # a round whose end can't be recorded is trained on all the same
+            except Exception as error:  # the round is still trained on
                 self.problem = _problem(path, error)
 
     def round_end(self, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-        """How the round of ``step`` ended on this rank; None: it didn't, or prompts were shared out otherwise.
+        """Return the end of the round of ``step`` on this rank.
+
+        None: the round didn't end, or its prompts were divided among ranks in another way.
 
         Raises:
-            JournalError: it had other prompts.
+            JournalError: the round had other prompts.
         """
         return read_round_end(self._folder_of(step, "") / self._round_end_name, prompt_at, ranks)
 
@@ -344,7 +348,7 @@ class RolloutStore:
         return taken
 
     def close(self) -> str:
-        """End the files and the thread; returns a line on what is wrong with them. Another round may follow."""
+        """Close the files and end the thread. Return a message on problems, or "". Another round may follow."""
         self._end(self._open_files.keys())
         if self.sessions is not None:
             self.sessions.close()
@@ -363,7 +367,7 @@ class RolloutStore:
                 records.close()
 
     def _make_safe(self) -> None:
-        """The thread's, until `close` lets go of it."""
+        """Flush the open files whenever records were written, until `close` ends this thread."""
         while True:
             self._unsafe.wait()
             self._unsafe.clear()
@@ -382,20 +386,22 @@ class RolloutStore:
     # -- reading
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """The prompts' recorded groups, by position; called before any code of the user's gets the prompts' rows.
+        """Return the prompts' recorded groups, by position.
+
+        Call it before the user's code gets the prompts' rows, because it takes the rows' digests.
 
         Raises:
-            JournalError: another prompt stood at that position.
+            JournalError: the group at a position is of another prompt.
         """
         if (file := self._open_files.get(self._newest)) is not None:
             file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """The prompts' recorded groups whose rewards are made anew (`rescore`).
+        """Return the prompts' recorded groups that are scored again (`rescore`).
 
         Raises:
-            JournalError: another prompt stood at that position.
+            JournalError: the group at a position is of another prompt.
         """
         return [recorded.group for recorded in self._recalled(prompts, self._unscored).values()]
 
@@ -410,11 +416,11 @@ class RolloutStore:
         return {record.position for _, _, records in files_of(self._folder_of(step, "")) for record in records}
 
     def has_groups(self, step: int) -> bool:
-        """Whether a group is recorded of a round; a start that failed leaves none."""
+        """Return whether a round has recorded groups. A failed start leaves none."""
         return any(next(records, None) is not None for _, _, records in files_of(self._folder_of(step, "")))
 
     def rounds(self) -> dict[int, Path]:
-        """The folders of rounds that can be trained again, by the step of their weights, in order."""
+        """Return the folders of rounds that can be trained again, by the step of their weights, in order."""
         return {
             step: folder
             for step, folder in self._folders()
@@ -422,26 +428,26 @@ class RolloutStore:
         }
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """Of the first file; empty without one."""
+        """Return the settings in the first file, or an empty mapping if there are no files."""
         files = (found for _, folder in self._folders() for _, found, _ in files_of(folder))
         return next((found.settings for found in files), {})
 
-    # -- keeping
+    # -- pruning
 
     def prune(self, before: int) -> None:
-        """Delete the rounds before a step but the groups that are shown: checkpoints hold what came of them."""
+        """Delete the rounds before a step, as checkpoints hold their result. Keep the groups that the report shows."""
         for step, folder in self._folders():
             if self._pruned <= step < before:
                 for path in folder.glob("rank-*.records"):
                     with contextlib.suppress(pa.ArrowException, *NONSENSE):
                         keep_shown(path)
-                with contextlib.suppress(OSError):  # a folder that isn't empty: something is shown
+                with contextlib.suppress(OSError):  # the folder isn't empty: it has shown groups
                     for path in [path for path in folder.iterdir() if path.suffix != SHOWN]:
                         path.unlink(missing_ok=True)
                     folder.rmdir()
         self._pruned = max(self._pruned, before)
 
-    # -- its files
+    # -- names of files, and checks
 
     @property
     def _file_name(self) -> str:
@@ -452,7 +458,7 @@ class RolloutStore:
         return f"rank-{self.rank:05d}.carried"
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """(step of the weights, folder) of rounds and evaluations, in order."""
+        """Return (step of the weights, folder) of rounds and evaluations, in order."""
         found = [(re.match(r"step-(\d{8,12})(-|$)", path.name), path) for path in self.folder.glob("step-*")]
         return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -461,7 +467,7 @@ class RolloutStore:
         return self.folder / f"step-{step:08d}{suffix}"
 
     def _check_settings(self, found: About, path: Path) -> None:
-        """Check that samples were drawn with this run's settings; `start` has dealt with the others."""
+        """Check the settings that samples depend on. `start` has checked the other settings."""
         for name, (was, new) in self._differences(found).items():
             if name in self.of_samples:
                 raise JournalError(f"{path} was recorded with {name} {was!r}, but now it is {new!r}: {self._remedy}.")
@@ -485,7 +491,7 @@ class RolloutStore:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """A digest of up to 1,024 entries of each parameter, evenly spread; empty for a sharded policy."""
+    """Return a digest of about 1,024 evenly spread entries of each parameter, or "" for a sharded policy."""
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
@@ -505,7 +511,7 @@ def _problem(path: Path, error: Exception) -> str:
 
 
 def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, About, Iterator[Record]]]:
-    """A round's files, what each holds for, and its groups. A file that was torn before its `About` has none."""
+    """Yield a round's files, each with its `About` and its records. Skip a file that was torn before its `About`."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
         records = read_records(path, lambda position: position >= ABOUT)
         with contextlib.suppress(FileNotFoundError):  # another rank deleted it

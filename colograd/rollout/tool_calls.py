@@ -1,13 +1,12 @@
-"""Runs the calls of tools, and brings back what they returned.
+"""Runs the calls of tools, and returns their outcomes.
 
-    sync tools                in a worker process, where there are workers and the tool can travel; else in a thread
-    async tools               on the event loop that async rewards have, all conversations together
-    an environment's methods  in the environment's own thread, one conversation's calls in their order (the async ones
+    sync tools                in a worker process, if there are workers and the tool can be pickled; else in a thread
+    async tools               on the event loop of async rewards, all conversations together
+    an environment's methods  in the environment's own thread, one conversation's calls in their order (async methods
                               on the event loop)
-    what is declared to need  in the thread that asks for the outcome: the main one, between two engine steps
-    the main thread
+    main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
 
-A conversation's slow tool stalls nobody else. A late call is answered with an error, which the model sees.
+A slow tool delays only its own conversation. The answer to a late call is an error, which the model sees.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ from ..usercode.worker_pool import WorkerPool
 from .environments import Environment
 from .tool_format import ToolCall
 
-PARTS = ("text", "image", "image_url", "audio", "video")  # of a message's content, as chat templates know them
+PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
 
 
 @dataclass(slots=True)
 class RunningCall:
-    """A call that has begun, or that the thread which asks for its outcome runs."""
+    """A call that has begun, or that runs when its outcome is requested."""
 
     name: str
     future: Future[Outcome]
-    deadline: float = math.inf  # of `time.monotonic`: nobody waits longer
-    asker_runs: UserCall | None = None  # where it is declared to need the main thread
-    environment: Environment | None = None  # whose method it is
-    declarable: str | None = None  # the name by which it can be declared so, where it isn't
+    deadline: float = math.inf  # latest time to wait for the call, in `time.monotonic` seconds
+    asker_runs: UserCall | None = None  # the call to run in the requesting thread (main_thread_tools)
+    environment: Environment | None = None  # environment of the method
+    declarable: str | None = None  # name that could be added to main_thread_tools; None: none
 
     @classmethod
     def failed(cls, name: str, line: str) -> RunningCall:
-        """A call that never begins, and why."""
+        """Return a call that never begins, with the reason ``line``."""
         future = Future[Outcome]()
         future.set_result(Outcome("raised", (line, ""), 0.0))
         return cls(name, future)
 
     def done(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Return whether there is nothing left to wait for."""
         return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
 
     def outcome(self, timeout: float | None) -> Outcome:
-        """How it ended; ``late``, after ``timeout``, where it hasn't."""
+        """Return the call's outcome. A call that hasn't ended is abandoned, and its outcome is ``late``."""
         if self.asker_runs is not None:
             self.asker_runs.run()
         if not self.future.done():
@@ -65,11 +64,11 @@ class RunningCall:
             return Outcome("late", None, timeout or 0.0)
         try:
             return self.future.result()
-        except (Exception, CancelledError) as error:  # an async tool without its arguments, say
+        except (Exception, CancelledError) as error:  # e.g. an async tool without its arguments
             return raised_outcome(error)
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the call, as nobody waits for it any more."""
         if self.environment is not None and self.asker_runs is None and not self.future.done():
             self.environment.stuck = True
         self.future.cancel()
@@ -77,18 +76,18 @@ class RunningCall:
 
 @dataclass(slots=True)
 class Answers:
-    """The outcomes of a turn's calls, on their way."""
+    """The pending outcomes of a turn's calls."""
 
     calls: list[RunningCall]
     timeout: float | None
     advice: MainThreadAdvice
 
     def done(self) -> bool:
-        """Whether `outcomes` has all it will get, without waiting."""
+        """Return whether there is nothing left to wait for."""
         return all(call.done() for call in self.calls)
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
-        """Each call's name and outcome, in the order of the calls; ``late`` for one that isn't back."""
+        """Return each call's name and outcome, in the order of the calls; ``late`` for a call that hasn't ended."""
         found = []
         for call in self.calls:
             outcome = call.outcome(self.timeout)
@@ -98,13 +97,13 @@ class Answers:
         return found
 
     def abandon(self) -> None:
-        """Nobody waits for them any more."""
+        """Cancel all calls, as nobody waits for them any more."""
         for call in self.calls:
             call.abandon()
 
 
 class ToolRunner:
-    """Starts each call where its tool belongs. See `Toolbox` for the arguments."""
+    """Starts each call in its tool's process or thread. See `Toolbox` for the arguments."""
 
     def __init__(
         self, tools: Mapping[str, Callable[..., Any]], main_thread: Collection[str], workers: int, timeout: float | None
@@ -116,11 +115,11 @@ class ToolRunner:
     def start(self, call: ToolCall) -> RunningCall:
         """Begin to run a tool."""
         name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
-        if name in self.pool:  # which says itself what is late
+        if name in self.pool:  # the pool itself ends late calls
             return RunningCall(name, self.pool.submit(name, arguments))
         if inspect.iscoroutinefunction(function):
             running = asyncio.run_coroutine_threadsafe(self._await(function, arguments), event_loop())
-            return RunningCall(name, running, self._deadline() + GRACE)  # it ends in time, unless it blocks the loop
+            return RunningCall(name, running, self._deadline() + GRACE)  # late only if it blocks the loop
         user_call = UserCall(function, arguments)
         if name in self._main_thread:
             return RunningCall(name, user_call.future, asker_runs=user_call)
@@ -128,7 +127,7 @@ class ToolRunner:
         return RunningCall(name, user_call.future, self._deadline(), declarable=name)
 
     def move_to_main_thread(self, name: str) -> bool:
-        """Run a tool's later calls in the main thread; False: it is no tool that runs in a thread."""
+        """Run a tool's later calls in the main thread. Return False if no tool of this name runs in a thread."""
         moves = name in self._tools and name not in self.pool
         if moves:
             self._main_thread.add(name)
@@ -137,7 +136,7 @@ class ToolRunner:
     def start_method(
         self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
     ) -> RunningCall:
-        """Begin to run an environment's method, behind ``earlier`` others of the same turn."""
+        """Begin to run an environment's method, behind ``earlier`` other calls of the same turn."""
         user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
         if environment.thread is None:
             return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
@@ -147,7 +146,7 @@ class ToolRunner:
         return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
 
     def _deadline(self, calls: int = 1) -> float:
-        """When the last of some calls that run one after the other is late."""
+        """Return the time when the last of ``calls`` consecutive calls is late, in `time.monotonic` seconds."""
         return math.inf if self._timeout is None else time.monotonic() + calls * self._timeout
 
     async def _await(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
@@ -155,14 +154,16 @@ class ToolRunner:
 
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """The content of a tool's message. A list stays a list, as in TRL, for the reward functions, and the model is shown
-    its `shown_content`; anything else becomes text here. Lone surrogates, which no tokenizer takes, are replaced.
+    """Return the content of a tool's message.
+
+    A list stays a list for the reward functions, as in TRL; the model reads its `shown_content`. Any other value
+    becomes text. Lone surrogates are replaced, as no tokenizer takes them.
 
     Args:
-        images: the model reads them.
+        images: whether the model reads images.
 
     Raises:
-        RuntimeError, ValueError: the call failed, or what it returned can't be shown.
+        RuntimeError, ValueError: the call failed, or its value can't be shown.
     """
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
@@ -174,16 +175,16 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
     if not isinstance(outcome.value, list):
         return shown
     try:
-        return clean(copy.deepcopy(outcome.value))  # so that nobody changes it behind the message's back
-    except Exception:  # whatever holds a lock or a connection
+        return clean(copy.deepcopy(outcome.value))  # a copy, so that the tool can't change the message later
+    except Exception:  # e.g. an object with a lock or a connection
         return shown
 
 
 def shown_content(content: Any, images: bool) -> Any:
-    """What a tool returned, as the model is shown it: as text, or as parts where some are images.
+    """Return a tool's value as the model reads it: as text, or as content parts if it has images.
 
     Raises:
-        ValueError: a part of another kind, or an image that can't be read.
+        ValueError: a part is of another type, or an image can't be read.
     """
     if not images or not _has_images(content):
         return text_of(content)
@@ -208,10 +209,10 @@ def _is_parts(content: Any) -> bool:
 
 
 def text_of(content: Any) -> str:
-    """What a tool returned, as text; of a list of content parts the texts.
+    """Return a tool's value as text. A list of content parts becomes the joined texts of its parts.
 
     Raises:
-        ValueError: a part that isn't text.
+        ValueError: a part isn't text.
     """
     if not _is_parts(content):
         return str(clean(str(content)))

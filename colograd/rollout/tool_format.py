@@ -1,4 +1,4 @@
-"""Reads the calls of a turn and writes tools' answers as tokens, by the tokenizer's chat template and parser."""
+"""Reads the calls of a turn and writes tools' answers as tokens, with the tokenizer's chat template and parser."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from ..data.images import ImageReader, with_images
 from ..data.messages import without_nones
 from ..usercode.untrusted import clean, parse_json
 
-# How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
+# The format of calls by Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 ASKED = {"role": "user", "content": "asked"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model asks for."""
+    """A call in a turn of the model."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class ToolFormat:
-    """How a tokenizer's chat template writes tool calls and answers.
+    """The format of tool calls and answers in a tokenizer's chat template.
 
-    Calls are read by the tokenizer's own ``parse_response`` where it has a ``response_template`` or
+    Calls are read by the tokenizer's own ``parse_response`` if it has a ``response_template`` or
     ``response_schema``, else as JSON between ``<tool_call>`` and ``</tool_call>``.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: a tokenizer with a chat template.
         template_kwargs: further arguments of the template.
-        reader: of images, of a model that sees: its processor's template gets all contents as parts.
+        reader: image reader of a vision-language model. Its processor's template gets all contents as parts.
 
     Raises:
-        ValueError: the template can't show a tool's answer, or nothing is known that reads its calls.
+        ValueError: the template can't show a tool's answer, or no known parser reads its calls.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: ImageReader | None = None) -> None:
@@ -81,7 +81,7 @@ class ToolFormat:
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
-        """What a turn says, as a message, and its calls. Malformed calls are text."""
+        """Return a turn as a message, and its calls. Malformed calls remain text."""
         parsed = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
         if parsed is not None:
             message, calls = parsed
@@ -92,30 +92,30 @@ class ToolFormat:
 
     @property
     def shows_images(self) -> bool:
-        """Whether an answer may have some."""
+        """Whether an answer may have images."""
         return self._reader is not None
 
     def answer_ids(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> tuple[int, ...]:
-        """The tokens of `answer`."""
+        """Return the token ids of `answer`."""
         return self.answer(messages, own, last).ids
 
     def answer(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> ModelInput:
-        """What the model reads from the end of a turn to the start of the next, with tools' answers between them.
+        """Return the model's input from the end of a turn to the start of the next, with the tools' answers.
 
-        It is appended to what was sampled: nothing that the model wrote is tokenised again.
+        It is appended to the sampled tokens, so that no sampled token is tokenised again.
 
         Args:
             messages: the tools' answers, in the order of the calls.
             own: the row's further arguments of the template.
-            last: the turn's last token; None: the template's end of a turn. The result continues
-                behind it: the template's end of a turn comes first where the model ended the turn otherwise.
+            last: the turn's last token; None: the template's end of a turn. If the model ended the turn with another
+                token, the result begins with the template's end of a turn.
 
         Raises:
-            REFUSALS (see `data.images`): the processor takes no such images.
+            REFUSALS (see `data.images`): the processor doesn't take these images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
@@ -126,14 +126,16 @@ class ToolFormat:
             start += 1
         if (images := whole.images) is None:
             return ModelInput(whole.ids[start:])
-        images = dataclasses.replace(  # all of them are behind the start, up to which the engine's tokens are the same
+        images = dataclasses.replace(  # all are behind `start`; up to there the engine's tokens are the same
             images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
         )
         return ModelInput(whole.ids[start:], images)
 
     def _end_of_turn(self, call: dict[str, Any]) -> int | None:
-        """The special token that the template ends turns with: the end token, or another one, as ``<|im_end|>`` in
-        ChatML for base models. None: the template writes none."""
+        """Return the special token that ends a turn in the template, or None if the template writes none.
+
+        It is the tokenizer's end token, or another one such as ``<|im_end|>`` in ChatML for base models.
+        """
         begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
         same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
         eos, special = self._tokenizer.eos_token_id, {*self._tokenizer.all_special_ids}
@@ -141,11 +143,12 @@ class ToolFormat:
         return eos if eos in ends or not ends else ends[-1]
 
     def _place(self, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
-        """Where in ``whole``, which goes on behind ``before``, the turn's content ends."""
+        """Return the index in ``whole`` where the turn's content ends. ``whole`` continues ``before``'s messages."""
         end = self._end
         if end in before:
-            # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
-            # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
+            # The turn ends at the last end token in `before`. Count the end tokens, because a template may write
+            # earlier turns differently once something follows them. Tokens behind the end, mostly a newline, weren't
+            # sampled.
             places = [place for place, token in enumerate(whole) if token == end]
             return places[before.count(end) - 1]
         if whole[: len(before)] == before:
@@ -164,7 +167,7 @@ class ToolFormat:
         shown, pictures = with_images([*messages], (), "a tool's answer")
         if pictures:
             return self._reader.made(shown, pictures, arguments)
-        return ModelInput(self._reader.tokens(shown, arguments)[1])  # an image token that a tool wrote is a token
+        return ModelInput(self._reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -173,14 +176,14 @@ class ToolFormat:
 
 
 def has_parser(tokenizer: Any) -> bool:
-    """Whether the tokenizer says how its model's turns are read (response parsing in transformers)."""
+    """Return whether the tokenizer can parse its model's turns (response parsing in transformers)."""
     return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
 
 
 def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
 ) -> tuple[dict[str, Any], list[ToolCall]] | None:
-    """A turn and its calls as the tokenizer's own parser reads them; None where it can't, or a call isn't one."""
+    """Parse a turn and its calls with the tokenizer's own parser. Return None if that fails or a call is malformed."""
     kwargs: dict[str, Any] = {}
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
@@ -188,7 +191,7 @@ def parsed_turn(
         message = clean(tokenizer.parse_response(list(ids), **kwargs))
         found = message.get("tool_calls") or ()
         calls = _as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
-    except Exception:  # whatever a parser makes of a malformed call
+    except Exception:  # any error that a parser raises for a malformed call
         return None
     if calls is None:
         return None
@@ -198,8 +201,11 @@ def parsed_turn(
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
-    """The group with its completions as messages, where the tokenizer has a parser for them: reward functions then get
-    what it finds (thoughts apart from the answer, say), as in TRL. Conversations have theirs already."""
+    """Return the group with its completions as messages, if the tokenizer has a parser.
+
+    Reward functions then get the parsed message, e.g. with thoughts apart from the answer, as in TRL. Rollouts of
+    conversations have messages already.
+    """
     if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
         return group
     rollouts = []
@@ -213,7 +219,7 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
 
 
 def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = True) -> list[str]:
-    """Return the texts of a group's completions. The special token that ended one is in none of them."""
+    """Return the texts of a group's completions, without the special token at the end."""
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
     if not skip_special_tokens:
         special = {*tokenizer.all_special_ids}
@@ -224,9 +230,11 @@ def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = T
 
 
 def with_prompt_text(group: Group, tokenizer: Any) -> Group:
-    """Return the group with the column ``prompt_texts`` for reward functions: the prompt as the model reads it, with
-    special tokens and the beginning of the answer that the chat template writes. Environments may change it for each
-    rollout."""
+    """Return the group with the column ``prompt_texts`` for reward functions.
+
+    It holds the prompt as the model reads it, with special tokens and the chat template's beginning of the answer.
+    Environments may change it for each rollout.
+    """
     prompts = {each.prompt_ids for each in group.rollouts}
     texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
     rollouts = (
@@ -237,7 +245,7 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
 
 
 def _calls_in(text: str) -> list[ToolCall]:
-    """The calls in a text; none where any of them isn't one."""
+    """Return the calls in a text, or none if one of them is malformed."""
     try:
         return _as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
     except ValueError:
@@ -245,7 +253,7 @@ def _calls_in(text: str) -> list[ToolCall]:
 
 
 def _as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
-    """The calls in JSON; None where one of them hasn't a name, or its arguments have none."""
+    """Convert parsed JSON to calls. Return None if a call has no name, or its arguments aren't a dict."""
     calls = []
     for call in found:
         arguments = call.get("arguments") or {} if isinstance(call, dict) else None
@@ -256,7 +264,7 @@ def _as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """An assistant's message, as chat templates take it."""
+    """Return an assistant's message in the format of chat templates."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [

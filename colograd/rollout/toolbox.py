@@ -1,4 +1,4 @@
-"""What a model may call while it writes: the run's tools and environments, as the model is shown them."""
+"""The tools and environments of a run, which the model may call while it writes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .tool_calls import Answers, RunningCall, ToolRunner, answer_content, shown_
 from .tool_format import ToolCall
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
-EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: what `reset` returns is all of it
+EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: `reset` returns the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """One conversation's tools."""
 
-    schemas: list[dict[str, Any]]  # as chat templates take them
+    schemas: list[dict[str, Any]]  # JSON schemas of the tools, for chat templates
     environment: Environment | None = None
 
 
@@ -35,17 +35,17 @@ class Toolbox:
 
     Args:
         tools: functions or import paths, sync or async, with type hints and a Google-style docstring.
-        environment_factory: makes an environment, whose ``reset`` begins an episode and whose other public methods are
-            tools; or several by name, of which a row's column ``environment`` picks one.
-        workers: processes for the sync tools; 0: they run in threads.
-        timeout: seconds that a call may take; None: any.
-        main_thread: names of tools and environments that work in the main thread alone. They run in the thread that
-            asks for their outcomes, and nothing ends a call there.
-        most_environments: lent at once; None: any number.
+        environment_factory: makes an environment. Its ``reset`` begins an episode, and its other public methods are
+            tools. Or a dict of factories by name: a row's column ``environment`` picks one.
+        workers: number of processes for the sync tools; 0: sync tools run in threads.
+        timeout: maximum seconds of a call; None: no limit.
+        main_thread: names of tools and environments that work only in the main thread. They run in the thread that
+            requests their outcomes, and no timeout ends their calls.
+        most_environments: maximum number of environments lent at once; None: no limit.
 
     Raises:
-        ValueError: a tool that isn't one, two with one name, an environment without ``reset``, or a name in
-            ``main_thread`` that no sync tool and no environment has.
+        ValueError: a tool isn't a function, two tools have the same name, an environment has no ``reset``, or a name
+            in ``main_thread`` is no sync tool and no environment.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Toolbox:
     ) -> None:
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
-        # Somebody watches: a tool's name, the start and the end of a call.
+        # Called with a tool's name, and the start and the end of a call.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools = _by_name([find_object(t, "tool", callable) if isinstance(t, str) else t for t in tools or ()])
         if isinstance(environment_factory, str):
@@ -72,11 +72,11 @@ class Toolbox:
         main_thread = main_thread or ()
         _check_main_thread(main_thread, self._tools, self._factories)
         self._advice = MainThreadAdvice()
-        self._told_of: set[str] = set()  # tools of which it was said that they raise
-        self._told_unshown: set[str] = set()  # likewise, that return what can't be shown
+        self._told_of: set[str] = set()  # tools that were reported to raise
+        self._told_unshown: set[str] = set()  # tools that were reported to return a value that can't be shown
         self.environments = Environments(self._factories, main_thread, self._advice, most_environments)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
-        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
+        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # give rewards
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
         for key, environment in self.environments.first.items():
@@ -91,25 +91,25 @@ class Toolbox:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """What the model may call: tools, and then the methods of one environment of each kind."""
+        """Everything that the model may call: the tools, then the methods of one environment of each kind."""
         first = self.environments.first.values()
         return [*self._tools.values(), *(method for environment in first for method in environment.methods.values())]
 
     @property
     def factories(self) -> dict[str | None, Callable[[], Any]] | None:
-        """What makes environments, by the name in a row's column ``environment``; None: there are none."""
+        """Factories of environments, by the name in a row's column ``environment``; None: there are none."""
         return self._factories or None
 
     def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The tools that a row's conversation shows the model.
+        """Return the schemas of the tools in a row's conversation.
 
         Raises:
-            ValueError: the row names an environment that there isn't.
+            ValueError: the row names an unknown environment.
         """
         return self._schemas[self._factory_of(row)]
 
     def open(self, row: dict[str, Any]) -> tuple[Session, Answers | None]:
-        """A conversation's tools, and the answer of its environment's ``reset(**row)`` on its way."""
+        """Return a conversation's tools, and the pending answer of its environment's ``reset(**row)``."""
         key = self._factory_of(row)
         if not self.has_environments:
             return Session(self._schemas[key]), None
@@ -145,10 +145,10 @@ class Toolbox:
             when_done(call.future, lambda started, ended: tell(call.name, started, ended))
 
     def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
-        """The messages that tell the model what its calls returned.
+        """Wait for the calls. Return the tools' messages with the returned values or errors.
 
         Args:
-            images: the model reads them.
+            images: whether the model reads images.
         """
         messages = []
         for name, outcome in answers.outcomes():
@@ -167,7 +167,7 @@ class Toolbox:
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """The same messages, where the images of some can't be shown. Of the first it is said why."""
+        """Return the messages with an error in place of images that can't be shown. Warn once per tool."""
         found = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
@@ -179,7 +179,7 @@ class Toolbox:
         return found
 
     def _tell_of_first(self, name: str, outcome: Outcome) -> None:
-        """Say where the tool's own code raised, once per tool: the model alone would be told, in every conversation."""
+        """Warn once per tool where its own code raised, because otherwise only the model would see the error."""
         place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
         if not place or name in self._told_of:
             return
@@ -191,7 +191,7 @@ class Toolbox:
         )
 
     def _tell_of_unshown(self, name: str, error: Exception, remedy: str = "") -> None:
-        """Likewise of what a tool returned, which only the model would be told."""
+        """Warn once per tool that its value can't be shown, because otherwise only the model would see that."""
         if name in self._told_unshown:
             return
         self._told_unshown.add(name)
@@ -202,7 +202,7 @@ class Toolbox:
         )
 
     def take_counts(self) -> dict[str, float]:
-        """Sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
+        """Return the sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
         taken = dict.fromkeys(COUNTS, 0.0) | self.counts
         self.counts.clear()
         return taken
@@ -225,7 +225,10 @@ class Toolbox:
 
 
 def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
-    """The reward that environments of the class ``of`` give themselves: None for conversations without one."""
+    """Return a reward function that calls ``get_reward`` of environments of the class ``of``.
+
+    Conversations without such an environment get None.
+    """
 
     def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return tools.environments.rewards([e if type(e) is of else None for e in environments])
@@ -265,7 +268,7 @@ def _check_main_thread(names: Sequence[str], tools: dict[str, Any], factories: d
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
-    except Exception as error:  # transformers has several kinds for several omissions
+    except Exception as error:  # transformers raises several types of errors
         raise ValueError(
             f"tool {name!r} can't be described to the model ({error}): give it type hints and a Google-style "
             "docstring with every argument under `Args:`."

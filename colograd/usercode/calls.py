@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from .worker_process import COLOGRAD, line_and_traceback
 
-C = TypeVar("C", bound=Any)  # a call: `done` and `cancel`
+C = TypeVar("C", bound=Any)  # a call with the methods `done` and `cancel`
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
@@ -29,26 +29,26 @@ GRACE = 10.0  # seconds for a stuck function to notice that it was interrupted
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended."""
+    """The outcome of a call."""
 
     kind: str  # value, raised, late, died or dropped
     value: Any  # the return value; (line, traceback) of the exception; the exit status of the process that died
-    seconds: float  # in the function
+    seconds: float  # seconds that the function ran
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # columns and metrics, see `CallLog`
 
 
 class PendingCalls(Generic[C]):
-    """Calls whose results make one."""
+    """Several calls with one joint result."""
 
     def __init__(self, calls: Sequence[C]) -> None:
         self._calls = calls
 
     def done(self) -> bool:
-        """Whether the result wouldn't have to be waited for."""
+        """Return whether the result is available without waiting."""
         return all(call.done() for call in self._calls)
 
     def cancel(self) -> None:
-        """Nobody asks for the result: what hasn't begun never does, and what runs keeps nobody waiting."""
+        """Cancel the calls, as nobody needs the result. Queued calls never begin, and nobody waits for running ones."""
         for call in self._calls:
             call.cancel()
 
@@ -58,7 +58,7 @@ def raised_outcome(error: BaseException) -> Outcome:
 
 
 def place_of(function: Any) -> str:
-    """Where a function begins, such as ``file.py:12``; empty: unknown."""
+    """Return the place where a function begins, such as ``file.py:12``, or "" if it is unknown."""
     while isinstance(function, functools.partial):
         function = function.func
     called = function if inspect.isroutine(function) else type(function).__call__
@@ -67,7 +67,7 @@ def place_of(function: Any) -> str:
 
 
 def place_in(traceback: str) -> str:
-    """The last place in a traceback's text that is neither ours nor a library's; empty: there is none."""
+    """Return the last place in a traceback's text that is neither in Colograd nor in a library, or ""."""
     frames = re.findall(r'^ +File "([^"<]+)", line (\d+), in ', traceback, re.MULTILINE)
     own = [frame for frame in frames if not any(folder in frame[0] for folder in LIBRARIES)]
     return _place(*own[-1]) if own else ""
@@ -79,8 +79,11 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> None:
-    """Call ``tell(started, ended)`` (`time.perf_counter`) in the thread that ends or cancels the call. ``started`` is
-    when the function started, if that is known, else now."""
+    """Call ``tell(started, ended)`` in the thread that ends or cancels the call.
+
+    Both are times of `time.perf_counter`. ``started`` is the function's start, or the time of calling `when_done` if
+    the start isn't known.
+    """
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:
@@ -92,7 +95,7 @@ def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> No
 
 
 def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
-    """Call ``tell`` once, when all calls have ended, in the thread that ends the last one or in this one."""
+    """Call ``tell`` once, when all calls have ended, in the thread that ends the last call or in this thread."""
     left = iter(calls)
 
     def wait_for_next(ended: Future[Outcome] | None = None) -> None:
@@ -105,10 +108,10 @@ def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) ->
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
-    """The outcome of a user's awaitable: ``late`` after ``timeout`` seconds.
+    """Wait for a user's awaitable. Return its outcome: ``late`` after ``timeout`` seconds.
 
-    SystemExit doesn't end the event loop, and (unlike in `asyncio.wait_for`) an awaitable that ignores its cancellation
-    doesn't hold it up.
+    SystemExit doesn't end the event loop. Unlike in `asyncio.wait_for`, an awaitable that ignores its cancellation
+    doesn't delay the outcome.
     """
 
     async def guarded() -> Any:
@@ -122,7 +125,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
-        task.cancel()  # if it is late, or nobody waits any more
+        task.cancel()  # it is late, or nobody waits for it any more
     if not done:
         return Outcome("late", None, timeout or 0.0)
     try:
@@ -133,26 +136,28 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The one loop of the run: HTTP clients that users keep between calls are bound to their loop."""
+    """Return the one event loop of the run. The user's HTTP clients are bound to it and live on between calls."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="colograd-async", daemon=True).start()
     return loop
 
 
 class Late(TimeoutError):
-    """A call took longer than its `time_limit`, and was interrupted."""
+    """The error of a call that took longer than its `time_limit` and was interrupted."""
 
 
 class _Stuck(BaseException):
-    """Raised in a call that took too long. Not an Exception, which user code may catch."""
+    """Raised in a call that took too long. It isn't an Exception, because user code may catch these."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Interrupt a block in the trainer's own thread after ``seconds`` (None: never). If it goes on, end the process.
+    """Interrupt a block in the trainer's own thread after ``seconds`` (None: never).
+
+    If the block still runs `GRACE` seconds later, print ``problem`` and end the process.
 
     Raises:
-        Late: ``problem``, which a process that ends prints.
+        Late: the block was interrupted. The error's text is ``problem``.
     """
     if seconds is None:
         yield

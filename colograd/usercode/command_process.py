@@ -1,7 +1,7 @@
 """Becomes a command that dies with the trainer: ``python command_process.py COMMAND ...``.
 
-A process of its own sets this up, since code between fork and exec can deadlock in a trainer with threads. Imports
-nothing of Colograd.
+This runs in a new process, because code between fork and exec can deadlock in a trainer with threads. Imports nothing
+from Colograd.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
+with contextlib.suppress(OSError, AttributeError):  # not on Linux
     ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and commands would inherit that
     signal.signal(number, signal.SIG_DFL)

@@ -13,8 +13,7 @@ OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 def own_copy(value: Any) -> Any:
     """Copy a value at every depth for one call of the user's code.
 
-    Values that can't change, objects of the user's classes, and objects that refuse to be copied are returned as they
-    are.
+    Immutable values, objects of the user's classes, and objects that can't be copied are returned as they are.
     """
     kind = type(value)
     if kind in UNCHANGING:
@@ -29,5 +28,5 @@ def own_copy(value: Any) -> Any:
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # a generator, a tensor with a gradient
+    except Exception:  # e.g. a generator, or a tensor with a gradient
         return value

@@ -1,4 +1,4 @@
-"""A program of the user's that runs beside the engine: a function in a thread of its own, or a command."""
+"""A program of the user's that runs while the engine decodes: a function in its own thread, or a command."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .calls import Outcome, raised_outcome
 from .untrusted import parse_json
 
 STARTER = Path(__file__).with_name("command_process.py")
-MOST_OUTPUT = 2**20  # bytes that are kept of what a command prints
-SHOWN = 2000  # characters of it in an error
+MOST_OUTPUT = 2**20  # bytes kept of a command's output
+SHOWN = 2000  # characters of the output in an error
 
 
 class Program(Protocol):
     """A running program."""
 
-    future: Future[Outcome]  # how it ended; nothing but its own end completes it
+    future: Future[Outcome]  # the program's outcome; only its own end completes it
 
     def stop(self) -> None:
-        """End it, as far as that can be done; nobody waits for it."""
+        """End the program if possible, without waiting for its end."""
 
 
 class FunctionProgram:
-    """A function, sync or async, in a thread of its own: one that blocks holds up nobody else.
+    """A sync or async function in its own thread, so that a function that blocks delays nobody else.
 
-    An async one has an event loop of its own, on which `stop` cancels it. A sync one can't be ended.
+    An async function has its own event loop, and `stop` cancels it there. A sync function can't be ended.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class FunctionProgram:
 
     def stop(self) -> None:
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
@@ -70,9 +70,10 @@ class FunctionProgram:
 
 
 class CommandProgram:
-    """A command in a process of its own, and what it starts, in one group that `stop` kills. It dies with the trainer.
+    """A command in a new process. `stop` kills it with all processes of its group. It dies with the trainer.
 
-    It reads ``given`` (JSON) from its standard input. The last line that it prints is its value, if that is JSON.
+    The command reads ``given`` (JSON) from its standard input. The last line that it prints is its value, if that line
+    is JSON.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
@@ -100,7 +101,7 @@ class CommandProgram:
         threading.Thread(target=self._feed, daemon=True).start()
         threading.Thread(target=self._reap, daemon=True).start()
         kept = b""
-        while part := os.read(process.stdout.fileno(), 2**16):  # a command that prints without end fills no memory
+        while part := os.read(process.stdout.fileno(), 2**16):  # endless output must not fill the memory
             kept = (kept + part)[-MOST_OUTPUT:]
         status = process.wait()
         process.stdout.close()
@@ -116,9 +117,9 @@ class CommandProgram:
         self.future.set_result(Outcome("value", value, seconds))
 
     def _reap(self) -> None:
-        """Once it has ended, end what it has left behind, which may keep its output open."""
+        """Wait for the command's end, then end the processes that it left behind. They may keep its output open."""
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT: its process id isn't reused yet
             self.stop()
 
     def _feed(self) -> None:

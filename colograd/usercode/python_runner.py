@@ -1,10 +1,11 @@
-"""Runs a Python program that a model wrote, in an interpreter of its own that can be killed. Called in a worker.
+"""Runs a Python program that a model wrote, in a new interpreter that can be killed. Called in a worker.
 
-The program gets no environment variables, an empty folder to write into, and limits of time, memory and file size. It
-has passed if it reached its last line: one that exits before with status 0 has not. This keeps bugs apart; it is no
-wall against an attacker: the program has the user's rights and the network. Run where neither matters.
+The program gets none of the trainer's environment variables, an empty folder to write into, and limits of time, memory
+and file size. It passes if it reaches its last line; an earlier exit with status 0 is a failure. This contains bugs,
+but is no protection against an attacker: the program has the user's rights and the network. Use it where neither
+matters.
 
-Imports nothing of Colograd: workers import it.
+Imports nothing from Colograd, as workers import it.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from dataclasses import dataclass
 
 MEMORY = 4 * 2**30  # bytes of address space
 FILE_BYTES = 16 * 2**20
-SHOWN = 2000  # characters of an error
+SHOWN = 2000  # characters of standard error in `Ended.problem`
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended."""
+    """The result of a program."""
 
-    passed: bool  # it reached its last line
-    problem: str = ""  # why not: `late`, or the end of what it wrote on standard error
+    passed: bool  # whether the program reached its last line
+    problem: str = ""  # reason of a failure: `late`, or the end of its standard error
 
 
 def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
     """Run ``program`` to its end.
 
     Args:
-        seconds: of wall-clock time; later it is killed, with all that it started in its process group.
-        memory: bytes of address space that it may have.
+        seconds: maximum wall-clock time. Then the program is killed with all processes of its group.
+        memory: maximum bytes of address space.
     """
     reader, writer = os.pipe()
     token = secrets.token_hex(16)
@@ -49,7 +50,7 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
                 file.write(f"{program}\nimport os as _os\n_os.write({writer}, b'{token}')\n")
             with open(errors, "wb") as stderr:
                 status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
-                if status == -signal.SIGTERM:  # a scheduler ends the whole job, which judges its last answers first
+                if status == -signal.SIGTERM:  # a scheduler ends the job, but it still judges its last answers
                     status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
             os.close(writer)
             writer = -1
@@ -68,7 +69,7 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
 
 
 def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memory: int) -> int | None:
-    """Run a file; returns its exit status, None if it was killed for being late."""
+    """Run a file. Return its exit status, or None if it was killed because it was late."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-B", path],
         stdin=subprocess.DEVNULL,
@@ -91,7 +92,7 @@ def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memor
 
 
 def _limit(seconds: float, memory: int) -> None:
-    """In the new process, before the interpreter starts."""
+    """Set the limits in the new process, before the interpreter starts."""
     for kind, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
@@ -101,5 +102,5 @@ def _limit(seconds: float, memory: int) -> None:
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with a worker that is killed
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die when the worker is killed

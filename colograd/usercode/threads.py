@@ -17,10 +17,10 @@ import torch
 
 from .calls import Outcome, awaited_outcome, event_loop, raised_outcome
 
-# Python's errors where another thread does what only the main one may: set a signal handler (for `signal.alarm`), use a
-# connection that the main thread opened.
+# Python's errors when another thread sets a signal handler (for `signal.alarm`), or uses a connection that the main
+# thread opened. Only the main thread may do these.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
-PIECE = 0.2  # seconds
+PIECE = 0.2  # maximum seconds of one wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class UserCall:
             self.future.set_result(self._outcome())
 
     def start_thread(self) -> None:
-        """Run the call in a thread of its own."""
+        """Run the call in a new thread."""
         threading.Thread(target=_on_this_device(self.run), name="colograd-tool", daemon=True).start()
 
     def _outcome(self) -> Outcome:
         started = time.perf_counter()
         try:
             value = self.function(**self.arguments)
-            if inspect.isawaitable(value):  # an environment's async method, in its turn
+            if inspect.isawaitable(value):  # an environment's async method, in the order of its calls
                 return asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
             return Outcome("value", value, time.perf_counter() - started)
         except BaseException as error:  # SystemExit too: it would end the thread, and the conversation wait for ever
@@ -54,8 +54,9 @@ class UserCall:
 
 
 class EnvironmentThread:
-    """Makes one environment and runs its sync methods, in one thread: an environment's database connection or browser
-    may be bound to the thread that opened it.
+    """Makes one environment and runs its sync methods, in one thread.
+
+    An environment's database connection or browser may be bound to the thread that opened it.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class EnvironmentThread:
         threading.Thread(target=self._run, name="colograd-environment", daemon=True).start()
 
     def ask(self, function: Callable[[], Any]) -> Future[Any]:
-        """Queue a function; the future gets its result or exception."""
+        """Queue a function. Return a future for its result or exception."""
         future = Future[Any]()
 
         def work() -> None:
@@ -76,7 +77,7 @@ class EnvironmentThread:
         return future
 
     def close(self) -> None:
-        """End the thread when its queue is empty."""
+        """End the thread after the queued functions."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -85,15 +86,15 @@ class EnvironmentThread:
 
 
 class MainThreadAdvice:
-    """Says, once per name, that a call failed because it needs the main thread, and moves its tool there if it can."""
+    """Warns once per name that a call failed because it needs the main thread, and moves the tool there if possible."""
 
     def __init__(self) -> None:
         self._advised: set[str] = set()
-        # Runs a tool's later calls in the main thread; False: it can't (an environment's methods stay in its thread).
+        # Moves a tool's later calls to the main thread. False: impossible, as for an environment's methods.
         self.move: Callable[[str], bool] = lambda name: False
 
     def give(self, name: str, outcome: Outcome) -> None:
-        """Warn if the traceback has one of the texts `NEEDS_MAIN`."""
+        """Warn if the traceback contains one of the texts in `NEEDS_MAIN`."""
         if name in self._advised or outcome.kind != "raised" or not any(p in outcome.value[1] for p in NEEDS_MAIN):
             return
         self._advised.add(name)
@@ -109,14 +110,14 @@ class MainThreadAdvice:
 
 
 def wait_for_result(future: Future[Any]) -> Any:
-    """Wait for the result in short pieces: an exception that interrupts this thread isn't raised while it sleeps."""
+    """Wait for the result in short pieces, as an exception that interrupts this thread isn't raised during a wait."""
     while not future.done():
         wait([future], timeout=PIECE)
     return future.result()
 
 
 def _on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """The work, for another thread, on this thread's CUDA device, which a new thread doesn't have by itself."""
+    """Return the work for another thread, with this thread's CUDA device. A new thread has the default device."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None
 

@@ -1,4 +1,4 @@
-"""JSON and texts that models, tools and programs write: a value that UTF-8 can hold, or a ValueError."""
+"""JSON and texts from models, tools and programs: they become values that UTF-8 can encode, or raise ValueError."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import math
 from typing import Any
 
-DEEPEST = 64  # lists and objects in each other: templates, copies and pickles of deeper ones exceed Python's stack
+DEEPEST = 64  # maximum nesting of lists and objects: templates, copies and pickles of deeper ones exceed Python's stack
 
-# Characters of a token: a longer text than this per token that has room isn't tokenised, which takes 4 s per megabyte.
-# Texts in any language have fewer on average; only a run of spaces may have more.
+# Maximum characters per token: a text with more characters than this times the free tokens isn't tokenised, as that
+# takes 4 s per megabyte. Texts in any language have fewer on average; only a run of spaces may have more.
 CHARACTERS = 16
 
 
@@ -17,10 +17,10 @@ def parse_json(text: str | bytes, finite: bool = False) -> Any:
     """Parse JSON, with lone surrogates replaced.
 
     Args:
-        finite: NaN and infinities are errors.
+        finite: whether NaN and infinities are errors.
 
     Raises:
-        ValueError: the text is no JSON, or is nested more than DEEPEST deep.
+        ValueError: the text isn't JSON, or is nested more than DEEPEST deep.
     """
     try:
         return clean(json.loads(text), finite)
@@ -29,11 +29,10 @@ def parse_json(text: str | bytes, finite: bool = False) -> Any:
 
 
 def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
-    """Replace lone surrogates in a text, or in all texts of nested lists, tuples and dicts. Other objects stay as they
-    are.
+    """Replace lone surrogates in a text, or in all texts of nested lists, tuples and dicts. Keep other objects.
 
     Raises:
-        ValueError: as `parse_json`.
+        ValueError: see `parse_json`.
     """
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
@@ -49,7 +48,7 @@ def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """A value that can be written as JSON where its objects can: the error's text for one that is nested too deep."""
+    """Return a value that can be written as JSON if its objects can. A value nested too deep becomes an error text."""
     try:
         return clean(value)
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Worker processes: they call reward functions and tools while the engine decodes, and can be killed.
 
-cloudpickle sends importable functions by name, those of a script or a notebook by value. A call that exceeds its time
-limit is killed with its process and the programs that it started. A process that is killed or dies is replaced.
-Workers ignore SIGTERM and Ctrl-C, which schedulers and terminals send to every process of a job. They die with the
-trainer.
+cloudpickle sends importable functions by name, and functions of a script or a notebook by value. A call that exceeds
+its time limit is killed with its process and the programs that it started. A process that is killed or dies is
+replaced. Workers ignore SIGTERM and Ctrl-C, because schedulers and terminals send these to every process of a job.
+Workers die with the trainer.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ import cloudpickle
 from .calls import Outcome, raised_outcome
 
 WORKER = Path(__file__).with_name("worker_process.py")
-START_SECONDS = 600.0  # for a worker to import what its functions need, on a machine that others keep busy
-STOP_SECONDS = 5.0  # for a pool to end
-LOOK_SECONDS = 0.1  # between two checks whether a running call is still needed
-DROP_SECONDS = 1.0  # for a call that nobody needs to end by itself: a new process takes as long
+START_SECONDS = 600.0  # maximum seconds for a worker to import its functions, on a busy machine
+STOP_SECONDS = 5.0  # maximum seconds to wait for each thread of a pool to end
+LOOK_SECONDS = 0.1  # seconds between two checks whether a running call is still needed
+DROP_SECONDS = 1.0  # seconds for an unneeded call to end by itself: a new process takes as long
 
 
 class WorkerCall(Future[Outcome]):
     """A call that is queued or runs in a worker.
 
     Args:
-        index: of the function in the worker.
-        state: a reward function's: a key and the pickled trainer state, which is sent if the process has another key.
+        index: index of the function in the worker.
+        state: for a reward function, a key and the pickled trainer state. It is sent if the process has another key.
     """
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
         self.index, self.keywords, self.state = index, keywords, state
-        self.unneeded_since: float | None = None  # time.monotonic() since when nobody waits for it
+        self.unneeded_since: float | None = None  # time.monotonic() when `cancel` was called
 
     def cancel(self) -> bool:
-        """Drop the call from the queue; if it runs, its worker is replaced when another call needs it."""
+        """Drop the call from the queue. If it runs, its worker is replaced when another call needs the worker."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -59,21 +59,21 @@ class WorkerCall(Future[Outcome]):
 
 
 class CannotTravel(ValueError):
-    """A function that can't be sent to another process."""
+    """The error of a function that can't be sent to another process."""
 
 
 def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, bytes], dict[str, CannotTravel]]:
-    """Pickles of the functions that can run in a worker, and the reasons why the others can't, by name."""
+    """Return pickles of the functions that can run in a worker, and the reasons why the others can't, by name."""
     able: dict[str, bytes] = {}
     reasons: dict[str, CannotTravel] = {}
     for name, function in functions.items():
         try:
             able[name] = cloudpickle.dumps(function)
-        except Exception as error:  # whatever the objects that it holds do when they are pickled
+        except Exception as error:  # pickling the objects that it holds may raise anything
             reasons[name] = CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0])
     try:
         Worker(list(able.values())).try_loading()
-    except CannotTravel:  # find out which; a start takes as long as the functions' imports
+    except CannotTravel:  # try each function alone; a start takes as long as its imports
         for name, pickled in list(able.items()):
             try:
                 Worker([pickled]).try_loading()
@@ -84,13 +84,13 @@ def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, b
 
 
 class Worker:
-    """One process; started by its first call, and again after it ended."""
+    """One worker process. The first call starts it, and the next call after its end starts it again."""
 
     def __init__(self, functions: Sequence[bytes]) -> None:
         self._functions = list(functions)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._state_key: Any = None  # which trainer state the process has
+        self._state_key: Any = None  # key of the trainer state that the process has
 
     def start(self) -> None:
         """Start the process and let it load the functions.
@@ -100,14 +100,14 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the worker inherits that
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the worker inherits the mask
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, str(WORKER), str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
-                    start_new_session=True,  # signals to the trainer's group reach no program that user code starts
+                    start_new_session=True,  # signals to the trainer's group don't reach the user's programs
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -124,7 +124,11 @@ class Worker:
             raise CannotTravel(problem)
 
     def try_loading(self) -> None:
-        """Start and stop once. Raises CannotTravel if the process can't load the functions."""
+        """Start and stop the process once.
+
+        Raises:
+            CannotTravel: the process can't load the functions.
+        """
         try:
             if self._functions:
                 self.start()
@@ -135,8 +139,8 @@ class Worker:
         """Run a call and wait for its outcome.
 
         Args:
-            timeout: seconds; None waits for ever.
-            unneeded: polled meanwhile; once true, the call is killed with its process.
+            timeout: maximum seconds; None: no limit.
+            unneeded: polled during the call. If it returns True, the call is killed with its process.
         """
         if self._connection is None:
             self.start()
@@ -160,7 +164,7 @@ class Worker:
 
     @staticmethod
     def _wait_for_answer(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
-        """None once there is an answer; else the outcome of a call that ends without one."""
+        """Wait for an answer and return None, or return the outcome of a call that ends without an answer."""
         started, limit = time.monotonic(), math.inf if timeout is None else timeout
         while not connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
             if time.monotonic() - started >= limit:
@@ -170,7 +174,7 @@ class Worker:
         return None
 
     def _exit_status(self) -> int:
-        """The exit status of a process that closed its socket; it is killed if it lives on."""
+        """Return the exit status of a process that closed its socket. Kill it if it lives on for 5 s."""
         assert self._process is not None
         try:
             return self._process.wait(timeout=5)
@@ -195,8 +199,8 @@ class WorkerPool:
 
     Args:
         what: the functions' name in the notes, such as ``rewards``.
-        size: processes; 0: no function runs in one.
-        timeout: seconds that one call may take; None: any.
+        size: number of processes; 0: no function runs in a worker.
+        timeout: maximum seconds of one call; None: no limit.
     """
 
     def __init__(
@@ -214,11 +218,11 @@ class WorkerPool:
             thread.start()
 
     def __contains__(self, name: str) -> bool:
-        """Whether the function runs here."""
+        """Return whether the function runs in this pool."""
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
-        """Queue a call. Where the worker can't be started or sent to, the outcome is ``raised``."""
+        """Queue a call. If the worker can't be started or the call can't be sent, the outcome is ``raised``."""
         call = WorkerCall(self._indices[name], keywords, state)
         self._queue.put(call)
         return call
@@ -233,15 +237,15 @@ class WorkerPool:
                 outcome = raised_outcome(error)
             call.keywords = {}  # free the texts before the outcome is read
             call.set_result(outcome)
-        worker.stop()  # which `close` may have called while it was starting
+        worker.stop()  # `close` may have stopped it while it was starting
 
     def _stands_in_the_way(self, call: WorkerCall) -> bool:
-        """Whether nobody waits for the call, and another one waits for its worker."""
+        """Return whether nobody waits for the call, and another call waits for its worker."""
         since = call.unneeded_since
         return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
     def close(self) -> None:
-        """Drop queued calls and kill the workers; no function runs here any more."""
+        """Drop queued calls and kill the workers. No function runs in this pool any more."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:

@@ -1,16 +1,16 @@
-"""The process of a worker: runs user code on its main thread, where signals (and time-outs made of them) work.
+"""The process of a worker: runs user code on its main thread, where signals and signal-based time-outs work.
 
     python worker_process.py FD
 
-Started as a file of its own and not by importing the user's script, which often has no ``__main__`` guard. Imports
-nothing of Colograd. Messages on the socket FD are pickles:
+This file is started directly, without importing the user's script, which often has no ``__main__`` guard. Imports
+nothing from Colograd. Messages on the socket FD are pickles:
 
     from the parent   (sys.path, functions), then (index, state or None, keywords, is a reward) per call; state: a
                       pickle to keep, for reward functions only
-    to the parent     None or the error of loading in a line, then (kind, value, seconds, logged) per call
+    to the parent     None, or a line with the error of loading; then (kind, value, seconds, logged) per call
 
 ``kind`` is ``value`` (the return value) or ``raised`` (type and text of the exception, its traceback). ``logged``
-holds the values of ``log_extra`` and ``log_metric``; empty for a call that raised.
+holds the values of ``log_extra`` and ``log_metric``. It is empty for a call that raised.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Folders whose frames stand between the trainer's and the user's in a traceback.
+# Colograd's folder, and below its folders with the frames between the trainer's and the user's in a traceback.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
-PER_TOKEN = ("completion_ids", "completion_mask")  # keywords of a reward function that come as arrays and bytes
+PER_TOKEN = ("completion_ids", "completion_mask")  # reward functions' keywords that are sent as arrays and bytes
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
@@ -42,7 +42,7 @@ class CallLog:
         self.metrics: dict[str, list[float]] = {}  # values of each metric
 
     def extra(self, column: str, values: Any) -> None:
-        """Add values to a column: one per completion over the whole call."""
+        """Add values to a column. Over the whole call it needs one value per completion."""
         _check_name("log_extra", "column", column)
         values = _plain(values)
         if not isinstance(values, (list, tuple)):
@@ -53,7 +53,7 @@ class CallLog:
         self.columns.setdefault(column, []).extend(map(_plain, values))
 
     def metric(self, name: str, value: Any) -> None:
-        """Add a number to a metric, whose mean is reported."""
+        """Add a number to a metric. The metric's mean is reported."""
         _check_name("log_metric", "metric", name)
         value = _plain(value)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -73,7 +73,7 @@ def _check_name(function: str, kind: str, name: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists or numbers."""
+    """Return tensors and arrays as lists or numbers, and other values as they are."""
     if hasattr(value, "detach"):
         value = value.detach()
     return value.tolist() if hasattr(value, "tolist") else value
@@ -124,7 +124,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
 
 
 def line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """The exception in a line, and its traceback from the first frame after the last of ours."""
+    """Return the exception in one line, and its traceback from the first frame after Colograd's last frame."""
     frames = step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
@@ -137,15 +137,16 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
 def _end_with_parent() -> None:
     """Ask Linux to kill this process when the trainer dies, even in the middle of a user's endless loop."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _leave_signals_to_parent() -> None:
     """Ignore Ctrl-C and SIGTERM, which reach all processes of a job: the trainer needs its workers to end the round.
 
-    SIGTERM isn't set to SIG_IGN, which children would inherit: user code must be able to terminate its own. It is
-    blocked in a fork, where a child loses a signal that arrives before its handlers are reset.
+    SIGTERM isn't set to SIG_IGN, because children would inherit that, and user code must be able to terminate its own
+    children. It is blocked during a fork, because a child would lose a signal that arrives before it resets its
+    handlers.
     """
     term = [signal.SIGTERM]
 
@@ -172,4 +173,4 @@ def _leave_signals_to_parent() -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # threads that user code left behind don't keep it
+    os._exit(0)  # don't wait for threads that user code left behind
