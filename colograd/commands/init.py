@@ -50,7 +50,7 @@ class Choices:
     data: str  # a file, a Hub id, or an import path
     prompt: str  # column of the data
     answer: str  # column of the data
-    reward: str  # `number`: the last number is the answer; `own`: a function to be changed; `agent`: the agent's
+    reward: str  # `number`: the last number is the answer; `own`: a function for the user to change; `agent`: the agent's
     sizes: dict[str, Any]  # from `sizes_for`
 
 
@@ -125,7 +125,8 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
 
 
 def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], T]) -> T:
-    """Pass the flag's value or the usual one to ``accept``; if ``asks``, answers until it accepts one."""
+    """Pass the flag's value or the usual one to ``accept``; if ``asks``, pass the user's answers until it accepts
+    one."""
     if given or not asks:
         return accept(given or usual)
     while True:

@@ -106,7 +106,7 @@ class CurriculumState:
     # -- the draw
 
     def skips(self, number: int) -> bool:
-        """Whether round ``number`` of the run was trained before the checkpoint."""
+        """Return whether round ``number`` of the run was trained before the checkpoint."""
         return number < self._begun
 
     def choose(self, number: int) -> list[int]:

@@ -21,7 +21,7 @@ from .vocabulary import check_rows
 
 COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
-REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # by template, processor
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
 
 class ImageReader:
@@ -124,7 +124,7 @@ class ImageReader:
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks them
+            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks these
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:

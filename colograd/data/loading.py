@@ -142,7 +142,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     """Return the dataset with its prompts in ``prompt``, behind the system prompt if there is one."""
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
-    asked_elsewhere = script.agent or script.environment_factory  # a program or an environment writes the prompts
+    asked_elsewhere = script.agent or script.environment_factory  # a program or an environment makes the prompts
     if asked_elsewhere and column == "prompt" and column not in present and script.system_prompt is None:
         return dataset
     if column not in present:

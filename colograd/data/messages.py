@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # of a chat template
+FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # errors of a template
 
 
 def without_nones(value: Any) -> Any:

@@ -97,7 +97,7 @@ class RunDescription:
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True  # False: there is no engine
     ranks_per_sequence: int = 1  # ranks that share out a row's tokens
-    can_share_rows: bool = False  # the model and the settings allow more of these ranks
+    can_share_rows: bool = False  # the model and the settings allow sharing out a row's tokens
     tower: Tower | None = None
 
     @property
@@ -232,7 +232,7 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
     """Map larger numbers of ranks per engine to the strategies that the model's sizes and the settings allow.
 
-    Only models without an adapter have any.
+    The map is empty for an adapter.
     """
     if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
         return {}

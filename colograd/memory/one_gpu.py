@@ -78,7 +78,7 @@ def host_bytes(run: RunDescription, tokens: int) -> int:
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
     """Choose the fitting way with the fewest seconds on the bus, and return its settings. Return {} if the run fits
-    without one, if no way fits, or if the strategy is FSDP or tensor-parallel.
+    without one, if no way fits, or if the strategy (FSDP, tensor) has its own ways.
 
     Args:
         host: bytes of host memory that a rank may take.
@@ -109,7 +109,7 @@ def bus_bytes(run: RunDescription, tokens: int) -> Bus:
     sizes, lengths, shape = run.sizes, run.lengths, run.shape
     prompts = -(-run.sequences // lengths.group)
     whole = run.sequences * lengths.completion + prompts * lengths.prompt
-    own = max(1, -(-tokens // run.ranks_per_sequence))  # tokens of each row
+    own = max(1, -(-tokens // run.ranks_per_sequence))  # this rank's tokens of each row
     passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
     if run.streams:
         to_gpu, to_host = sizes.optimizer, sizes.optimizer

@@ -100,7 +100,7 @@ class MemoryPlan:
 
     @property
     def room(self) -> int:
-        """Bytes that the KV cache may take: the smaller remainder of its phases."""
+        """Bytes that the KV cache may take: the least remainder of the phases in its lifetime."""
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
         return sampling if self.sleeps else min(sampling, empty.remains("training"))

@@ -72,7 +72,7 @@ class History:
 
     @property
     def is_solved(self) -> bool:
-        """Return whether the reward has risen to the pass threshold: low entropy is then wanted."""
+        """Whether the reward has risen to the pass threshold: low entropy is then wanted."""
         at_first, now = self.at_first("reward"), self.recently("reward")
         wanted = self.settings.get("pass_threshold_eval", 1.0)
         if at_first is None or now is None or not _is_number(wanted):

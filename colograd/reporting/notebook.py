@@ -15,7 +15,7 @@ class RewardTable(NotebookProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or self.training_tracker is None or self.first_column != "Step":
-            return  # an evaluation per epoch has rows of its own
+            return  # with an evaluation per epoch, a row shows only that epoch's figures
         rewards = {name.split("/")[1]: name for name in logs if name.startswith("rewards/") and name.endswith("/mean")}
         shown = {column: name for name, column in COLUMNS.items()} | (rewards if len(rewards) > 1 else {})
         row = dict.fromkeys(self.training_tracker.inner_table[0], "No Log") | {"Step": state.global_step}

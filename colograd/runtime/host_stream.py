@@ -35,7 +35,8 @@ def device_bytes(state: int) -> int:
 
 
 class HostStream:
-    """Runs of jobs on one device, in order. The kernels are the same as without it, so the results have the same bits.
+    """An executor of jobs on one device, in order. The kernels are the same as without streaming, so the results have
+    the same bits.
 
     Args:
         apart: run jobs on a separate stream, so that no work on the present one waits for the bus.
