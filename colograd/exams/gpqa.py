@@ -1,7 +1,7 @@
 """GPQA Diamond (arXiv 2311.12022), 198 questions: with the question of OpenAI's simple-evals and Open-R1's sampling.
 
 Two differences from simple-evals: all completions of a question see its four choices in one order (there each has its
-own), and the last answer of a completion counts, behind a ``<think>`` block if there is one (there the first).
+own). The last answer of a completion counts, behind a ``<think>`` block if there is one (there the first).
 """
 
 from __future__ import annotations

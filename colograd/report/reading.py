@@ -1,7 +1,7 @@
 """A run's folder as plain data: its events, or the history in `trainer_state.json` of a run without events.
 
-`RecordedRun.refresh` reads only new lines, and numbers each change: `colograd watch` sends a page only later changes
-than its number. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
+`RecordedRun.refresh` reads only new lines, and numbers each change: `colograd watch` sends a page the changes after the
+page's last one. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
 """
 
 from __future__ import annotations
