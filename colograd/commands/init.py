@@ -50,7 +50,7 @@ class Choices:
     data: str  # a file, a Hub id, or an import path
     prompt: str  # column of the data
     answer: str  # column of the data
-    reward: str  # `number`: the last number is the answer; `own`: a function to be changed by the user; `agent`: its own
+    reward: str  # `number`: the last number is the answer; `own`: a function that the user changes; `agent`: its own
     sizes: dict[str, Any]  # from `sizes_for`
 
 

@@ -13,7 +13,7 @@ from ..report.samples import Samples
 from ..reporting.completion_table import print_table, prompt_text
 from ..reporting.completions import CompletionRow, logged_steps, read_log
 
-MOST_BYTES = 2**28  # of a step's completions as JSON
+MOST_BYTES = 2**28  # bytes of a step's completions as JSON
 
 
 def main(argv: Sequence[str] | None = None) -> int:

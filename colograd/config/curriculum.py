@@ -21,7 +21,7 @@ EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 class Schedule:
     """A number by optimizer step: linear between the given points, constant before and after."""
 
-    points: tuple[tuple[int, float], ...]  # by step, ascending
+    points: tuple[tuple[int, float], ...]  # (step, number), ascending by step
 
     @classmethod
     def of(cls, value: Any, name: str) -> Schedule:

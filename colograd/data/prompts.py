@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 1000  # rows that are tokenised together
 NAMED = 5  # largest number of too long prompts that a message lists
 IMAGES_KEPT = 64  # prompts that keep their images in memory,
-BYTES_KEPT = 2**29  # or fewer, if that many of the latest prompt's size exceed these bytes
+BYTES_KEPT = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
 COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # columns that a prompt's tokens may depend on
 
 

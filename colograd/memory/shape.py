@@ -30,7 +30,7 @@ class Shape:
 
     layers: int
     hidden: int
-    intermediate: int  # of the MLPs that one token goes through
+    intermediate: int  # total size of the MLPs that one token goes through
     queries: int  # heads * head size
     keys: int  # key-value heads * head size
     head: int  # size of one head

@@ -21,7 +21,7 @@ from ..policy.second_models import KINDS
 from . import policy_sizes
 from .shape import SHORT
 
-SHARE = 0.8  # of the free memory; fragmentation and row lengths that weren't measured need the rest
+SHARE = 0.8  # share of the free memory; fragmentation and row lengths that weren't measured need the rest
 # Measured sizes, in tokens. A row of LARGEST keeps any GPU busy; only a longer sequence needs more.
 SMALLEST, LARGEST = 1024, 65536
 STEP = 256  # tokens; budgets are multiples of STEP

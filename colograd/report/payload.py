@@ -10,7 +10,7 @@ from typing import Any
 from .reading import BEGINNING, RecordedRun
 from .untrusted import mapping, number, text, whole
 
-POINTS = 2000  # of a curve; with more steps, each point is the mean of several
+POINTS = 2000  # points of a curve; with more steps, each point is the mean of several
 MOST_SPREADS = 400  # steps with histograms
 MOST_PROMPTS = 300  # prompts with a history on the page, by the largest reward difference
 FLAT = 1e-6  # a group with a smaller spread of rewards has no reward difference
@@ -144,7 +144,7 @@ def prompt_histories(run: RecordedRun) -> dict[str, Any]:
     """Return the mean reward and spread over the steps for the prompts with the largest spread.
 
     Returns:
-        ``total`` prompts and their ``visits``, the ``half`` (how many prompts have half of all the spread), and
+        ``total`` prompts and their ``visits``, the ``half`` (the number of prompts with half of the total spread), and
         ``shown``: [key, spread in all, [[step, mean, spread, truncated share], ...]].
     """
     spreads: dict[int, float] = defaultdict(float)

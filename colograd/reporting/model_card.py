@@ -58,7 +58,7 @@ class RunFacts:
     base_dtype: str = "bfloat16"  # dtype of a quantised base when loaded
     tags: Sequence[str] = ()  # tags on the Hub, in addition to every card's
     teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from
-    license: str = ""  # of the base model, by its own card; empty: unknown
+    license: str = ""  # the base model's, by its own card; empty: unknown
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
