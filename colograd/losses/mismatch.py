@@ -97,7 +97,7 @@ def _normal(x: float) -> float:
 
 
 class SamplerMismatch:
-    """The standard deviations of a step's moments, and one advice if the correction drops most long completions."""
+    """The standard deviations of a step's moments, and one line of advice if long completions hardly count."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
@@ -111,7 +111,7 @@ class SamplerMismatch:
                 metrics[f"{name}/std"] = math.sqrt(max(square - mean * mean, 0.0))
 
     def advice(self, metrics: dict[str, Any]) -> str:
-        """Return an advice after the first step with metrics, from `finish`, that show that the longest completions
+        """Return a line after the first step with metrics, from `finish`, that show that the longest completions
         hardly count."""
         config, spread = self.config, metrics.get(f"{DIFFERENCE}/std", 0.0)
         mode, longest = config.vllm_importance_sampling_mode, config.max_completion_length or 1
