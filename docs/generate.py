@@ -1,9 +1,9 @@
-"""Writes the generated pages: docs/configuration.md from the configuration's own help, docs/trl.md from TRL's fields,
-docs/alarms.md from the advisor's rules, the tables of docs/models.md from what tests wrote into docs/models.json, the
+"""Writes the generated pages: docs/configuration.md from the configuration's help, docs/trl.md from TRL's fields,
+docs/alarms.md from the advisor's rules, the tables of docs/models.md from the test results in docs/models.json, the
 list of docs/performance.md from tests/helpers/cuda_places.toml.
 
     python docs/generate.py            (make docs)
-    python docs/generate.py --check    exit status 1 if a page isn't what would be written
+    python docs/generate.py --check    exit status 1 if a page is stale
 
 TRL is read from the installed package's source and not imported.
 """
@@ -30,10 +30,10 @@ from colograd.training.trl_names import ABSENT, DIFFERENT, HOOKS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-TRL = "1.16"  # whose fields the page accounts for
+TRL = "1.16"  # the page covers this version's fields
 NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it reads, not this page. -->"
 
-# Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's, and what their help doesn't say of it.
+# Fields of TRL's GRPOConfig that accept only some of TRL's values, with a note that their help lacks.
 LIMITED = {
     "vllm_mode": "",
     "vllm_tensor_parallel_size": "",
@@ -50,7 +50,7 @@ LIMITED = {
 
 # Metrics that TRL logs and this version doesn't, with the reason.
 OTHER_METRICS: dict[str, str] = {}
-# What is to be said of metrics that have TRL's name.
+# Notes on metrics that have TRL's name.
 METRIC_NOTES = {
     "frac_reward_zero_std": "By group, whatever `scale_rewards` says (TRL: of the whole batch with `batch`)",
     "completions/clipped_ratio": "By what vLLM says: a stop string or stop token ends a completion too",
@@ -255,7 +255,7 @@ here. *Refused*: an error at start, with the reason given here."""
 
 
 def configuration() -> str:
-    """docs/configuration.md: one table per group of knobs."""
+    """Write docs/configuration.md: one table per group of knobs."""
     parts = [NOTICE, CONFIGURATION]
     for group, title, note in GROUPS:
         parts += [f"## {title}", note]
@@ -271,10 +271,10 @@ def configuration() -> str:
 
 
 def moving() -> str:
-    """docs/trl.md: every field of TRL's GRPOConfig, and what becomes of it.
+    """Write docs/trl.md: every field of TRL's GRPOConfig, and its treatment here.
 
     Raises:
-        SystemExit: a field that is neither known nor refused, or no TRL to read.
+        SystemExit: a field is neither known nor refused, or TRL isn't installed.
     """
     theirs = trl_fields()
     ours = own_names(GRPOConfig)
@@ -328,16 +328,16 @@ def moving() -> str:
 
 
 def attributes() -> list[tuple[str, str, str]]:
-    """Rows: each public attribute of TRL's trainer that isn't there, or of another type."""
+    """Make a row for each public attribute of TRL's trainer that is absent here, or of another type."""
     absent = [(f"`{name}`", "absent", sentence(why)) for name, why in ABSENT.items()]
     return absent + [(f"`{name}`", "different", sentence(why)) for name, why in DIFFERENT.items()]
 
 
 def metrics() -> list[tuple[str, str, str]]:
-    """Rows: each metric that TRL's GRPOTrainer logs, and whether the package logs one of that name.
+    """Make a row for each metric that TRL's GRPOTrainer logs, with whether the package logs one of that name.
 
     Raises:
-        SystemExit: one that is neither logged nor accounted for, or accounted for and logged.
+        SystemExit: a metric is neither logged nor accounted for, or accounted for and logged.
     """
     rows, templates = [], metric_templates()
     for name in trl_metrics():
@@ -354,11 +354,11 @@ def metrics() -> list[tuple[str, str, str]]:
     return rows
 
 
-# -- what the sources say
+# -- the content of the sources
 
 
 def trl_metrics() -> list[str]:
-    """Names that TRL's GRPOTrainer logs, as its source writes them; `{}` stands for what it fills in."""
+    """List the names that TRL's GRPOTrainer logs, as its source writes them, with `{}` for each inserted value."""
     source = (trl_folder() / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8")
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -370,8 +370,8 @@ def trl_metrics() -> list[str]:
 
 
 def metric_templates() -> list[re.Pattern[str]]:
-    """The texts of the package that may be a metric's name: keys and arguments, with `{}` standing for words. The
-    configuration's are names of knobs."""
+    """Find the texts of the package that may be a metric's name: keys and arguments, with `{}` standing for words. The
+    configuration is left out, because its texts are names of knobs."""
     package = Path(sys.modules["colograd"].__file__ or "").parent
     files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -384,7 +384,7 @@ def metric_templates() -> list[re.Pattern[str]]:
 
 
 def constant(node: ast.AST) -> str | None:
-    """A text as it is written, `{}` for what is filled in; None for anything else."""
+    """Return a text as it is written, with `{}` for each inserted value; None for any other node."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -393,25 +393,25 @@ def constant(node: ast.AST) -> str | None:
 
 
 def declaring(group: type) -> list[type]:
-    """The classes of the package that declare the group's fields: itself, and the mixins that it consists of."""
+    """List the classes of the package that declare the group's fields: the group, and its mixins."""
     ours = [cls for cls in group.__mro__ if cls.__module__.split(".")[0] == "colograd"]
     return [group, *(cls for cls in reversed(ours) if cls is not group)]
 
 
 def declared(cls: type) -> list[str]:
-    """Fields that the class itself declares, in order. `dataclasses.fields` has the inherited ones too."""
+    """List the fields that the class itself declares, in order. `dataclasses.fields` has the inherited ones too."""
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     return [name for name in inspect.get_annotations(cls) if name in fields]
 
 
 def own_names(group: type) -> list[str]:
-    """The group's fields but for those of transformers whose defaults it leaves alone."""
+    """List the group's fields, except for fields that it inherits from transformers unchanged."""
     return [name for cls in declaring(group) for name in declared(cls)]
 
 
 def sections(group: type) -> dict[str, list[str]]:
-    """Names by title: a mixin is a section, and its docstring the title. One section without a title where there is no
-    mixin."""
+    """Map titles to names: a mixin is a section, and its docstring the title. Without mixins there is one section
+    without a title."""
     first, *mixins = declaring(group)
     titles = {cls: (cls.__doc__ or "").splitlines()[0].rstrip(".") for cls in mixins}
     titles[first] = INHERITED if mixins else ""
@@ -419,7 +419,7 @@ def sections(group: type) -> dict[str, list[str]]:
 
 
 def annotation(group: type, name: str) -> str:
-    """The type as it is written (transformers' argument parser replaces `Field.type`)."""
+    """Return the type as it is written (transformers' argument parser replaces `Field.type`)."""
     return next(str(inspect.get_annotations(cls)[name]) for cls in declaring(group) if name in declared(cls))
 
 
@@ -433,20 +433,20 @@ def default(group: type, name: str) -> str:
 
 
 def help_of(group: type, name: str) -> str:
-    """The field's help, for a page of docs/."""
+    """Return the field's help, for a page of docs/."""
     text = str(field_of(group, name).metadata["help"]).replace("%%", "%")
     return re.sub(r"([Ss]ee) docs/(\w+)\.md", r"\1 [\2](\2.md)", text)
 
 
 def trl_fields() -> dict[str, str | None]:
-    """Fields that TRL's GRPOConfig declares, with the default's text (None where it isn't a plain value)."""
+    """Map the fields that TRL's GRPOConfig declares to their defaults' texts (None if it isn't a plain value)."""
     source = (trl_folder() / "trainer" / "grpo_config.py").read_text(encoding="utf-8")
     body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig").body
     return dict(_field(node) for node in body if isinstance(node, ast.AnnAssign))
 
 
 def trl_folder() -> Path:
-    """The installed TRL, which isn't imported."""
+    """Find the folder of the installed TRL without importing it."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(f"docs/generate.py: docs/trl.md is made from the package trl: pip install 'trl>={TRL}'")
@@ -482,12 +482,12 @@ def in_code(names: str) -> str:
 def sentence(text: str | None) -> str:
     if not text:
         return ""
-    first = text.split()[0]  # which may be a field's name
+    first = text.split()[0]  # may be a field's name
     return f"{first.capitalize() if first.isalpha() else first}{text[len(first) :]}."
 
 
 def alarms() -> str:
-    """The page of the advisor's rules."""
+    """Write the page of the advisor's rules."""
     rows = [
         (f"`{rule.name}`", f"{rule.when}.", rule.why, rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
         for rule in RULES
@@ -496,13 +496,13 @@ def alarms() -> str:
 
 
 def models() -> str:
-    """The page of model families, with fresh tables."""
+    """Write the page of model families, with fresh tables."""
     record = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))
     return between("models.md", FAMILIES, "\n\n".join((families_table(record), tests_table(record))))
 
 
 def performance() -> str:
-    """The page of performance, with a fresh list of the places that only a GPU runs."""
+    """Write the page of performance, with a fresh list of the places that only a GPU runs."""
     ways = tomllib.loads((ROOT / "tests/helpers/cuda_places.toml").read_text(encoding="utf-8"))
     counts = {
         way: sum(each["places"] if isinstance(each, dict) else each for each in ways[way].values()) for way in ways
@@ -520,7 +520,7 @@ def performance() -> str:
 
 
 def between(name: str, markers: tuple[str, str], text: str) -> str:
-    """A page with new text between two markers."""
+    """Replace the text between two markers of a page."""
     page = (DOCS / name).read_text(encoding="utf-8")
     before, _, rest = page.partition(markers[0])
     _, _, after = rest.partition(markers[1])
@@ -528,7 +528,7 @@ def between(name: str, markers: tuple[str, str], text: str) -> str:
 
 
 def families_table(record: dict[str, Any]) -> str:
-    """A row per family that was tried, a column per thing: what its tests say, or yes."""
+    """Make a row per tried family and a column per topic; a cell has the notes of its tests, or yes."""
     columns, rows = record["columns"], []
     for family, found in record["tried"].items():
         cells = [found.get(column, {}) for column in columns]
@@ -540,7 +540,7 @@ def families_table(record: dict[str, Any]) -> str:
 
 
 def tests_table(record: dict[str, Any]) -> str:
-    """A row per test, with the families and columns that it stands for."""
+    """Make a row per test, with its families and columns."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for family, columns in record["tried"].items():
         for column, tests in columns.items():
@@ -554,7 +554,7 @@ def tests_table(record: dict[str, Any]) -> str:
 
 
 def source_name(url: str) -> str:
-    """What a link to a source is called."""
+    """Return the link text for a source."""
     paper = re.fullmatch(r"https://arxiv.org/abs/(.+)", url)
     return f"arXiv {paper[1]}" if paper else url.split("/")[2]
 
@@ -568,7 +568,7 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages, or check them; the exit status."""
+    """Write the pages, or check them. Return the exit status."""
     parser = argparse.ArgumentParser(prog="docs/generate.py", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page is stale")
     check = parser.parse_args(argv).check

@@ -1,1 +1,1 @@
-"""The console script ``colograd``, a module for each of its commands."""
+"""The console script ``colograd``, with a module for each of its commands."""

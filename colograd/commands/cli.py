@@ -21,12 +21,12 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".pages:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
-# They print bad input themselves: an error while they train keeps its traceback.
+# These commands print bad input themselves; an error while they train keeps its traceback.
 TRAINERS = ("train", "doctor", "replay", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command. Return the exit status."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     command = "version" if command == "--version" else command
     if command in ("", "-h", "--help"):
@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """A line on each command."""
+    """Format the usage, with a line on each command."""
     lines = [(f"{name} {arguments}".strip(), does) for name, (arguments, does, _) in COMMANDS.items()]
     width = max(len(line) for line, _ in lines)
     return "usage: colograd COMMAND ...\n\n" + "".join(f"  {line:<{width}}   {does}\n" for line, does in lines)
 
 
 def unknown(command: str) -> str:
-    """The error of an unknown command, with the most similar one."""
+    """Format the error of an unknown command, with the most similar one."""
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     meant = f" Did you mean `colograd {near[0]}`?" if near else ""
     return f"colograd: {command!r} is no command.{meant} There are {', '.join(COMMANDS)}; `colograd --help` says more."

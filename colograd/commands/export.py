@@ -16,11 +16,11 @@ from typing import Any
 from ..runtime import process
 
 ADAPTER = "adapter_config.json"
-RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # of a run, beside the model in its folder
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # a run's files in the folder of its model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the folder; the exit status."""
+    """Write the folder. Return the exit status."""
     parser = argparse.ArgumentParser(prog="colograd export", description=__doc__.splitlines()[0])
     parser.add_argument(
         "checkpoint",
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     process.quiet_logs(verbose=False)
     source, folder = source_of(options.checkpoint, options.folder), options.folder
-    repo = _repo(options.push, options.private) if options.push else ""  # before the work: it may not be allowed
+    repo = _repo(options.push, options.private) if options.push else ""  # first, as it may not be allowed
     note = export(source, folder, options.merge)
     print(f"exported {source} to {folder}{note and f' ({note})'}")
     if repo:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _repo(name: str, private: bool) -> str:
-    """The full name of a model on the Hub, made if it isn't there."""
+    """Return the full name of a model on the Hub, and create it if it doesn't exist."""
     import huggingface_hub as hub
 
     with _on_the_hub(f"the model {name!r} can't be made on the Hub"):
@@ -62,7 +62,7 @@ def _repo(name: str, private: bool) -> str:
 
 @contextlib.contextmanager
 def _on_the_hub(problem: str) -> Iterator[None]:
-    """An error in one line: no connection, no token, no right to push there."""
+    """Raise an error in one line: no connection, no token, no right to push there."""
     from httpx import HTTPError
 
     try:
@@ -76,7 +76,7 @@ def _on_the_hub(problem: str) -> Iterator[None]:
 
 
 def source_of(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint, or the folder of a run's model (as `colograd eval` takes it), whole, for a new ``folder``.
+    """Find the checkpoint, or the folder of a run's model (as `colograd eval` does), complete, for a new ``folder``.
 
     Raises:
         ValueError: no checkpoint, a damaged one, or a folder that exists.
@@ -94,7 +94,8 @@ def source_of(checkpoint: Path, folder: Path) -> Path:
 
 
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write the model of a checkpoint into a new folder, whole or not at all; a note on a merge's precision, or ""."""
+    """Write a checkpoint's model into a new folder, whole or not at all. Return a note on a merge's precision, or
+    ""."""
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -110,8 +111,8 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Save the base with the adapter added, rounded once to the base's dtype, or to the dtype in which a quantised base
-    was trained. Returns a note on this."""
+    """Save the base with the adapter added, rounded once: to the base's dtype, or for a quantised base to its dtype in
+    training. Return a note on this."""
     import torch
     import transformers as hf
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
@@ -149,7 +150,7 @@ def _merge(source: Path, folder: Path) -> str:
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """The dense model, of transformers' class ``kind``, that a PeftModel on a quantised base computes, in its dtype."""
+    """Build the dense model, of transformers' class ``kind``, that a PeftModel on a quantised base computes."""
     import torch
     from transformers.core_model_loading import WeightRenaming
 
@@ -175,7 +176,7 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
         for name, buffer in model.named_buffers():
             buffer.copy_(adapted.get_base_model().get_buffer(name))
     model.generation_config = adapted.get_base_model().generation_config
-    if has_tower(base_config):  # saved under the names that the base's files have, which vLLM knows
+    if has_tower(base_config):  # saved under the names in the base's files, which vLLM knows
         found_by = getattr(adapted.get_base_model(), "_weight_conversions", None) or []
         model._weight_conversions = [each for each in found_by if isinstance(each, WeightRenaming)]
     return model

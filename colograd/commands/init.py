@@ -1,4 +1,4 @@
-"""``colograd init [FOLDER]``: a first recipe and a reward function of one's own, by a few questions or by flags."""
+"""``colograd init [FOLDER]``: a first recipe and the user's own reward function, by a few questions or by flags."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ PROMPTS = (
     "query",
 )  # usual names of the column; the first wins
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
-READ = 50  # rows of the data
-# As recipes/grpo_qwen.yaml, for models from `LARGE` billions of parameters, and as recipes/grpo_smollm2_cpu.yaml.
+READ = 50  # rows that are read of the data
+# QWEN has the numbers of recipes/grpo_qwen.yaml, for models from `LARGE` billion parameters; QUICKSTART the numbers of
+# recipes/grpo_smollm2_cpu.yaml. The first and the last of RATES are the rates of these two recipes.
 LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
-RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # up to so many billions, the two recipes' at the ends
-LONGER = 4  # times the usual length is the most that the data ask for
+RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (below so many billions, learning rate)
+LONGER = 4  # largest multiple of the usual length that the data may need
 
 T = TypeVar("T")
 
@@ -49,12 +50,12 @@ class Choices:
     data: str  # a file, a Hub id, or an import path
     prompt: str  # column of the data
     answer: str  # column of the data
-    reward: str  # `number`: the last number is the answer; `own`: a function that the user will change; `agent`: theirs
-    sizes: dict[str, Any]  # as `sizes_for` gives them
+    reward: str  # `number`: the last number is the answer; `own`: a function that the user changes; `agent`: its own
+    sizes: dict[str, Any]  # from `sizes_for`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files, and print the commands to run next. Returns the exit status."""
+    """Write the files, and print the commands to run next. Return the exit status."""
     options = _parser().parse_args(argv)
     folder: Path = options.folder
     if there := [name for name in (RECIPE, TASK, AGENT) if (folder / name).exists()]:
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose(options: argparse.Namespace, asks: bool) -> Choices:
-    """Take each choice from its flag, or else from the user's answer if ``asks``, or else its default."""
+    """Take each choice from its flag, else from the user's answer if ``asks``, else from its default."""
     has_gpu, ask = bool(gpus.nodes()), functools.partial(_ask, asks)
     small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
     usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
@@ -124,7 +125,8 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
 
 
 def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], T]) -> T:
-    """What ``accept`` makes of the flag's value or of what is usual; if ``asks``, of an answer, until it takes one."""
+    """Pass the flag's value or the usual one to ``accept``; if ``asks``, pass the user's answers until it accepts
+    one."""
     if given or not asks:
         return accept(given or usual)
     while True:
@@ -141,7 +143,7 @@ def _model(name: str) -> str:
 
 
 def _one_of(flag: str, names: Sequence[str], name: str) -> str:
-    """``name``, which is one of ``names`` unless these are unknown."""
+    """Return ``name``, which must be one of ``names`` unless these are unknown."""
     if names and name not in names:
         raise ValueError(f"{flag} is {name!r}, but must be one of {', '.join(map(repr, names))}.")
     return name
@@ -154,16 +156,16 @@ def _parameter(name: str) -> str:
 
 
 def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
-    """The first usual name among ``names``, or the only one that isn't in ``but``; empty: it can't be told."""
+    """Return the first usual name among ``names``, or the only one that isn't in ``but``; empty: unknown."""
     others = [name for name in names if name not in but]
     return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
 
 
 def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
-    """The recipe's numbers, by the model's size, the machine and the ``longest`` text of the data, in characters."""
+    """Choose the recipe's numbers by the model's size, the machine and the data's ``longest`` text, in characters."""
     billions = _billions(model) or (LARGE if has_gpu else 0.0)
     sizes = dict(QWEN if has_gpu or billions >= LARGE else QUICKSTART)
-    # A longer question or answer wants longer completions; a token is some 3 characters.
+    # A longer question or answer needs longer completions; a token is some 3 characters.
     wanted = 1 << (longest // 3).bit_length()
     sizes["length"] = min(max(sizes["length"], wanted), LONGER * sizes["length"])
     adapter = has_gpu and not _fits(model, 2 * sizes["length"])
@@ -172,26 +174,26 @@ def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
 
 
 def _billions(model: str) -> float:
-    """A model's parameters, by its name or its files' size in 16 bits; 0: unknown."""
+    """Return a model's parameters in billions, by its name or its files' size in 16 bits; 0: unknown."""
     if found := re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE):
         return float(found[1]) / (1 if found[2] in "bB" else 1000)
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
 
 
 def _fits(model: str, length: int) -> bool:
-    """Whether this machine's GPUs can train all of the model's weights."""
+    """Return whether this machine's GPUs can train all of the model's weights."""
     from ..memory.choice import auto, fits
     from . import plan
 
     try:
         run = plan.described(plan.parse(["--model", model, "--context", str(length)]))
-    except (OSError, ValueError):  # the start of a run says more
+    except (OSError, ValueError):  # the start of a run gives the better error
         return True
     return fits(run, auto(run))
 
 
 def first_rows(name: str) -> list[dict[str, Any]]:
-    """The first rows of a local file, or of the example without a name; none of a Hub id."""
+    """Read the first rows of a local file, or of the example if there is no name; none for a Hub id."""
     if not name:
         return [{"prompt": "", "answer": "0"}]
     path = Path(name)
@@ -222,7 +224,7 @@ def first_rows(name: str) -> list[dict[str, Any]]:
 
 
 def _json_rows(text: str) -> list[Any]:
-    """The rows of a JSON list, or of one object per line."""
+    """Parse the rows of a JSON list, or of one object per line."""
     if text.lstrip().startswith("["):
         whole: list[Any] = json.loads(text)
         return whole[:READ]
@@ -264,7 +266,7 @@ def _filled(template: str, choices: Choices, **values: Any) -> str:
 
 
 def _chats(model: str) -> bool:
-    """Whether the model expects a conversation: its folder has a chat template, or its name says so."""
+    """Return whether the model expects a conversation, by its folder's chat template or its name."""
     folder = Path(model)
     if not folder.is_dir():
         return re.search(r"instruct|chat|-it\b", model, re.IGNORECASE) is not None

@@ -13,7 +13,7 @@ PORT = 8765
 
 
 def report(argv: Sequence[str] | None = None) -> int:
-    """Write the page; the exit status."""
+    """Write the page. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd report",
         description="One self-contained HTML file that shows what a run did, or several runs side by side.",
@@ -27,7 +27,7 @@ def report(argv: Sequence[str] | None = None) -> int:
 
 
 def watch(argv: Sequence[str] | None = None) -> int:
-    """Serve the page until Ctrl-C; the exit status."""
+    """Serve the page until Ctrl-C. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd watch",
         description="The page of a run, live. It reads the run's folder, and writes nothing.",

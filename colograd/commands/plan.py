@@ -1,4 +1,4 @@
-"""``colograd plan``: a model's memory on each GPU with each strategy of sharding, also for GPUs that one doesn't have.
+"""``colograd plan``: a model's memory on each GPU with each sharding strategy, also for GPUs of another machine.
 
     colograd plan --model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu-memory 80
     colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; the exit status."""
+    """Print the table. Return the exit status."""
     from ..memory.choice import auto, fits
     from ..memory.one_gpu import cheapest, named
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; the recipe and this machine's GPUs are the defaults."""
+    """Parse the options; the recipe and this machine's GPUs are the defaults."""
     from ..config.policy import checkpointing_way
 
     parser = _parser()
@@ -68,8 +68,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options that a `colograd train` command line sets, on any machine; and a line on each option that is assumed,
-    as it depends on the model or the data."""
+    """Return the options that a `colograd train` command line sets, on any machine. Also return a line on each assumed
+    option, which depends on the model or the data."""
     import torch
 
     from ..config.engine import offload_way
@@ -81,7 +81,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         "model_init_kwargs",
         "vllm_engine_kwargs",
         "teacher_model_init_kwargs",
-    ):  # a command line has them as JSON
+    ):  # JSON texts on a command line
         value = settings[name]
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
@@ -93,7 +93,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
     completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
     prompt = settings["max_prompt_tokens"]
-    if prompt is None:  # the data aren't read
+    if prompt is None:  # because the data aren't read
         prompt = completion
         line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
         if completion and not settings["vllm_max_model_length"]:
@@ -113,10 +113,11 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _sequences(settings: dict[str, Any]) -> dict[str, int]:
-    """Completions of a generation, on all GPUs or in each engine. Whole steps are sampled together (`StepKnobs`)."""
+    """Count a generation's completions, on all GPUs or in each engine. Whole steps are sampled together
+    (`StepKnobs`)."""
     accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
     batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
-    at_once = 1 / (settings["carry_over"] or 1)  # of a round's
+    at_once = 1 / (settings["carry_over"] or 1)  # times a round's completions
     if settings["prompts_per_step"] is not None:
         step = settings["prompts_per_step"] * settings["num_generations"]
         return {"sequences": math.ceil(max(step * together, generation) * at_once)}
@@ -141,7 +142,7 @@ def _take_own_gpus(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Store options under the names of a recipe's fields."""
+    """Build the parser, which stores options under the names of a recipe's fields."""
     parser = argparse.ArgumentParser(
         prog="colograd plan", description="A model's memory on each GPU, with each strategy of sharding. Loads nothing."
     )
@@ -226,7 +227,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _keep_to_context(options: argparse.Namespace, model_config: Any) -> None:
-    """Lower the planned context to the model's own, of which half is for completions unless their length is given."""
+    """Lower the planned context to the model's own. Half is for completions unless their length is set."""
     context, completion = options.vllm_max_model_length, options.max_completion_length
     longest = min(context, getattr(model_config.get_text_config(), "max_position_embeddings", None) or context)
     if longest < context:
@@ -240,7 +241,7 @@ def _keep_to_context(options: argparse.Namespace, model_config: Any) -> None:
 
 
 def described(options: argparse.Namespace) -> RunDescription:
-    """The run of the options, on empty GPUs."""
+    """Describe the run of the options, on empty GPUs."""
     import torch
 
     from ..engine.arguments import check_parts
@@ -279,7 +280,7 @@ def described(options: argparse.Namespace) -> RunDescription:
 
 
 def _of_experts(model: Any, options: argparse.Namespace) -> str:
-    """What expert parallelism would give, which there isn't; empty: no mixture, or one GPU."""
+    """Describe the saving of expert parallelism, which isn't available; empty: no mixture, or one GPU."""
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     if not experts or options.gpus == 1:
         return ""
@@ -293,7 +294,7 @@ def _of_experts(model: Any, options: argparse.Namespace) -> str:
 
 
 def _teacher_bytes(options: argparse.Namespace) -> int:
-    """Bytes of a teacher that stays on the GPU; an adapter counts as a model."""
+    """Count the bytes of a teacher that stays on the GPU; an adapter counts as a model."""
     import torch
 
     from ..policy.outline import outline, to_pack
@@ -309,7 +310,7 @@ def _teacher_bytes(options: argparse.Namespace) -> int:
 
 
 def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
-    """The base's quantisation, as in a checkpoint's config.json; empty: none."""
+    """Return the base's quantisation, as in a checkpoint's config.json; empty: none."""
     from ..policy.quantized import check_method, saved_in
 
     if saved := saved_in(model_config):
@@ -321,7 +322,7 @@ def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, A
 
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
-    """The lines to print."""
+    """Yield the lines to print."""
     from ..memory.choice import auto, best_plan, fits, remedies
 
     sizes, name = run.sizes, Path(options.model_name_or_path).name
@@ -362,7 +363,7 @@ HEADS = (
 
 
 def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
-    """A line per way of keeping things on the host, and the cheapest that fits."""
+    """Yield a line per way of moving parts of training to the host, and the cheapest that fits."""
     from ..memory.one_gpu import ways
 
     found = [*ways(run)]
@@ -387,7 +388,7 @@ def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Cells below one another, the first to the left."""
+    """Align cells in columns, the first to the left."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for first, *others in lines:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
@@ -395,7 +396,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
-    """A line per strategy."""
+    """Yield a line per strategy."""
     yield from aligned([HEADS, *(_cells(*plan) for plan in plans)])
 
 

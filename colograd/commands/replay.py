@@ -4,7 +4,7 @@ colograd replay RUN --step N [--to M] [--profile [FOLDER]] [--any_flag value]
 torchrun --nproc-per-node 2 -m colograd.commands.cli replay RUN --step N
 
 Starts at the checkpoint before step N and trains the run's recorded rollouts: nothing is sampled, no reward is called,
-and nothing is written into RUN. Prints the loss and gradient norm of steps N to M beside the recorded ones. --profile
+and nothing is written into RUN. Prints the loss and gradient norm of steps N to M next to the recorded ones. --profile
 writes a trace and a table of operators of these steps (default: replay-N-M in the current directory).
 
 Settings come from RUN, or from --config; flags that only training depends on, such as --optim, --loss_type or
@@ -26,7 +26,7 @@ from typing import Any
 from ..runtime import process
 from ..train import start
 
-NOT_TAKEN = (  # prefixes of settings that say which files are written, and when
+NOT_TAKEN = (  # prefixes of settings for the written files
     "save_", "eval_", "hub_", "push_to_hub", "log_completions", "load_best", "metric_for_best", "greater_is_better",
     "do_", "resume_from_checkpoint", "output_dir", "report_to",
 )  # fmt: skip
@@ -37,7 +37,7 @@ SET = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the steps; the exit status."""
+    """Train the steps. Return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and the flags that change settings."""
+    """Parse the command's own options. Return them, and the flags that change settings."""
     if not argv or argv[0].startswith("-"):
         raise ValueError("the run's folder is missing: colograd replay RUN --step N.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
@@ -112,7 +112,7 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
 
 
 def changed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run's replay."""
+    """Return the settings of a run's replay."""
     return {name: value for name, value in given.items() if not name.startswith(NOT_TAKEN)} | SET
 
 

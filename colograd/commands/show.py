@@ -13,7 +13,7 @@ from ..report.samples import Samples
 from ..reporting.completion_table import print_table, prompt_text
 from ..reporting.completions import CompletionRow, logged_steps, read_log
 
-MOST_BYTES = 2**28  # of a step's completions
+MOST_BYTES = 2**28  # bytes of a step's completions as JSON
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = [options.step]
     elif options.grep is None and options.group is None:
         steps = steps[-1:]
-    found: list[tuple[CompletionRow, dict[str, float]]] = []  # with the rewards, of which each step may have others
+    found: list[tuple[CompletionRow, dict[str, float]]] = []  # (row, its rewards by function)
     total, groups = 0, set[int]()
     for step in steps:
         rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"none of the {total} completions of {which} fits; the groups are {_ranges(sorted(groups))}.")
     names = list(dict.fromkeys(name for _, rewards in found for name in rewards))
     rows = [replace(row, rewards=tuple(rewards.get(name, math.nan) for name in names)) for row, rewards in found]
-    if options.worst or options.best:  # an evaluation's have no advantage: the sum of their rewards stands for it
+    if options.worst or options.best:  # an evaluation's rows have no advantage: their summed rewards replace it
         rows.sort(key=_merit, reverse=options.best)
     limit = min(options.limit or len(rows), len(rows))
     shown = f", {limit} of {total} completions" if limit < total else ""
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
-    """A training step's completions that the store of rollouts shows, and the names of their rewards."""
+    """Return a training step's completions from the store of rollouts, and the names of their rewards."""
     found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
     names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
     rows = [
@@ -78,7 +78,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
             position=entry["position"],
             prompt=entry["prompt"],
             text="".join(entry["tokens"]).encode(),
-            prompt_tokens=0,  # aren't shown
+            prompt_tokens=0,  # not shown
             completion_tokens=entry["length"],
             finish_reason=entry["finish"],
             rewards=tuple(math.nan if value is None else value for value in map(entry["rewards"].get, names)),
@@ -91,7 +91,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
 
 
 def _fits(row: CompletionRow, options: argparse.Namespace) -> bool:
-    """Whether a row is of the group, and has the pattern, that were asked for."""
+    """Return whether a row is of the requested group, and has the requested pattern."""
     if options.group not in (None, row.position):
         return False
     pattern = options.grep
@@ -112,7 +112,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _ranges(steps: Iterable[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7"."""
+    """Format [1, 2, 3, 7] as "1-3, 7"."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Every knob of a run. Names and meanings are TRL's wherever the thing is the same.
+"""Every knob of a run. Names and meanings are TRL's wherever TRL has the same setting.
 
 `GRPOConfig` (grpo.py) is one flat dataclass, put together from groups of knobs that each check their own rules. A
 group derives from the groups, or from transformers' arguments, that its rules read. `ModelConfig` is the model,

@@ -1,4 +1,4 @@
-"""Whether a round waits for its last completions, or lets them go on in the next one."""
+"""The end of a round: it waits for its last completions, or lets them go on in the next one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .knob import at_least, knob
 from .sampling import shaping
 from .steps import StepKnobs
 
-# Sampling parameters with which a completion can go on as a request of its own; another (`stop`, `min_tokens`) looks at
-# a whole request.
+# Sampling parameters that a completion can keep when it goes on as a request of its own. Others (`stop`, `min_tokens`)
+# depend on a whole request.
 OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
 
 
@@ -32,8 +32,8 @@ class CarryOverKnobs(StepKnobs):
     )
 
     def _check_carry_over(self) -> None:
-        """Runs when sampling and objective are resolved."""
-        if self.carry_over is False:  # what YAML makes of `off`
+        """Check the setting; called when sampling and objective are resolved."""
+        if self.carry_over is False:  # YAML reads `off` as False
             self.carry_over = None
         if self.carry_over is None:
             return
@@ -79,7 +79,8 @@ class CarryOverKnobs(StepKnobs):
 
 
 def _uncorrected(of: Mapping[str, Any]) -> tuple[str, str]:
-    """What leaves tokens of older weights as they are: the correction's own setting, or one that turns it off."""
+    """Name the setting that leaves old tokens uncorrected, and its effect: the correction's own, or one that disables
+    it."""
     leaves = "leaves tokens of older weights uncorrected"
     changes = ", ".join(shaping(of))
     if not changes:

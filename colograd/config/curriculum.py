@@ -1,4 +1,4 @@
-"""Which prompts a run draws, by what it has learnt of them."""
+"""The choice of a run's prompts by their earlier pass rates."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from .knob import knob
 from .steps import StepKnobs
 
-LEVELS = ("new", "hard", "medium", "easy")  # of prompts by their last pass rate, where no column names the pools
+LEVELS = ("new", "hard", "medium", "easy")  # levels by the last pass rate, if no column names the pools
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A number by the optimizer step: linear between the points that are given, constant before and after."""
+    """A number by optimizer step: linear between the given points, constant before and after."""
 
-    points: tuple[tuple[int, float], ...]  # by step, ascending
+    points: tuple[tuple[int, float], ...]  # (step, number), ascending by step
 
     @classmethod
     def of(cls, value: Any, name: str) -> Schedule:
         """Read ``0.5`` or ``{0: 1.0, 200: 0.2}``.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the value is neither.
         """
         given = value.items() if isinstance(value, Mapping) and value else [(0, value)]
         try:
@@ -42,7 +42,7 @@ class Schedule:
         return cls(tuple(points))
 
     def at(self, step: int) -> float:
-        """The value at an optimizer step."""
+        """Return the value at an optimizer step."""
         place = bisect.bisect_right([at for at, _ in self.points], step)
         if place == 0:
             return self.points[0][1]
@@ -59,14 +59,14 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """`GRPOConfig.curriculum`, read."""
+    """The parsed `GRPOConfig.curriculum`."""
 
-    pass_threshold: float = 1.0  # weighted reward from which a completion is a pass
-    solved_at: float | None = 1.0  # pass rate from which a prompt rests; None: none does
-    revisit_after: float = 1.0  # epochs after its draw in which a solved prompt isn't drawn
-    column: str | None = None  # of the dataset, whose values are the pools of ``shares``
-    shares: Mapping[str, Schedule] | None = None  # of a round's prompts, by pool
-    difficulty: str | None = None  # a column of numbers
+    pass_threshold: float = 1.0  # least weighted reward of a pass
+    solved_at: float | None = 1.0  # least pass rate of a resting prompt; None: no prompt rests
+    revisit_after: float = 1.0  # epochs that a solved prompt rests after its draw
+    column: str | None = None  # dataset column with the names of the pools in ``shares``
+    shares: Mapping[str, Schedule] | None = None  # shares of a round's prompts, by pool
+    difficulty: str | None = None  # dataset column of numbers
     difficulty_until: Schedule | None = None  # the highest difficulty that is drawn
 
     @classmethod
@@ -131,7 +131,7 @@ class CurriculumKnobs(StepKnobs):
     )
 
     def read_curriculum(self) -> Curriculum | None:
-        """The curriculum; None: each prompt once per epoch."""
+        """Parse the curriculum; None: each prompt once per epoch."""
         given = json.loads(self.curriculum) if isinstance(self.curriculum, str) else self.curriculum
         return None if given is None else Curriculum.of(given)
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher scores what the policy samples."""
+"""On-policy distillation: a teacher scores the policy's samples."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class DistillationKnobs:
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The models by their names; a single one's is empty."""
+        """The models by their names; a single teacher has the empty name."""
         given = self.teacher_model_name_or_path
         return {} if given is None else given if isinstance(given, dict) else {"": given}
 
     @property
     def names_teachers(self) -> bool:
-        """Whether there are several, of which the dataset names each prompt's."""
+        """Whether there are several teachers. The dataset then names each prompt's."""
         return isinstance(self.teacher_model_name_or_path, dict)
 
     @property

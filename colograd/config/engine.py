@@ -1,4 +1,4 @@
-"""The engine: its memory, its share of the ranks, and how it gets new weights."""
+"""The engine: its memory, its share of the ranks, and its weight updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_IN_PARTS = (
 
 
 def offload_way(given: str | bool) -> str:
-    """`offload_optimizer` without its short forms; a command line has them as texts."""
+    """Return `offload_optimizer` without its short forms, which are texts on a command line."""
     asked = str(given).lower()
     return {"true": "sampling", "false": "none"}.get(asked, asked)
 
@@ -86,8 +86,8 @@ class EngineKnobs(TrainingArguments):
 
     @property
     def why_not_between_steps(self) -> str:
-        """Why nothing is trained between the steps of a rank's own engine (`overlap`), as far as settings tell; empty:
-        it may be."""
+        """The reason why nothing is trained between the steps of a rank's own engine (`overlap`), as far as settings
+        show; empty: it is allowed."""
         asked: Any = self  # a field of another group
         if self.on_cpu:
             return "on a CPU decoding takes all of the rank's cores"
@@ -109,7 +109,7 @@ class EngineKnobs(TrainingArguments):
 
     @property
     def layout(self) -> RankLayout:
-        """This rank's place among the others."""
+        """This rank's place among all ranks."""
         return RankLayout(
             self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size(),
             self.sequence_parallel_size, self.vllm_tensor_parallel_size if self.tensor_parallel else 1,
@@ -131,7 +131,7 @@ class EngineKnobs(TrainingArguments):
         self._check_ranks()
 
     def _check_drafts(self) -> None:
-        """Check what speculative decoding can't be had with."""
+        """Check the settings that exclude speculative decoding."""
         if not self.checks_drafts:
             return
         asked: Any = self  # fields of other groups
@@ -176,7 +176,7 @@ class EngineKnobs(TrainingArguments):
             )
 
     def _check_tensor_parallel(self) -> None:
-        """Check what a policy in the engine's layout goes with."""
+        """Check the settings that a policy in the engine's layout requires."""
         if self.vllm_tensor_parallel_size == 1:
             raise ValueError(
                 f"sharding is {self.sharding!r} and vllm_tensor_parallel_size is 1, but the policy is cut as the ranks "

@@ -1,4 +1,4 @@
-"""`GRPOConfig`: how a run samples, scores, trains and reports."""
+"""`GRPOConfig`: the settings of sampling, scoring, training and reporting."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     the fields of `transformers.TrainingArguments`.
 
     After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
-    and ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values. A trainer
-    resolves what depends on its policy, its device and its nodes (the methods ``resolve_*``, which alone write to a
-    configuration that is made), then calls `freeze`.
+    and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A trainer resolves
+    the settings that depend on its policy, its device and its nodes, then calls `freeze`. Only the methods
+    ``resolve_*`` write to a constructed configuration.
 
     Raises:
         ValueError: at construction, with the value, the rule and the remedy.
     """
 
-    notes: ClassVar[list[str]]  # of each instance: a line for each setting that has no effect or an old name
+    notes: ClassVar[list[str]]  # per instance: a line for each setting without effect or with an old name
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -127,7 +127,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._take_checkpointing()
         checkpoints: Any = self.gradient_checkpointing  # None, which transformers may make False
         self._take_sharding()
-        optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
+        optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know Colograd's
         autocast, self.bf16 = self.bf16, False  # its meaning depends on the policy's dtype
         compiled = self._set_compile_aside()
         if not torch.accelerator.is_available():
@@ -141,12 +141,12 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         elif attempt() and torch.cuda.is_available():  # accelerate would find the addresses of the attempt before
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
-        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers' default is its log level's, which we lower
+        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers derives its default from the lowered log level
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         for name, value in compiled.items():
             setattr(self, name, value)
-        self.logging_nan_inf_filter = False  # a NaN loss must be seen
+        self.logging_nan_inf_filter = False  # a NaN loss must be visible
         given: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
         if checkpoints is None and {"every_n_layers", "offload"} & set(given):
             checkpoints = True
@@ -175,12 +175,12 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse further changes of the settings that a trainer reads once. transformers' own may change:
-        each `train` reads them anew."""
+        """Refuse further changes of the settings that a trainer reads once. transformers' own settings may change,
+        because each `train` reads them again."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises AttributeError once a trainer has been made with another value of the setting."""
+        """Set a field. Raises AttributeError if a trainer was already made with another value."""
         if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
             raise AttributeError(
                 f"{name} is {now!r} and can't become {value!r}: the trainer was made with it. Set it in the "
@@ -213,7 +213,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 )
 
     def check_for_trainer(self) -> None:
-        """Check the rules that a configuration may break and a trainer may not.
+        """Check the rules that apply to a trainer, but not to a configuration alone.
 
         Raises:
             ValueError: the first broken rule.
@@ -249,7 +249,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 )
 
     def advice(self) -> Iterator[str]:
-        """A line for each setting that is valid, but has no effect here or rarely the one that was meant."""
+        """Yield a line for each valid setting that has no effect here, or rarely the intended one."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
         yield from unused_lines(self)
         if self.sharding_note:
@@ -295,7 +295,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Our settings except those that each evaluation reads, and transformers' that a trainer resolves."""
+    """Return Colograd's settings except those read at each evaluation, and transformers' settings resolved by a
+    trainer."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}

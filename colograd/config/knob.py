@@ -1,4 +1,4 @@
-"""Declares a knob, holds the commonest rules of its value, and explains unknown names."""
+"""Declaration of a knob, the most common rules of its value, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 
 def knob(default: Any, meaning: str, **argument: Any) -> Any:
-    """A dataclass field; ``meaning`` is its help on the command line and in docs/configuration.md.
+    """Declare a dataclass field; ``meaning`` is its help on the command line and in docs/configuration.md.
 
     Args:
-        argument: further keywords of argparse's `add_argument`, as transformers' and TRL's parsers pass them on.
+        argument: further keywords of argparse's `add_argument`; transformers' and TRL's parsers pass them on.
     """
     metadata = {"help": meaning, **argument}
     if isinstance(default, list):
@@ -23,25 +23,25 @@ def knob(default: Any, meaning: str, **argument: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-BARE_FLAG = {"nargs": "?", "const": True}  # of a bool that may be None: the flag alone is true
+BARE_FLAG = {"nargs": "?", "const": True}  # for a bool that may be None: the flag alone means true
 
 
 def one_of(group: object, name: str, allowed: tuple[str, ...], note: str = "") -> None:
-    """Raises ValueError where ``name`` has another value than those ``allowed``."""
+    """Raise ValueError if the value of ``name`` isn't ``allowed``."""
     value = getattr(group, name)
     if value not in allowed:
         raise ValueError(f"{name} {value!r} isn't supported{note}: choose one of {', '.join(allowed)}.")
 
 
 def at_least(group: object, least: float, *names: str) -> None:
-    """Raises ValueError where one of ``names`` is below ``least``; None passes."""
+    """Raise ValueError if one of ``names`` is below ``least``; None passes."""
     for name in names:
         value = getattr(group, name)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
 
 
-# Reason and remedy of each refused name: TRL's fields with another value than TRL's default, and names from TRL's
+# Reason and remedy of each refused name: TRL's fields with a value other than TRL's default, and names from TRL's
 # command line or its older versions.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
@@ -52,7 +52,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# Fields that Colograd has removed, with the remedy.
+# Removed fields of Colograd, with the remedy.
 REMOVED: dict[str, str] = {
     "drafts": "use vLLM's own methods, vllm_engine_kwargs: {speculative_config: ...}",
     "draft_step_tokens": "remove it",
@@ -69,16 +69,16 @@ UNUSED: dict[str, str] = {
     "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
 }
-# Former fields with a value that asks for nothing.
+# Former fields with a value that requests nothing.
 INERT = (("max_prompt_length", None), ("drafts", "none"), ("draft_step_tokens", None))
-# Fields of transformers that aren't declared to take None and do.
+# Fields of transformers that accept None without declaring it.
 NONE_IS_OFF = ("max_grad_norm",)
 # TRL's old names.
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """The error for a key that no group has."""
+    """Format the error for a key that no group has."""
     if name in REFUSED:
         return f"`{name}` isn't supported: {REFUSED[name]}."
     if name in REMOVED:
@@ -89,19 +89,19 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop former fields whose value asks for nothing: older files of TRL and of Colograd may still have them."""
+    """Drop former fields with a value that requests nothing: older files of TRL and Colograd may still have them."""
     return {name: value for name, value in settings.items() if (name, value) not in INERT}
 
 
 def check_refused(group: Any) -> None:
-    """Raise a ValueError for a field in `REFUSED` that hasn't its default."""
+    """Raise a ValueError for a field in `REFUSED` that doesn't have its default."""
     for field_ in dataclasses.fields(group):
         if field_.name in REFUSED and getattr(group, field_.name) != field_.default:
             raise ValueError(unknown_name(field_.name, ()))
 
 
 def unused_lines(group: Any) -> list[str]:
-    """A line for each field in `UNUSED` that hasn't its default."""
+    """Return a line for each field in `UNUSED` that doesn't have its default."""
     return [
         f"config: `{field_.name}` has no effect: {UNUSED[field_.name]}"
         for field_ in dataclasses.fields(group)
@@ -110,10 +110,10 @@ def unused_lines(group: Any) -> list[str]:
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop the settings that are None and can't be: TRL's scripts mean the default by that.
+    """Drop None from settings that can't be None: TRL's scripts mean the default by it.
 
     Args:
-        defaults: of the fields that can't be None.
+        defaults: defaults of the fields that can't be None.
 
     Returns:
         The other settings, and a line for each dropped one.
@@ -124,9 +124,9 @@ def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> t
 
 
 def never_none(cls: type) -> dict[str, Any]:
-    """The defaults of a dataclass's fields that can't be None.
+    """Return the defaults of a dataclass's fields that can't be None.
 
-    By the annotations in the classes: transformers' parser changes the fields' types.
+    The annotations in the classes decide this, because transformers' parser changes the fields' types.
     """
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -144,7 +144,7 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Class decorator for a dataclass: unknown keywords are explained. The instance's ``notes`` begin empty.
+    """Explain unknown keywords of a dataclass (a class decorator). The instance's ``notes`` begin empty.
 
     Raises:
         ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.

@@ -1,4 +1,4 @@
-"""Which model, in which precision. Names as in TRL's ModelConfig."""
+"""The model and its precision. Names as in TRL's ModelConfig."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .knob import knob, names_checked
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANT_TYPES = ("nf4", "fp4")
-# Names by which transformers knows attention kernels. The trainer's packed attention takes their place.
+# transformers' names of attention kernels. The trainer's packed attention replaces them.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 
 
@@ -84,7 +84,7 @@ class ModelConfig:
             raise ValueError(f"lora_task_type is {self.lora_task_type!r}, but policies are CAUSAL_LM: remove it.")
 
     def peft_config(self) -> Any:
-        """The `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, as TRL makes it; None without ``use_peft``."""
+        """Return the `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, as in TRL; None without ``use_peft``."""
         if not self.use_peft:
             return None
         try:
@@ -106,12 +106,12 @@ class ModelConfig:
         )
 
     def init_kwargs(self) -> dict[str, Any]:
-        """The settings that belong to `GRPOConfig.model_init_kwargs`."""
+        """Return the settings that belong to `GRPOConfig.model_init_kwargs`."""
         given = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
         return {key: value for key, value in given.items() if value is not None}
 
     def _quantization(self) -> dict[str, Any] | None:
-        """`quantization_config` as in a checkpoint's config.json."""
+        """Return `quantization_config` as in a checkpoint's config.json."""
         if self.load_in_8bit:
             return {"load_in_8bit": True}
         if not self.load_in_4bit:
@@ -126,5 +126,5 @@ class ModelConfig:
 
 
 def _is_pattern(target: str) -> bool:
-    """Whether the target is a pattern, not a layer's name (which peft finds at the end of full names)."""
+    """Return whether the target is a pattern, not a layer's name (which peft finds at the end of full names)."""
     return target == "all-linear" or re.fullmatch(r"[\w.]+", target) is None

@@ -1,5 +1,5 @@
-"""From rewards to the loss: advantages, the loss, its entropy terms, the correction for a sampler whose probabilities
-differ, and the KL term with its reference model.
+"""From rewards to the loss: advantages, the loss, its entropy terms, the correction for the sampler's different
+probabilities, and the KL term with its reference model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdvantageKnobs:
     )
 
     def _resolve_advantages(self) -> None:
-        truth = str(self.scale_rewards).lower()  # a text on the command line
+        truth = str(self.scale_rewards).lower()  # a string on the command line
         self.scale_rewards = {"true": "group", "false": "none"}.get(truth, self.scale_rewards)
         at_least(self, 1, "dynamic_sampling_max_rounds")
         one_of(self, "scale_rewards", ("group", "batch", "batch_centered", "mean", "none"))
@@ -182,7 +182,7 @@ class ObjectiveKnobs(SamplingKnobs):
             )
 
     def _drop_biased_correction(self) -> list[str]:
-        """Turn the sampler's correction off where its ratio would be of two distributions; returns a line on it."""
+        """Disable the sampler's correction if its ratio would compare two distributions. Return a line on it."""
         bent = shaping(vars(self))
         if not bent or not self.vllm_importance_sampling_correction:
             return []
@@ -205,7 +205,7 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether the tokens that truncated sampling leaves are recorded, for every model's distribution over them."""
+        """Whether the tokens that truncated sampling keeps are recorded, for every model's distribution over them."""
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 
 

@@ -1,4 +1,4 @@
-"""What a run writes: checkpoints, the rollout log, and logs for people."""
+"""A run's output files: checkpoints, the rollout log, and logs for people."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SavingKnobs(TrainingArguments):
     )
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
-        """Resolve ``save_on_each_node``: on, too, where nodes share no file system."""
+        """Resolve ``save_on_each_node``: it is also on if nodes share no file system."""
         self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
 
     def _check_saving(self) -> None:
@@ -60,7 +60,7 @@ class JournalKnobs:
     def _resolve_journal(self, saves: bool) -> None:
         if self.journal is None:
             self.journal = "until_checkpoint" if saves else "off"
-        if self.journal is False:  # what YAML makes of a bare `off`
+        if self.journal is False:  # YAML reads a bare `off` as False
             self.journal = "off"
         one_of(self, "journal", JOURNALS)
 

@@ -35,7 +35,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
-    parser.set_defaults(**settings)  # texts among them get their field's type (YAML 1.1 reads ``1e-5`` as one)
+    parser.set_defaults(**settings)  # strings get their field's type (YAML 1.1 reads ``1e-5`` as a string)
     with _type_errors():
         *groups, rest = parser.parse_args_into_dataclasses(
             args=argv, look_for_args_file=False, return_remaining_strings=True
@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """The keys and flags that a command line sets, as one recipe of plain JSON types. No group checks its rules.
+    """Return the keys and flags that a command line sets, as one recipe of plain JSON types. No rules are checked.
 
     Raises:
         ValueError: as `parse_arguments`.
@@ -66,7 +66,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Every knob's value for a run on another machine. No group checks its rules.
+    """Return every knob's value for a run on another machine. No rules are checked.
 
     Raises:
         ValueError: as `given_settings`.
@@ -83,7 +83,7 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flags_help() -> str:
-    """All flags with their meanings: ours and those of transformers."""
+    """Format all flags with their meanings: Colograd's and transformers'."""
     return _parser().format_help().partition("options:\n")[2]
 
 
@@ -96,7 +96,7 @@ def _known() -> set[str]:
 
 
 def _check_known(rest: Sequence[str]) -> None:
-    """Refuse the flags that the parser has left."""
+    """Refuse the flags that the parser left over."""
     if rest:
         raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
 
@@ -110,7 +110,7 @@ def _type_errors() -> Iterator[None]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """The recipe's keys with the flags that argparse can't read; the rest of the command line; the recipe's path."""
+    """Return the recipe's keys with the flags that argparse can't read, the other arguments, and the recipe's path."""
     argv, nested = _take_dotted(argv)
     recipe, argv = _take_config(argv)
     known = _known()
@@ -183,7 +183,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _as_mapping(name: str, value: Any) -> dict[str, Any]:
-    """A mapping field's present value; TRL's files may write it as JSON text."""
+    """Return a mapping field's present value; TRL's files may write it as JSON text."""
     value = json.loads(value) if isinstance(value, str) else value
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"--{name}.key sets an entry of a mapping, but {name} is {value!r}.")

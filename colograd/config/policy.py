@@ -1,4 +1,4 @@
-"""The policy: how it is loaded, in which precision it trains, and with which kernels."""
+"""The policy: its loading, its precision in training, and its kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.hf_argparser import string_to_bool
 
 from .knob import knob, one_of
 
-# Liger's replacements of the model's own loss, which isn't trained.
+# Liger's replacements of the model's own loss, which isn't used in training.
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 # Modes of torch.compile without CUDA graphs, which would be recorded again for each length of a row.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
@@ -23,26 +23,26 @@ COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode"
 KEEPS_MASTER = ("adamw_split", "muon")  # optimizers with an exact float32 master of a bfloat16 policy
 
 
-# Names of one setting in transformers: TRL's, and the one that a Trainer reads since transformers 5.23.
+# transformers' two names of one setting: TRL's, and the name that a Trainer reads since transformers 5.23.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 
 def default_dtype(optim: str) -> str:
-    """The policy's dtype where none is set: `bfloat16`, or TRL's `float32` if ``optim`` keeps no float32 master."""
+    """Return the policy's default dtype: `bfloat16`, or TRL's `float32` if ``optim`` keeps no float32 master."""
     return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
 
 
 def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
-    """The optimizer's name; `auto` depends on the policy's dtype."""
+    """Return the optimizer's name; `auto` depends on the policy's dtype."""
     by_dtype = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
     return by_dtype if optim == "auto" else optim
 
 
 def checkpointing_way(given: Any) -> bool | str | None:
-    """`gradient_checkpointing` as `true`, `false`, `offload` or None; a command line has them as texts.
+    """Convert `gradient_checkpointing` to `true`, `false`, `offload` or None; a command line has strings.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it has another value.
     """
     if given is None or str(given).lower() == "offload":
         return given if given is None else "offload"
@@ -107,7 +107,7 @@ class PolicyKnobs(TrainingArguments):
                     f"liger_kernel_config has {name}: true, which replaces the model's own loss, but log-probabilities "
                     "are computed from its hidden states: remove it."
                 )
-        if self.use_liger_kernel:  # transformers, which applies them when training starts, would add a loss
+        if self.use_liger_kernel:  # at the start of training, transformers would add a loss
             self.liger_kernel_config: Any = {**asked, **dict.fromkeys(LIGER_LOSSES, False)}
 
     def _set_compile_aside(self) -> dict[str, Any]:
@@ -115,17 +115,17 @@ class PolicyKnobs(TrainingArguments):
         given = {name: getattr(self, name) for name in COMPILE_FIELDS}
         for name in COMPILE_FIELDS:
             setattr(self, name, False if name == "torch_compile" else None)
-        return given | {"torch_compile": any(given.values())}  # a backend or a mode asks for it, as in transformers
+        return given | {"torch_compile": any(given.values())}  # a backend or a mode implies it, as in transformers
 
     @property
     def policy_dtype(self) -> str:
-        """`bfloat16`, `float32` or `auto`: the user's, or `default_dtype`."""
+        """`bfloat16`, `float32` or `auto`: the user's setting, or `default_dtype`."""
         kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
         given = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
         return default_dtype(self.optim) if given is None else str(given).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
-        """The dtype argument for `from_pretrained`.
+        """Return the dtype argument for `from_pretrained`.
 
         Raises:
             ValueError: there is no such dtype.
@@ -136,7 +136,7 @@ class PolicyKnobs(TrainingArguments):
         return found
 
     def _take_checkpointing(self) -> None:
-        """Make ``gradient_checkpointing`` a bool or None; `offload` is an entry of its keyword arguments, as in
+        """Make ``gradient_checkpointing`` a bool or None; `offload` becomes an entry of its keyword arguments, as in
         transformers."""
         way, given = (self._given_checkpointing(end) for end in ("", "_kwargs"))
         way = checkpointing_way(way)
@@ -146,12 +146,13 @@ class PolicyKnobs(TrainingArguments):
         self._set_checkpointing(way == "offload" or way, given)
 
     def _given_checkpointing(self, end: str) -> Any:
-        """The setting by either name."""
+        """Return the setting by either name."""
         named = (getattr(self, f"{name}{end}", None) for name in CHECKPOINTING)
         return next((value for value in named if value is not None), None)
 
     def _set_checkpointing(self, on: bool | None, kwargs: Any) -> None:
-        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that this transformers reads."""
+        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that this version of transformers
+        reads."""
         for name in CHECKPOINTING:
             if hasattr(self, name):
                 setattr(self, name, on)
@@ -159,17 +160,17 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether the inputs of layers that are computed again wait in host memory."""
+        """Whether host memory holds the inputs of layers that are computed again."""
         return bool((self.gradient_checkpointing_kwargs or {}).get("offload")) and self.checkpointing > 0
 
     @property
     def checkpointing(self) -> int:
-        """n: every n-th layer recomputes its activations in the backward; 0: none. 1 before it is resolved."""
+        """n: every n-th layer recomputes its activations in the backward; 0: none. 1 until resolved."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
 
     def resolve_loading(self, **more: Any) -> None:
-        """Add keyword arguments of `from_pretrained` that are set beside ``model_init_kwargs``."""
+        """Add keyword arguments of `from_pretrained` to ``model_init_kwargs``."""
         self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
@@ -186,7 +187,7 @@ class PolicyKnobs(TrainingArguments):
             self._set_checkpointing(True, {**given, "offload": True, "every_n_layers": 1})
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
-        """Resolve ``optim`` and ``bf16``, once the policy is loaded and its dtype known."""
+        """Resolve ``optim`` and ``bf16``, after the policy is loaded and its dtype known."""
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "

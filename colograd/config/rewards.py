@@ -1,4 +1,4 @@
-"""The user's code in a run: reward functions and tools, where they run and what becomes of their failures."""
+"""The user's code in a run: reward functions and tools, where they run, and the handling of their failures."""
 
 from __future__ import annotations
 

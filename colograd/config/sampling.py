@@ -1,4 +1,4 @@
-"""How the engine samples completions, in training and in `evaluate`."""
+"""The engine's sampling of completions, in training and in `evaluate`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from .knob import BARE_FLAG, at_least, knob
 from .steps import StepKnobs
 
-# vLLM's parameters that change the distribution from the model's at the temperature. `NEUTRAL` has the values at which
-# they don't; the others' are None, 0 and empty ones.
+# vLLM's parameters that change the distribution from the model's at the temperature. `NEUTRAL` has their values without
+# an effect; for the others these are None, 0 and empty ones.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
-TRUNCATING = ("top_p", "top_k", "min_p")  # of which vLLM can tell, for each token, what they had left
-# Parameters of transformers' generation, and the values that ask for what is done anyway. (`n` is 1 in TRL's requests,
-# each of which has a copy of the prompt.)
+TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record, for each token, the candidates that these kept
+# Parameters of transformers' generation, and their values that change nothing here. (`n` is 1 in TRL's requests,
+# because each request has a copy of the prompt.)
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "n": (1,),
@@ -68,13 +68,13 @@ class SamplingKnobs:
             raise ValueError(f"top_p is {self.top_p}, but must be in (0, 1]: 1.0 turns it off.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Drop the entries of ``generation_kwargs`` that ask for what is done anyway.
+        """Drop the entries of ``generation_kwargs`` that change nothing here.
 
         Returns:
             A line for each.
 
         Raises:
-            ValueError: a parameter of transformers asks for something else.
+            ValueError: a parameter of transformers has another value.
         """
         given = self.generation_kwargs
         if not isinstance(given, dict):
@@ -94,7 +94,7 @@ class SamplingKnobs:
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that change the distribution from the model's at the temperature."""
+    """Return the settings that change the distribution from the model's at the temperature."""
     own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
     given = {name: settings.get(name) for name in own}
     more = settings.get("generation_kwargs")
@@ -131,7 +131,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Default ``metric_for_best_model`` to `reward`, before transformers would default it to the loss, which an
+        """Default ``metric_for_best_model`` to `reward`. transformers would later default it to the loss, which an
         evaluation may not have.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a run trains on: dataset, prompts, rewards. Names as in TRL's ScriptArguments and its grpo script."""
+"""A run's data: dataset, prompts, rewards. Names as in TRL's ScriptArguments and its grpo script."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ class ScriptArguments:
     ignore_bias_buffers: bool = knob(False, f"No effect: {UNUSED['ignore_bias_buffers']}.")
 
     def all_rewards(self) -> list[str]:
-        """The reward functions with the reward model before them, as in TRL's script."""
+        """Return the reward functions with the reward model before them, as in TRL's script."""
         return [*([self.reward_model_name_or_path] if self.reward_model_name_or_path else []), *self.reward_funcs]

@@ -1,6 +1,6 @@
-"""Sharding, as the configuration, accelerate's FSDP2 files and DeepSpeed's configurations ask for it.
+"""Sharding, as requested by the configuration, accelerate's FSDP2 files and DeepSpeed's configurations.
 
-Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a sharding strategy, which leaves the policy's
+Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a sharding strategy, which keeps the policy's
 weights where the engine reads them.
 """
 
@@ -19,28 +19,29 @@ from ..runtime import process
 from .knob import knob, one_of
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# Keeps the launcher's request out of sight of accelerate and transformers, which would wrap the policy themselves and
-# load it on one rank only.
+# The variable that hides the launcher's request from accelerate and transformers, which would wrap the policy
+# themselves and load it on one rank only.
 KEPT = "COLOGRAD_LAUNCHED"
-STAGES = ("none", "optimizer", "gradients", "fsdp")  # by the stage of ZeRO
-# A policy cut as the engine's ranks cut it, by what ranks with the same part share out: nothing, ZeRO-1, ZeRO-2.
+STAGES = ("none", "optimizer", "gradients", "fsdp")  # the index is the stage of ZeRO
+# A policy that is cut as the engine's ranks cut it. Ranks with the same part share out nothing, ZeRO-1's or ZeRO-2's
+# part.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-# Sections of a DeepSpeed configuration, and the keys here that set the same.
+# Sections of a DeepSpeed configuration, and Colograd's keys for the same setting.
 OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The sharding that a launcher or a DeepSpeed configuration asks for."""
+    """The sharding that a launcher or a DeepSpeed configuration requests."""
 
     sharding: str
-    name: str  # of the method, such as FSDP2
+    name: str  # the method's name, such as FSDP2
     reshard_after_forward: bool | None = None  # None: not set
     offload_params: bool | None = None
     offload_optimizer: bool | None = None
 
     def describe(self) -> str:
-        """A line for the start of a run."""
+        """Format a line for the start of a run."""
         return f"sharding: {self.name}, as it was asked for, is sharding: {self.sharding} here"
 
 
@@ -64,7 +65,7 @@ def take_launcher() -> None:
 
 
 def launched() -> Launched | None:
-    """The launcher's request, if there is one."""
+    """Return the launcher's request, if there is one."""
     kept = os.environ.get(KEPT)
     return Launched(**json.loads(kept)) if kept else None
 
@@ -99,7 +100,7 @@ def _deepspeed() -> Launched:
 
 
 def from_deepspeed(given: str | dict[str, Any]) -> Launched:
-    """The request of a DeepSpeed configuration, a file or a mapping.
+    """Convert a DeepSpeed configuration, a file or a mapping.
 
     Raises:
         ValueError: it can't be read, or has settings that belong to other keys or aren't supported.
@@ -145,15 +146,15 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
-# Settings that ranks that share out a row's tokens can't have.
+# Settings that exclude ranks sharing out a row's tokens.
 NOT_IN_SEQUENCES = ("torch_compile", "router_replay", "teacher_model_name_or_path", "offload_gradients")
 
-# Optimizers that update each element by itself: a slice of a parameter is updated as it would be within the whole.
+# Optimizers that update each element by itself, so that a slice of a parameter is updated as within the whole.
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 
 def check_beside_sequences(settings: Any) -> None:
-    """Raise a ValueError if ranks are to share out a row's tokens beside a setting that they can't have.
+    """Raise a ValueError if ranks share out a row's tokens and another setting excludes this.
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have some of its fields.
@@ -220,7 +221,7 @@ class ShardingKnobs(TrainingArguments):
         """Apply the request of a launcher's file or ``deepspeed``, before transformers acts on it. Idempotent.
 
         Raises:
-            ValueError: it contradicts ``sharding``, or the other request.
+            ValueError: the request contradicts ``sharding``, or the other request.
         """
         take_launcher()
         given = (launched(), from_deepspeed(self.deepspeed) if self.deepspeed else None)
@@ -270,7 +271,7 @@ class ShardingKnobs(TrainingArguments):
             )
 
     def _check_sequences(self) -> None:
-        """Check what ranks that share out a row's tokens go with."""
+        """Check the settings that sharing out a row's tokens requires."""
         size = self.sequence_parallel_size
         if size == 1:
             return
@@ -299,10 +300,10 @@ class ShardingKnobs(TrainingArguments):
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether each rank holds some rows of the policy's weights, which are gathered in each pass."""
+        """Whether each rank holds some rows of the policy's weights; each pass gathers them."""
         return self.sharding == "fsdp" and self.world_size > 1
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether the policy is cut as the engine's ranks cut it, which train each row together."""
+        """Whether the policy is cut as the engine's ranks cut it; these ranks train each row together."""
         return self.sharding in TENSOR

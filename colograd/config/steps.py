@@ -81,7 +81,7 @@ class StepKnobs(TrainingArguments):
             )
         at_least(self, 1, "num_iterations")
         one_of(self, "overlong_prompts", ("drop", "error"))
-        if self.overlap is False:  # what YAML makes of a bare `off`
+        if self.overlap is False:  # YAML reads a bare `off` as False
             self.overlap = "off"
         one_of(self, "overlap", ("auto", "off"))
         if self.auto_find_batch_size:
@@ -90,7 +90,7 @@ class StepKnobs(TrainingArguments):
             )
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` on a GPU, which will be measured."""
+        """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` on a GPU until it is measured."""
         given = self.max_tokens_per_microbatch
         if given is None or given == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
@@ -152,8 +152,8 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _check_no_contradiction(self, completions: int, per_rank: int, ranks: int) -> None:
-        """Refuse factors of TRL's product that are set (not the defaults), and whose product isn't the ``completions``
-        of ``prompts_per_step``."""
+        """Refuse factors of TRL's product that the user set, unless their product is the ``completions`` of
+        ``prompts_per_step``."""
         factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
         given = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
         if given and per_rank * ranks != completions:
@@ -165,9 +165,9 @@ class StepKnobs(TrainingArguments):
             )
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Optimizer steps whose prompts are sampled together, from either of TRL's two fields.
+        """Return the number of optimizer steps that are sampled together, from either of TRL's two fields.
 
-        In TRL a generation may also be a part of a step; here that step's generations, of the same weights, are one.
+        In TRL a generation may also be a part of a step. Here that step's generations, with the same weights, are one.
 
         Args:
             completions: of one optimizer step over all ranks.

@@ -1,4 +1,4 @@
-"""TRL's fields that change nothing here: scripts and callbacks read them, and files may hold them."""
+"""TRL's fields that change nothing here: scripts and callbacks read them, and files may have them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None, _HELP["vllm_importance_sampling_cap"])
 
     def _take_old_names(self) -> list[str]:
-        """Give the values of TRL's old names to the present ones.
+        """Move the values of TRL's old names to the present names.
 
         Returns:
             A line for each.

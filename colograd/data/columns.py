@@ -1,4 +1,4 @@
-"""What loading and tokenising ask of a dataset: its kind, its columns, and that nothing of it is lost in silence."""
+"""Checks of a dataset before it is tokenised: its kind, its columns, and that no data is lost silently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Raises ValueError where it is no dataset, be it whole or streamed."""
+    """Raise ValueError if ``dataset`` is neither a Dataset nor an IterableDataset."""
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
             f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset, or an IterableDataset."
@@ -17,12 +17,12 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """The columns; where a stream doesn't know them, those of its first row."""
+    """Return the column names. If a stream doesn't know its columns, the first row's keys are returned."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
 def check_prompt_column(columns: Iterable[str], name: str) -> None:
-    """Raises ValueError where none of the columns holds the prompts."""
+    """Raise ValueError if no column is named ``prompt``."""
     if "prompt" not in columns:
         raise ValueError(
             f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the one that holds the prompts "
@@ -31,13 +31,13 @@ def check_prompt_column(columns: Iterable[str], name: str) -> None:
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Refuse what would be lost in silence: images, and what a transform makes of the rows when they are read.
+    """Refuse data that would be lost silently: images for a text model, and a transform that runs at each read.
 
     Args:
-        images: the model takes them.
+        images: whether the model reads images.
 
     Raises:
-        ValueError: with the remedy.
+        ValueError: the message has the remedy.
     """
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
@@ -50,7 +50,7 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
 
 
 def check_no_images(columns: Iterable[str], name: str) -> None:
-    """Raises ValueError where a column holds images."""
+    """Raise ValueError if a column holds images."""
     if found := sorted({"image", "images"} & {*columns}):
         raise ValueError(
             f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
@@ -59,11 +59,11 @@ def check_no_images(columns: Iterable[str], name: str) -> None:
 
 
 def by_column(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Rows as columns, None where a row lacks one: rows of a stream may differ in their keys."""
+    """Convert rows into columns, with None where a row lacks one: rows of a stream may differ in their keys."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names for a message, quoted."""
+    """Quote and join names for a message."""
     return ", ".join(repr(name) for name in names) or "none"

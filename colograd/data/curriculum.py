@@ -1,8 +1,8 @@
-"""Prompts drawn by what was learnt of them: a pure function of the seed, the round, and the record of earlier rounds.
+"""Prompts chosen by their pass rates: a pure function of the seed, the round, and the record of earlier rounds.
 
-The record is of each prompt how often it was drawn, in which round last, and the pass rate of that draw. All ranks have
-the same: they exchange the pass rates of a round (`Sampler.collect`). A checkpoint holds it (`prompts.json`), so that a
-resumed run, a replay and any number of ranks draw the same prompts.
+The record holds three values per prompt: its number of draws, the round of its last draw, and the pass rate of that
+draw. All ranks have the same record, because they exchange a round's pass rates (`Sampler.collect`). A checkpoint holds
+the record (`prompts.json`), so that a resumed run, a replay and any number of ranks draw the same prompts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..config.curriculum import LEVELS, Curriculum
 from .columns import listed
 from .order import StepOrder, seed_of
 
-HARD, EASY = 0.25, 0.75  # pass rates up to which a prompt is hard, and from which it is easy
+HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
 
 
 class CurriculumState:
-    """Chooses each round's prompts, and keeps the record that it chooses by.
+    """The choice of each round's prompts, and the record that it depends on.
 
     Args:
-        dataset: the rows that are kept, as `PromptDataset.dataset`.
+        dataset: the kept rows, as `PromptDataset.dataset`.
 
     Raises:
-        ValueError: the dataset has no such column, or other values in it than the curriculum shares out.
+        ValueError: the dataset lacks a column of the curriculum, or a column has values without a share.
     """
 
     def __init__(self, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> None:
@@ -51,22 +51,22 @@ class CurriculumState:
     # -- the record
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's record; ``{}``: begin.
+        """Continue from a checkpoint's record; ``{}`` begins a new one.
 
         Raises:
-            ValueError: it is of another dataset.
+            ValueError: the record is of another dataset.
         """
-        self.rounds = int(state.get("rounds", 0))  # that are in the record
+        self.rounds = int(state.get("rounds", 0))  # number of rounds in the record
         if state and state.get("rows") != self.rows:
             raise ValueError(
                 f"The checkpoint's curriculum is of {state.get('rows', 'an unknown number of')} prompts, but there are "
                 f"{self.rows}: give the run's own dataset, or set ignore_data_skip: true to begin the record anew."
             )
-        self.drawn = self._array(state, "drawn", np.int32, 0)  # how often
-        self.last = self._array(state, "last", np.int32, -1)  # round of the last draw
-        self.rate = self._array(state, "rate", np.float32, np.nan)  # pass rate of the last draw that was judged
-        self._begun = self.rounds  # rounds before are those that a resumed run skips
-        self._present: list[int] = []  # the rows of the round that is being sampled
+        self.drawn = self._array(state, "drawn", np.int32, 0)  # int32 [rows], number of draws
+        self.last = self._array(state, "last", np.int32, -1)  # int32 [rows], round of the last draw
+        self.rate = self._array(state, "rate", np.float32, np.nan)  # float32 [rows], pass rate of the last judged draw
+        self._begun = self.rounds  # a resumed run skips the rounds before this one
+        self._present: list[int] = []  # rows of the round that is being sampled
 
     def _array(self, state: dict[str, Any], name: str, kind: Any, empty: float) -> np.ndarray:
         if not state:
@@ -81,10 +81,10 @@ class CurriculumState:
         return {"rounds": self.rounds, "rows": self.rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Note the round that was sampled.
+        """Add the sampled round to the record.
 
         Args:
-            passes: (position, pass rate) of its prompts on all ranks; NaN: nobody judged it, and its last rate stays.
+            passes: (position, pass rate) of the round's prompts on all ranks. NaN means unjudged: the old rate stays.
         """
         by_position = dict(passes)
         first = self.rounds * self.round_size
@@ -97,7 +97,7 @@ class CurriculumState:
         self.rounds += 1
 
     def counts(self) -> dict[str, float]:
-        """Of all prompts: how many rest, and how many were never drawn."""
+        """Count, over all prompts, the resting ones and the never drawn ones."""
         return {
             "curriculum/resting": float(self._resting(self.rounds).sum()),
             "curriculum/never_drawn": float((self.drawn == 0).sum()),
@@ -106,11 +106,11 @@ class CurriculumState:
     # -- the draw
 
     def skips(self, number: int) -> bool:
-        """Whether round ``number`` of the run was trained before the checkpoint."""
+        """Return whether round ``number`` of the run was trained before the checkpoint."""
         return number < self._begun
 
     def choose(self, number: int) -> list[int]:
-        """The rows of round ``number``, after the record of those before it."""
+        """Choose the rows of round ``number`` by the record of the rounds before."""
         self.rounds = number
         step, count = number * self._round_length, self.round_size
         ties = self._ties(number)
@@ -129,7 +129,7 @@ class CurriculumState:
             take(turn[able[turn] & pool[turn]], wanted)
         take(turn[able[turn]], count - len(chosen))  # a pool had too few
         by_rest = np.lexsort((ties, self.last))
-        take(by_rest[~shut[by_rest]], count - len(chosen))  # solved ones, those that rest longest first
+        take(by_rest[~shut[by_rest]], count - len(chosen))  # resting rows, longest at rest first
         if self._difficulty is not None:
             by_difficulty = np.lexsort((ties, self._difficulty))
             take(by_difficulty, count - len(chosen))
@@ -139,7 +139,7 @@ class CurriculumState:
         return chosen
 
     def _ties(self, number: int) -> np.ndarray:
-        """A number per row: of this round alone if rows are shuffled, else their order."""
+        """Return tie-breakers, int64 [rows]: a permutation of this round if rows are shuffled, else row numbers."""
         if not self._shuffle:
             return np.arange(self.rows)
         digest = hashlib.sha256(f"{self._seed} curriculum {number}".encode()).digest()
@@ -147,7 +147,7 @@ class CurriculumState:
         return torch.randperm(self.rows, generator=generator).numpy()
 
     def _resting(self, number: int) -> np.ndarray:
-        """The solved rows that are not yet due again."""
+        """Return a mask of the solved rows that are not yet due again, bool [rows]."""
         if self.settings.solved_at is None:
             return np.zeros(self.rows, dtype=bool)
         due = self.last + self.settings.revisit_after * self.rounds_per_epoch
@@ -155,14 +155,14 @@ class CurriculumState:
             return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _shut(self, step: int) -> np.ndarray:
-        """The rows that are too difficult as yet."""
+        """Return a mask of the rows that are still too difficult at this step, bool [rows]."""
         until = self.settings.difficulty_until
         if self._difficulty is None or until is None:
             return np.zeros(self.rows, dtype=bool)
         return self._difficulty > until.at(step)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Each pool, and how many of its rows the round takes: its share, rounded such that it holds on average."""
+        """Yield each pool's mask and number of rows in the round: its share, rounded so that it holds on average."""
         shares = self.settings.shares
         if shares is None:
             return
@@ -182,7 +182,7 @@ class CurriculumState:
             before = upto
 
     def _levels(self) -> np.ndarray:
-        """The place in ``shares`` of each row's level; -1: it has no share."""
+        """Return the index in ``shares`` of each row's level; -1 if the level has no share."""
         with np.errstate(invalid="ignore"):
             level = np.select(
                 [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY], [LEVELS.index(n) for n in LEVELS[:3]], 3
@@ -192,7 +192,7 @@ class CurriculumState:
 
 
 class CurriculumOrder(StepOrder):
-    """A `StepOrder` whose rounds are drawn by a curriculum, each when it is asked for."""
+    """A `StepOrder` that lets a curriculum draw each round just before its first step."""
 
     state: CurriculumState
 
@@ -210,7 +210,7 @@ class CurriculumOrder(StepOrder):
 
 
 def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
-    """The place in ``shares`` of each row's value; every value must have one."""
+    """Return the index in ``shares`` of each row's value; every value must have a share."""
     assert curriculum.shares is not None
     values = [str(value) for value in _column(dataset, curriculum.column)]
     names = list(curriculum.shares)

@@ -1,8 +1,8 @@
-"""How many tokens rows with images have, before training.
+"""Token counts of rows with images, before training.
 
-A processor takes up to half a second for one row (SmolVLM's cuts an image into 13 tiles of 512 x 512 pixels). Most can
-tell from an image's size how many tokens it will have. That they are right is seen on some rows that are processed;
-where they aren't, all are.
+A processor takes up to half a second for one row (SmolVLM's cuts an image into 13 tiles of 512 x 512 pixels). Most
+processors can compute the number of tokens from an image's size. A few rows are processed to check these counts; if one
+is wrong, all rows are processed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..parallel import watchdog
 from ..runtime.process import cpu_threads
 
 Row = dict[str, Any]
-PROBES = 4  # rows of different lengths that are processed, beside the first, the shortest and the longest
-AT_ONCE = 4  # rows per thread whose images are in memory
-SAID_AFTER = 10.0  # seconds
+PROBES = 4  # processed rows of different lengths, in addition to the first, shortest and longest row
+AT_ONCE = 4  # rows per thread that have their images in memory
+SAID_AFTER = 10.0  # seconds between two progress lines
 
 
 def image_lengths(
@@ -31,16 +31,16 @@ def image_lengths(
     processed: Callable[[Row, int], int],
     tell: Callable[[str], None],
 ) -> list[int]:
-    """The number of tokens of each row.
+    """Return the number of tokens of each row.
 
     Args:
-        load: a row with its images decoded, which is done in threads; raises where one is broken.
-        counted: of such a row, by its images' sizes; None: the processor can't tell.
-        processed: as it will be trained on.
-        tell: is told how far it is where it takes long.
+        load: decodes a row's images, in threads; raises if one is broken.
+        counted: the tokens of a decoded row by its images' sizes, or None if the processor can't compute them.
+        processed: the tokens of a row as it will be trained on.
+        tell: receives progress lines if counting takes long.
 
     Raises:
-        ValueError: what these find, of the first row that has it.
+        ValueError: `load`, `counted` or `processed` refused a row; the first such row.
     """
     found = _counted(rows, load, counted, tell)
     if found is not None and all(processed(rows[row], row) == found[row] for row in _probes(found)):
@@ -67,7 +67,7 @@ def _counted(
 
 
 def _probes(lengths: list[int]) -> list[int]:
-    """Rows to process: the first, the shortest, the longest and some of further lengths."""
+    """Choose rows to process: the first, the shortest, the longest and some of further lengths."""
     of_each: dict[int, int] = {}
     for row, length in enumerate(lengths):
         of_each.setdefault(length, row)
@@ -75,7 +75,7 @@ def _probes(lengths: list[int]) -> list[int]:
 
 
 def _marked(rows: range, total: int, tell: Callable[[str], None]) -> Iterator[int]:
-    """The rows, of which is told now and then how many are done."""
+    """Yield the rows, and pass a progress line to ``tell`` every `SAID_AFTER` seconds."""
     last = time.monotonic()
     for row in rows:
         watchdog.progress("the prompts' images")
@@ -86,7 +86,7 @@ def _marked(rows: range, total: int, tell: Callable[[str], None]) -> Iterator[in
 
 
 def undecoded(rows: Dataset) -> Dataset:
-    """The same rows, with images as bytes and paths."""
+    """Return the same rows, with images as bytes and paths."""
     found = rows.with_format(None)
     found.info.features = _undecoded(found.features)
     return found

@@ -1,4 +1,4 @@
-"""Images in prompts and in tools' answers: into a conversation's parts, and through the processor, once for each.
+"""Images in prompts and in tools' answers: parts of a conversation, and the processor's inputs for the model.
 
 As TRL has it, a row's images are in its column ``images`` (a list) or ``image`` (one), and their places are the parts
 ``{"type": "image"}`` of its conversation; where no message has any, they stand before the first user message.
@@ -20,30 +20,30 @@ from .messages import without_nones
 from .vocabulary import check_rows
 
 COLUMNS = ("images", "image")
-TEXT_INPUTS = ("input_ids", "attention_mask")  # of what a processor returns
-REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # of a template, or of a processor
+TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
 
 class ImageReader:
-    """Makes a row's conversation and images what the model and the engine read.
+    """The conversion of a row's conversation and images into the inputs of the model and the engine.
 
     Args:
         processor: of transformers, with an image processor, a tokenizer and a chat template.
-        image_token: the id of the tokens whose embeddings are replaced by an image's features.
+        image_token: the id of the tokens that an image's features replace.
         rows: number of rows of the model's embedding; 0: unknown.
     """
 
     def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
         self.processor, self.image_token, self.rows = processor, image_token, rows
-        self.most = 0  # images of a prompt, so far
+        self.most = 0  # the largest number of images of a prompt so far
 
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
-        """A row's prompt: its tokens, with as many for an image as the model has features of it, and its images.
+        """Convert a row into its prompt: the tokens, with one per image feature, and the images.
 
         Args:
             row: of the dataset; its ``prompt`` is a conversation.
             arguments: of the chat template.
-            where: what messages call the row.
+            where: the row's name in messages.
 
         Raises:
             ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
@@ -54,14 +54,14 @@ class ImageReader:
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """What the processor makes of a conversation.
+        """Convert a conversation and its pictures with the processor.
 
         Args:
             messages: with all contents as parts.
             pictures: PIL images in RGB, in the order of their places in the messages.
 
         Raises:
-            REFUSALS: the template's or the processor's, or an image token in the text that is no picture's place.
+            REFUSALS: the template or the processor failed, or the text has an image token without a picture.
         """
         text, special = self._text(messages, arguments)
         engine_ids = self._placeholders(text, special, len(pictures))
@@ -76,12 +76,12 @@ class ImageReader:
         )
 
     def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-        """A conversation without images, as text and as tokens. An image token that stands in it is a token."""
+        """Return a conversation without images as text and as tokens. An image token in it counts as a token."""
         text, special = self._text(messages, arguments)
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
     def made_up(self) -> ModelInput:
-        """A prompt with an image, of no dataset."""
+        """Return a prompt with an image that belongs to no dataset."""
         from PIL import Image
 
         picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
@@ -89,7 +89,7 @@ class ImageReader:
         return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Images that were read before, of the same pictures."""
+        """Rebuild the `Images` of pictures that were read before."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -105,11 +105,11 @@ class ImageReader:
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """How many tokens the prompt that `read` makes will have, by its images' sizes, without their pixels; None: the
-        processor can't tell.
+        """Count the tokens of the prompt that `read` will make, by the images' sizes, without their pixels. None: the
+        processor can't compute it.
 
         Raises:
-            ValueError: as `read`, but for what is found while pixels are made.
+            ValueError: as `read`, except for problems that show only when pixels are processed.
         """
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
@@ -120,24 +120,24 @@ class ImageReader:
             if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM asks it too
+            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM calls it too
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's, which aren't told
+            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks these
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """A row's conversation, and its images in RGB."""
+        """Return a row's conversation, and its images in RGB."""
         messages, pictures = with_images(row["prompt"], images_of(row, where), where)
         self.most = max(self.most, len(pictures))
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """The text's tokens, with one placeholder for each picture.
+        """Return the text's tokens, with one placeholder for each picture.
 
         Raises:
-            ValueError: an image token in the text that is no picture's place, or a token without a row.
+            ValueError: the text has an image token without a picture, or a token without a row in the embedding.
         """
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
@@ -152,14 +152,14 @@ class ImageReader:
         return ids
 
     def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """A conversation as text with a placeholder for each image, and whether the tokenizer is to add its own."""
+        """Return a conversation as text with a placeholder per image, and whether the tokenizer must add its own."""
         text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
         start = self.processor.tokenizer.bos_token
         return text, not (start and text.startswith(start))
 
 
 class Unreadable(ValueError):
-    """A row that says itself what is wrong with it."""
+    """A row that can't be read; the message has its name and the reason."""
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
 
 
 def loaded(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The row with its columns of images decoded.
+    """Return the row with its image columns decoded.
 
     Raises:
         ValueError: see `images_of`.
@@ -183,7 +183,7 @@ def loaded(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
-    """The row's images in RGB, from its column ``images`` or ``image``.
+    """Return the row's images in RGB, from its column ``images`` or ``image``.
 
     Raises:
         ValueError: both columns have some, or one isn't an image.
@@ -200,11 +200,12 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def in_rgb(image: Any, where: str) -> Any:
-    """An image as datasets has it (a PIL image, a path, or a dict with bytes or path) as a PIL image in RGB, turned as
-    its camera says, like those that datasets and transformers read.
+    """Convert a datasets image (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB.
+
+    The camera's orientation tag is applied, as datasets and transformers do.
 
     Raises:
-        ValueError: it is none, or can't be read.
+        ValueError: the value is no image, or can't be read.
     """
     from PIL import ExifTags, Image, ImageOps
 
@@ -213,11 +214,11 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
-        image.load()  # a file that is cut off is found out here
+        image.load()  # a truncated file fails here
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")
-    except Exception as error:  # a broken file has many ways to say so
+    except Exception as error:  # a broken file raises many kinds of errors
         raise Unreadable(
             f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path (seen "
             f"from {os.getcwd()}), or a column of `datasets.Image`."
@@ -225,7 +226,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The conversation with all contents as parts, none of which holds an image, and the images in their order.
+    """Return the conversation with all contents as parts that hold no image, and the images in their order.
 
     Raises:
         ValueError: the prompt is no conversation, or has more or fewer places than there are images.
@@ -262,7 +263,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
 
 
 def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The row's conversation with its images in their parts.
+    """Return the row's conversation with its images in their parts.
 
     Raises:
         ValueError: see `with_images`.
@@ -276,7 +277,7 @@ def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """A message's content as parts. A struct column fills the keys that a part doesn't have with None."""
+    """Return a message's content as parts. A struct column fills the keys that a part doesn't have with None."""
     if not isinstance(content, list):
         return [{"type": "text", "text": content or ""}]
     return [
@@ -288,7 +289,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_of(prompt: Any) -> Any:
-    """The prompt without its pictures, to be shown and logged."""
+    """Return the prompt without its pictures, for display and logs."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -304,7 +305,7 @@ def has_images(columns: Sequence[str]) -> bool:
 
 
 def digest_of(pictures: Sequence[Any]) -> str:
-    """Of the pictures' sizes and pixels."""
+    """Return a digest of the pictures' sizes and pixels."""
     found = hashlib.blake2b(digest_size=16)
     for picture in pictures:
         found.update(repr(picture.size).encode())

@@ -15,11 +15,11 @@ MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "f
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """The rows to train on and those to evaluate on, both with a ``prompt`` column; None where there is no test split.
-    They are iterable datasets where streaming is asked for, or where a dataset function returns such.
+    """Return the rows to train on and the rows to evaluate on, both with a ``prompt`` column; None: no test split.
+    They are iterable datasets if streaming is set, or if a dataset function returns iterable datasets.
 
     Raises:
-        ValueError: no such dataset, train split or prompt column; the message names what there is.
+        ValueError: no such dataset, train split or prompt column; the message lists the existing ones.
     """
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
@@ -33,7 +33,7 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
-    """The two splits of `dataset_name`; the second is None where there is none."""
+    """Load the two splits of `dataset_name`; the second is None if it doesn't exist."""
     name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
     if script.test_split_size is not None:
         raise ValueError(
@@ -42,7 +42,7 @@ def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
         )
     kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
     loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
-    if not isinstance(loaded, dict):  # one split: asked for by name, or all there is
+    if not isinstance(loaded, dict):  # one split: selected by name, or the only one
         return loaded, None
     train, test = (loaded.get(split) for split in wanted)
     if train is None:
@@ -53,7 +53,7 @@ def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
-    """The parts one after the other, less ``test_split_size`` rows that are held out (the same in every run)."""
+    """Concatenate the parts, and hold out ``test_split_size`` rows (the same in every run)."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
         raise ValueError(
@@ -82,7 +82,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _shares(parts: list[Any], fractions: list[Any]) -> list[Any]:
-    """The first rows of each part, such that it has its share of the mixture and none is repeated, as TRL has it."""
+    """Cut each part to its first rows, so that it has its share of the mixture and none is repeated, as in TRL."""
     if all(fraction is None for fraction in fractions):
         return parts
     if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
@@ -95,7 +95,7 @@ def _shares(parts: list[Any], fractions: list[Any]) -> list[Any]:
 
 
 def _load_part(entry: Any, index: int, streaming: bool) -> Any:
-    """One entry of `datasets`, with the columns that it keeps."""
+    """Load one entry of `datasets`, with the columns that it keeps."""
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
         raise ValueError(
@@ -128,7 +128,7 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
 
 
 def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
-    """``value``, parsed if it is JSON text; None stays None."""
+    """Parse ``value`` if it is JSON text; None stays None."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -139,10 +139,10 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
 
 
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
-    """The dataset with its prompts in ``prompt``, behind the system prompt if there is one."""
+    """Return the dataset with its prompts in ``prompt``, behind the system prompt if there is one."""
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
-    asked_elsewhere = script.agent or script.environment_factory  # by a program or an environment, of rows without one
+    asked_elsewhere = script.agent or script.environment_factory  # a program or an environment makes the prompts
     if asked_elsewhere and column == "prompt" and column not in present and script.system_prompt is None:
         return dataset
     if column not in present:
@@ -163,13 +163,13 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     system = {"system": {"role": "system", "content": script.system_prompt}}
     if isinstance(dataset, IterableDataset):
         return dataset.map(_put_system_first, fn_kwargs=system)
-    # Nothing is cached: it is quick, and ranks that share a cache would write the same file.
+    # Nothing is cached: the map is quick, and ranks that share a cache would write the same file.
     uncached = {"keep_in_memory": True, "load_from_cache_file": False}
     return dataset.map(_put_system_first, fn_kwargs=system, desc="system prompt", **uncached)
 
 
 def _put_system_first(row: dict[str, Any], system: dict[str, str]) -> dict[str, Any]:
-    """The row's prompt behind ``system``, unless it has a system message of its own."""
+    """Put ``system`` before the row's prompt, unless the prompt has a system message of its own."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return {"prompt": [system, {"role": "user", "content": prompt}]}

@@ -1,4 +1,4 @@
-"""Messages as a chat template takes them, whatever Arrow and users have put in their place."""
+"""Messages in the form that a chat template takes, even if Arrow or users gave them another form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # of a chat template
+FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # errors of a template
 
 
 def without_nones(value: Any) -> Any:
@@ -19,10 +19,10 @@ def without_nones(value: Any) -> Any:
 
 
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
-    """Why a message's content can't be written; empty: it can.
+    """Return why a message's content can't be used; empty if it can.
 
     Args:
-        images: the model reads them.
+        images: whether the model reads images.
     """
     content = message.get("content")
     if content is None:  # as in OpenAI's messages with tool calls
@@ -43,11 +43,11 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return a conversation as a text model's template takes it.
 
-    Templates that know parts and missing contents get them. Others, which would leave out a list, or write Python's or
-    JSON's text of it or of `None`, get the joined texts.
+    Templates that support parts and missing contents get the original messages. Other templates would leave out a list,
+    or write Python's or JSON's text of it or of `None`; these get the joined texts.
 
     Args:
-        write: the template, which makes a conversation text.
+        write: the template, which converts a conversation into text.
     """
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
@@ -68,7 +68,7 @@ def template_messages(
 
 
 def _squeezed(text: str) -> str:
-    """The text without spaces: some templates trim each part."""
+    """Return the text without spaces: some templates trim each part."""
     return "".join(text.split())
 
 

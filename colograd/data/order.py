@@ -1,4 +1,4 @@
-"""The order of prompts: which ones each optimizer step takes on this rank, and their place in the run's stream."""
+"""The order of prompts: the prompts of each optimizer step on this rank, and their positions in the run's stream."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # positions of prompts drawn beyond the stream, whose own positions stay far below
+EXTRA = 2**40  # lowest position of additional prompts; positions of the stream stay far below
 
 
 @dataclass(eq=False)
 class StepOrder(Sampler[list[tuple[int, int]]]):
-    """Which prompts each optimizer step takes on this rank; one item is [(row, position), ...] of one step.
+    """The prompts of each optimizer step on this rank; one item is [(row, position), ...] of one step.
 
-    An epoch is a row of rounds. A round is ``steps_per_generation`` different steps, taken ``num_iterations`` times.
-    Example with 2 prompts a step, steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. What doesn't
-    fill a round is left out of the epoch (another remainder in each, if shuffled).
+    An epoch is a sequence of rounds. A round is ``steps_per_generation`` different steps, taken ``num_iterations``
+    times. Example with 2 prompts a step, steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. Rows that
+    don't fill a round are left out of the epoch (other rows in each epoch, if shuffled).
 
     Raises:
         ValueError: the rows don't fill one round.
     """
 
     num_rows: int
-    prompts_per_step: int  # of all ``data_size`` shares, of which this rank takes one
+    prompts_per_step: int  # over all ``data_size`` shares; this rank takes one share
     data_rank: int
     data_size: int
     steps_per_generation: int = 1
@@ -42,7 +42,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int) -> Self:
-        """This rank's order in a run. Raises ValueError for fewer prompts than one round takes."""
+        """Build this rank's order of a run. Raises ValueError if the prompts don't fill one round."""
         return cls(
             num_prompts,
             config.prompts_per_step or 1,
@@ -75,11 +75,11 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
     @property
     def epoch_size(self) -> int:
-        """Prompts of an epoch, over all ranks."""
+        """Number of prompts of an epoch, over all ranks."""
         return self.num_rounds * self.steps_per_generation * self.prompts_per_step
 
     def row_at(self, position: int) -> int:
-        """The row that the order has given a position."""
+        """Return the row at a position of the stream."""
         epoch, place = divmod(position, self.epoch_size)
         self.set_epoch(epoch)
         return self._rows_in_order()[place]
@@ -98,8 +98,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def _rows_in_order(self) -> Sequence[int]:
         if not self.shuffle:
             return range(self.num_rows)
-        # TRL's permutations, so that the same seed asks for the same prompts at each step: one generator draws those of
-        # all epochs. The earlier ones are drawn again (15 ms for a million rows): nothing has to be saved.
+        # TRL's permutations, so that the same seed gives the same prompts at each step. One generator draws the
+        # permutations of all epochs. The earlier ones are drawn again (15 ms for a million rows), so none is saved.
         if self._drawn is None or self._drawn[0] != self.epoch:
             generator = torch.Generator().manual_seed(self.seed)
             for _ in range(self.epoch):
@@ -109,15 +109,15 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
 
 def seed_of(config: GRPOConfig) -> int:
-    """The seed of the prompts' order."""
+    """Return the seed of the prompts' order."""
     return int(config.seed if config.data_seed is None else config.data_seed)
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Prompts ``drawn`` ... ``drawn + count`` of those that this rank draws in addition for an optimizer step.
+    """Return the additional prompts ``drawn`` to ``drawn + count`` of this rank for an optimizer step.
 
-    A pure function of the seed and the step, so that a resumed run draws the same ones, and nothing has to be saved.
-    Ranks take turns in one hashed order of all rows, which begins anew where it ends.
+    They are a pure function of the seed and the step, so that a resumed run draws the same ones without saved state.
+    Ranks take turns in one hashed order of all rows, which starts again at its end.
     """
     layout, rows = config.layout, _extra_rows(dataset, config, step)
     places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
@@ -125,7 +125,7 @@ def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: 
 
 
 def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
-    """The prompt that a run without a curriculum has at a position, in the order or drawn in addition."""
+    """Return the prompt at a position of a run without a curriculum; additional prompts have positions too."""
     if position < EXTRA:
         return dataset[StepOrder.of(config, len(dataset)).row_at(position), position]
     step, place = divmod(position, EXTRA)
@@ -146,9 +146,9 @@ class PromptLoader(DataLoader):
     """
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
-        # Its own generator: starting an epoch would otherwise draw a number from the global one.
+        # Its own generator, because starting an epoch would otherwise draw a number from the global one.
         super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:
-        """Forwarded to the order."""
+        """Set the epoch of the order."""
         self.batch_sampler.set_epoch(epoch)

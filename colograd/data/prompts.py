@@ -1,4 +1,4 @@
-"""Prompts as tokens: the chat template, and what is too long."""
+"""Prompts as tokens: the chat template, and the limit of their length."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .vocabulary import check_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS_AT_ONCE = 1000  # tokenised together
-NAMED = 5  # prompts that were too long, in a message
-IMAGES_KEPT = 64  # prompts whose images stay in memory,
-BYTES_KEPT = 2**29  # fewer where pixels like the latest one's would take more
-COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # what a prompt's tokens may depend on
+ROWS_AT_ONCE = 1000  # rows that are tokenised together
+NAMED = 5  # largest number of too long prompts that a message lists
+IMAGES_KEPT = 64  # prompts that keep their images in memory,
+BYTES_KEPT = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
+COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # columns that a prompt's tokens may depend on
 
 
 class PromptDataset(torch.utils.data.Dataset):
     """Prompts with their tokens; made by `tokenize_prompts`.
 
-    ``dataset`` holds the rows that are kept, ``dropped`` the tokens of those that were too long, by their row in what
-    was given. An index is (row, position); any other is one of ``dataset``.
+    ``dataset`` holds the kept rows. ``dropped`` maps each too long prompt's row number in the original dataset
+    to its number of tokens. An index (row, position) gives a `Prompt`; any other index gives rows of ``dataset``.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class PromptDataset(torch.utils.data.Dataset):
     ) -> None:
         """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0.
 
-        Rows with images are read by the rules when a prompt is asked for; they have no token_ids before.
+        Rows with images have no token_ids; the rules read such a row when its prompt is requested.
         """
         assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
         assert token_ids is None or (rules.images is None and ends[-1] == len(token_ids))
         self.dataset = dataset
         self.dropped = dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
-        self._latest: dict[int, ModelInput] = {}  # with their images
-        self.curriculum: Any = None  # of a run that has one: `curriculum.CurriculumState`
+        self._latest: dict[int, ModelInput] = {}  # by row, with their images
+        self.curriculum: Any = None  # `curriculum.CurriculumState`, if the run has a curriculum
 
     def dropped_line(self) -> str:
-        """How many prompts were too long, and which: a line for the user."""
+        """Return a line for the user with the number and the rows of too long prompts."""
         rules, total = self._rules, len(self.dropped) + len(self)
         which = [f"row {row} ({tokens} tokens)" for row, tokens in self.dropped.items()]
         first = ", ".join(which[:NAMED] + ["..."] * (len(which) > NAMED))
@@ -70,7 +70,7 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Number of tokens of the longest prompt."""
         return int(np.diff(self._ends).max())
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class PromptDataset(torch.utils.data.Dataset):
         return Prompt(example=example, input=ModelInput(tuple(ids.tolist())), position=position)
 
     def _with_images(self, row: int, example: dict[str, Any]) -> ModelInput:
-        """The row's prompt, made once for the steps that take it soon after each other."""
+        """Return the row's prompt with its images. It is made once for steps that take it soon after each other."""
         found = self._latest.pop(row, None) or self._rules.read(example, row)
         if len(found.ids) > self._rules.max_prompt_tokens:
             raise ValueError(
@@ -107,50 +107,50 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def most_images(self) -> int:
-        """Of a prompt."""
+        """Largest number of images of a prompt."""
         return 0 if self._rules.images is None else self._rules.images.most
 
     def first(self, count: int) -> list[Prompt]:
-        """The first rows' prompts."""
+        """Return the prompts of the first rows."""
         return [*self.first_ones(count)]
 
     def first_ones(self, count: int) -> Iterator[Prompt]:
-        """The same, each made when it is asked for."""
+        """Yield the prompts of the first rows, each made when it is requested."""
         return (self[row, row] for row in range(min(count, len(self))))
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
-        """Every ``step``-th row from the ``first`` on, at its own position (evaluation)."""
+        """Return every ``step``-th row from ``first`` on, at its own position (evaluation)."""
         return [self[row, row] for row in range(first, len(self), step)]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """How rows become prompts.
+    """Rules that turn rows into prompts.
 
-    A conversation goes through the chat template, plain text as the tokenizer does. A conversation that ends with an
-    assistant's message is continued. A row's own ``chat_template_kwargs`` come first.
+    A conversation goes through the chat template, plain text through the tokenizer. A conversation that ends with an
+    assistant's message is continued. A row's own ``chat_template_kwargs`` override the run's.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
-    overlong: str  # what becomes of longer ones: `drop` (see ``PromptDataset.dropped``) or `error`
+    overlong: str  # for longer prompts: `drop` (see ``PromptDataset.dropped``) or `error`
     chat_template_kwargs: dict[str, Any]
-    name: str  # what messages call the dataset
-    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's, which the template shows
-    images: ImageReader | None = None  # of a model that takes them; all its conversations go through it
-    tell: Callable[[str], None] = lambda line: None  # is told of what takes long
-    rows: int = 0  # of the model's embedding; 0: unknown
+    name: str  # the dataset's name in messages
+    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's tools for the template
+    images: ImageReader | None = None  # of a vision-language model, for all conversations
+    tell: Callable[[str], None] = lambda line: None  # receives progress lines
+    rows: int = 0  # number of rows of the model's embedding; 0: unknown
 
     def read(self, example: dict[str, Any], row: int) -> ModelInput:
-        """A row's prompt with its images."""
+        """Convert a row into its prompt with its images."""
         assert self.images is not None
         if _is_text(example):
             return ModelInput(tuple(text_ids(self.tokenizer, [example["prompt"]])[0]))
         return self.images.read(example, self._arguments(example, row), self._where(row))
 
     def lengths(self, rows: Dataset) -> list[int]:
-        """The number of tokens of each row's prompt with its images. All of a dataset's pixels don't fit into memory,
-        and are made when they are trained on."""
+        """Count the tokens of each row's prompt with its images. The pixels are made only when a prompt is trained on,
+        because a whole dataset's pixels don't fit into memory."""
         return image_lengths(
             rows,
             load=lambda example, row: loaded(example, self._where(row)),
@@ -160,14 +160,14 @@ class PromptRules:
         )
 
     def _counted(self, example: dict[str, Any], row: int) -> int | None:
-        """A row's tokens, as far as they can be told without its pixels."""
+        """Count a row's tokens without its pixels; None if the processor can't."""
         assert self.images is not None
         if _is_text(example):
             return len(text_ids(self.tokenizer, [example["prompt"]])[0])
         return self.images.count(example, self._arguments(example, row), self._where(row))
 
     def _arguments(self, example: dict[str, Any], row: int) -> dict[str, Any]:
-        """Of the chat template, for one row with images."""
+        """Return the chat template's arguments for one row with images."""
         _check_prompt(example["prompt"], self._where(row), self.tools is not None, images=True)
         columns = {name: [value] for name, value in example.items()}
         return _template_arguments(columns, 0, self) if isinstance(example["prompt"], list) else {}
@@ -176,7 +176,7 @@ class PromptRules:
         return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
-        """The tokens of some rows, the first of which has the number ``first``, also of those that are to be dropped.
+        """Tokenise rows, including rows that will be dropped. ``first`` is the number of the first row.
 
         Raises:
             ValueError: a row that isn't a prompt, is empty or (with ``error``) too long.
@@ -189,10 +189,10 @@ class PromptRules:
         return found
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
-        """A prompt that isn't the dataset's, with its images in their parts; None: it is too long.
+        """Convert a row that isn't in the dataset, with its images in their parts; None if the prompt is too long.
 
         Args:
-            where: what messages call it.
+            where: the prompt's name in messages.
         """
         if self.images is not None:
             asked = dataclasses.replace(self, name=where).read(example, 0)
@@ -201,10 +201,10 @@ class PromptRules:
         return ModelInput(ids) if len(ids) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Whether a row's prompt isn't too long.
+        """Return whether a row's prompt isn't too long.
 
         Raises:
-            ValueError: it is (with ``error``), or has no tokens.
+            ValueError: the prompt is too long (with ``error``), or has no tokens.
         """
         assert self.overlong in ("drop", "error"), self.overlong
         if not tokens:
@@ -222,13 +222,13 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     """Tokenise each row's ``prompt`` once. An iterable dataset, which evaluation takes too, is read to its end.
 
     Raises:
-        ValueError: no usable dataset, what `PromptRules.encode` finds, or no prompt left.
+        ValueError: no usable dataset, a row that `PromptRules.encode` refuses, or no prompt left.
     """
     name = rules.name
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
         rows = list(dataset.with_format(None))
-        features = dataset.features if rows else None  # which no rows wouldn't fit
+        features = dataset.features if rows else None  # an empty dataset doesn't fit features
         dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
     check_columns(dataset, name, rules.images is not None)
     if len(dataset) == 0:
@@ -254,7 +254,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
 
 
 def _tokenised(wanted: Dataset, rules: PromptRules) -> tuple[list[int], np.ndarray]:
-    """Each row's number of tokens, and the tokens of those that fit one after the other."""
+    """Return each row's number of tokens, and the concatenated tokens of the rows that aren't too long."""
     lengths, chunks = [], [np.empty(0, dtype=np.int32)]
     for first in range(0, len(wanted), ROWS_AT_ONCE):
         watchdog.progress("the prompts' tokens")
@@ -266,7 +266,7 @@ def _tokenised(wanted: Dataset, rules: PromptRules) -> tuple[list[int], np.ndarr
 
 
 def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Tokens of plain texts. A text that begins with the first token's text, as a chat template writes it, has one."""
+    """Tokenise plain texts. A text that begins with the BOS token, as chat templates write it, gets only one."""
     start, token = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     return [
         list(ids[1:] if start and text.startswith(start) and list(ids[:2]) == [token, token] else ids)
@@ -275,21 +275,21 @@ def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _is_text(example: dict[str, Any]) -> bool:
-    """Whether a row is plain text without images."""
+    """Return whether a row is plain text without images."""
     return isinstance(example["prompt"], str) and not any(example.get(name) for name in IMAGES)
 
 
 def _bytes(asked: ModelInput) -> int:
-    """Of a prompt's pixels."""
+    """Return the bytes of a prompt's pixels."""
     return 0 if asked.images is None else sum(value.nbytes for value in asked.images.inputs.values())
 
 
 def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list[list[int]]:
-    """Token ids of each row of a batch whose first row has the number ``first``."""
+    """Return the token ids of each row of a batch; ``first`` is the number of its first row."""
     prompts = batch["prompt"]
     ids: dict[int, list[int]] = {}
-    # Rows with equal arguments go through the template together, and so do texts, which have none (None), through the
-    # tokenizer: (the arguments, the rows' places in the batch).
+    # Rows with equal arguments go through the template together. Texts have no arguments (None), and go through the
+    # tokenizer together. Each value is (the arguments, the rows' places in the batch).
     alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
     for index, prompt in enumerate(prompts):
         _check_prompt(prompt, f"{rules.name}, row {first + index}", rules.tools is not None)
@@ -306,7 +306,7 @@ def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list
 
 
 def _template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRules) -> dict[str, Any]:
-    """The keyword arguments of the chat template for one row."""
+    """Return the keyword arguments of the chat template for one row."""
     continues = batch["prompt"][index][-1]["role"] == "assistant"
     arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
     arguments |= rules.chat_template_kwargs
@@ -321,7 +321,7 @@ def _template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRu
 def _apply_template(
     rules: PromptRules, conversations: list[Any], arguments: dict[str, Any], rows: list[int]
 ) -> list[list[int]]:
-    """Token ids of each conversation; ``rows`` has their numbers in the dataset."""
+    """Return the token ids of each conversation; ``rows`` has their numbers in the dataset."""
     tokenizer = rules.tokenizer
     if not getattr(tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
         raise ValueError(

@@ -20,11 +20,11 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
-    """A dataset, or a dict of its splits.
+    """Load a dataset, or a dict of its splits.
 
     Args:
-        splits: what a function with a parameter ``split`` is asked for.
-        streaming: give what is read while training.
+        splits: the values passed to a dataset function that has a parameter ``split``.
+        streaming: return datasets that are read while training.
     """
     function = _function(name)
     if function is not None:
@@ -35,14 +35,14 @@ def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: S
 
 
 def _streamed(loaded: Any) -> Any:
-    """A dataset or its splits, where they are loaded already, as what is read while training."""
+    """Convert a loaded dataset or its splits into iterable datasets, which are read while training."""
     if isinstance(loaded, dict):
         return {split: _streamed(part) for split, part in loaded.items()}
     return loaded.to_iterable_dataset() if isinstance(loaded, Dataset) else loaded
 
 
 def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
-    """A dataset from a local file or folder, or from the Hub."""
+    """Load a dataset from a local file or folder, or from the Hub."""
     path = Path(name)
     builder = FILE_BUILDERS.get(path.suffix.lower())
     try:
@@ -57,7 +57,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
         if not path.is_dir():
             check_dataset_name(name, kwargs.get("cache_dir"))
         return load_dataset(name, config, **kwargs)
-    # What is missing or unreachable is an OSError; of an empty file `datasets` raises StopIteration.
+    # A missing or unreachable dataset is an OSError; for an empty file `datasets` raises StopIteration.
     except (OSError, ValueError, TypeError, DatasetsError, StopIteration) as error:
         if builder is not None and path.is_file() and (problem := _problem_of_file(path, error)):
             raise ValueError(f"The dataset {name!r} can't be loaded: {problem}.") from error
@@ -70,7 +70,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
 
 
 def _problem_of_file(path: Path, error: Exception) -> str:
-    """What is wrong in a file that gave an error of `datasets`, which names no line; empty: nothing that is seen."""
+    """Find the fault in a file that `datasets` can't load, because its errors name no line; empty if none is found."""
     if not path.stat().st_size or "corresponds to no data" in str(error):
         return "the file has no rows: write some into it"
     if path.suffix.lower() != ".jsonl":
@@ -91,7 +91,7 @@ def _problem_of_file(path: Path, error: Exception) -> str:
 
 
 def _function(name: str) -> Callable[..., Any] | None:
-    """The function that an import path names; None where ``name`` isn't an import path."""
+    """Import the function that ``name`` points to; None if ``name`` isn't an import path."""
     explicit = ":" in name and "://" not in name
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if Path(name).exists() or not (explicit or dotted):
@@ -99,7 +99,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # None: the module is there, without such an attribute
+        why = error.__cause__  # None: the module exists, but lacks the attribute
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise
@@ -112,7 +112,7 @@ def _function(name: str) -> Callable[..., Any] | None:
 
 
 def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> Any:
-    """What the function returns. One with a parameter ``split`` is called for each of ``splits``, and makes a dict."""
+    """Call the dataset function; if it has a parameter ``split``, once per item of ``splits``, and return a dict."""
     signature = inspect.signature(function)
     takes_split = "split" in signature.parameters and "split" not in kwargs
     results: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Streamed prompts: a dataset without a length, tokenised while it is read, in the order in which its rows come."""
+"""Streamed prompts: a dataset without a length, tokenised while it is read, in the order of its rows."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .columns import by_column, check_columns, check_no_images, check_prompt_col
 from .order import seed_of
 from .prompts import PromptRules
 
-ROWS_AT_ONCE = 64  # read and tokenised together
+ROWS_AT_ONCE = 64  # rows that are read and tokenised together
 
 
 class PromptStream(torch.utils.data.IterableDataset):
-    """The prompts of a `datasets.IterableDataset`; each item has those of this rank for one optimizer step.
+    """The prompts of a `datasets.IterableDataset`; each item is the list of this rank's prompts of one optimizer step.
 
-    As in TRL: the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass; a round takes
-    ``steps_per_generation`` steps of ``prompts_per_step`` prompts, ``num_iterations`` times; what doesn't fill a round
-    is left out of the pass, and the next one begins. Every rank reads all of it and takes its own.
+    As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass. A round takes
+    ``steps_per_generation`` steps of ``prompts_per_step`` prompts, ``num_iterations`` times. Rows that don't fill a
+    round are left out of the pass, and the next pass begins. Every rank reads all rows and takes its own.
 
-    A resumed run finds its place by reading again what was read before. A digest of the prompts read so far, which a
-    checkpoint holds, shows whether that is the same (see `state` and `expect`).
+    A resumed run finds its place by reading the earlier rows again. A checkpoint holds a digest of the prompts read so
+    far, which shows whether the rows are the same (see `state` and `expect`).
     """
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
-        """Raises ValueError where the first row isn't a prompt, there is none, or the run can't be bounded."""
+        """Raise ValueError if the first row isn't a prompt, there is no row, or the run has no `max_steps`."""
         check_columns(dataset, rules.name)
         if rules.images is not None:
             raise ValueError(
@@ -40,7 +40,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 "whole in this version: set streaming: false."
             )
         self.dataset, self.rules = dataset.with_format(None), rules
-        self.longest = rules.max_prompt_tokens  # of prompts that are yet to come
+        self.longest = rules.max_prompt_tokens  # tokens, an upper bound: later prompts are unknown
         self.num_dropped = 0
         if config.max_steps <= 0:
             raise ValueError(
@@ -61,12 +61,12 @@ class PromptStream(torch.utils.data.IterableDataset):
         self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
-        self.state: dict[str, Any] = {}  # {"items", "digest"} of what has been handed out
+        self.state: dict[str, Any] = {}  # {"items", "digest"} of the yielded prompts
         self._expected: dict[str, Any] = {}
         self.first(1)
 
     def first(self, count: int) -> list[Prompt]:
-        """The first prompts that fit, without taking them.
+        """Return the first prompts that fit, without taking them.
 
         Raises:
             ValueError: there is no prompt.
@@ -77,7 +77,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         return _prompts(found, 0)
 
     def expect(self, state: dict[str, Any]) -> None:
-        """Let the next iteration fail unless it passes through ``state``, which a checkpoint holds."""
+        """Make the next iteration fail unless it passes through ``state``, which a checkpoint holds."""
         self._expected = state
 
     def __iter__(self) -> Iterator[list[Prompt]]:
@@ -103,7 +103,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 )
 
     def _compare(self) -> None:
-        """Raises ValueError where what is read again isn't what the checkpoint was trained on."""
+        """Raise ValueError if the rows read again differ from the rows that the checkpoint was trained on."""
         if self._expected.get("items") != self.state["items"]:
             return
         expected, self._expected = self._expected, {}
@@ -118,7 +118,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         """Yield the rows of one pass over the dataset that fit, with their tokens.
 
         Args:
-            counts: count the others, and report them.
+            counts: whether to count and report the rows that don't fit.
         """
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
@@ -144,7 +144,7 @@ class PromptStream(torch.utils.data.IterableDataset):
 
 
 def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
-    """Rows with their tokens as prompts, at the positions ``first`` and on."""
+    """Convert rows with their tokens into prompts, at positions from ``first`` on."""
     return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]
 
 
@@ -155,5 +155,5 @@ class StreamLoader(DataLoader):
     """
 
     def __init__(self, stream: PromptStream) -> None:
-        # Its own generator: starting would otherwise draw a number from the global one.
+        # Its own generator, because starting would otherwise draw a number from the global one.
         super().__init__(stream, batch_size=None, num_workers=0, generator=torch.Generator())

@@ -1,4 +1,4 @@
-"""The tokens of a tokenizer and the rows of a model's embedding: there may be more of either."""
+"""The tokens of a tokenizer compared with the rows of a model's embedding: either may have more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMED = 5  # tokens in a message
 
 
 def size_of(tokenizer: Any) -> int:
-    """Number of rows that a tokenizer's tokens need: its highest token id plus 1."""
+    """Return the number of rows that a tokenizer's tokens need: its highest token id plus 1."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -37,7 +37,7 @@ def remedy(tokenizer: Any) -> str:
 
 
 def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
-    """A warning where a tokenizer has tokens without a row."""
+    """Yield a warning if a tokenizer has tokens without a row."""
     surplus = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     if surplus:
         which = ", ".join(
@@ -50,7 +50,7 @@ def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
 
 
 def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
-    """A line where a model has rows without a token, which the engine may sample."""
+    """Yield a line if a model has rows without a token, which the engine may sample."""
     if (tokens := size_of(tokenizer)) < rows:
         yield (
             f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "

@@ -15,17 +15,17 @@ from ..usercode.calls import PendingCalls
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from .exam import Exam
 
-MOST_WORKERS = 8  # where nothing is said
+MOST_WORKERS = 8  # default limit
 
 
 class Checker:
-    """Checks an exam's completions: 1.0 for a right answer, else 0.0.
+    """The checks of an exam's completions: 1.0 for a right answer, else 0.0.
 
-    A check that is late, dies or raises judges its completion wrong, and is counted.
+    A check that is late, dies or raises counts as a wrong answer, and is counted.
 
     Args:
-        decode: a group's texts.
-        workers: processes; None: as many as this rank has cores, at most MOST_WORKERS.
+        decode: returns a group's texts.
+        workers: number of processes; None: as many as this rank has cores, at most MOST_WORKERS.
 
     Raises:
         ValueError: the exam's checker can't be found, or can't run in a worker.
@@ -35,14 +35,14 @@ class Checker:
         check = find_object(exam.check, f"The checker of the exam {exam.name!r}", callable)
         self.exam, self.decode = exam, decode
         self.counts: Counter[str] = Counter()  # checks that were late, died or raised
-        self.example = ""  # of a check that raised: its error
+        self.example = ""  # the error of a check that raised
         size = workers or min(MOST_WORKERS, process.cpu_threads())
         self._pool = WorkerPool("exams", {exam.name: check}, size, exam.seconds)
         if exam.name not in self._pool:
             raise ValueError(f"The checker of {exam.name!r} runs in no worker: {'; '.join(self._pool.notes)}")
 
     def submit(self, groups: Sequence[Group]) -> Checking:
-        """Begin to check all completions of some groups."""
+        """Start the checks of all completions of some groups."""
         calls = [
             self._pool.submit(self.exam.name, {"text": text, "answer": group.example["answer"]})
             for group in groups
@@ -56,7 +56,7 @@ class Checker:
 
 
 class Checking(PendingCalls[WorkerCall]):
-    """The verdicts on some completions on their way: `PendingRewards` of rollout/stages.py."""
+    """The pending verdicts on some completions: `PendingRewards` of rollout/stages.py."""
 
     def __init__(self, checker: Checker, calls: Sequence[WorkerCall]) -> None:
         super().__init__(calls)

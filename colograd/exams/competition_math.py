@@ -1,6 +1,6 @@
-"""MATH-500 (arXiv 2305.20050), AIME 2024 and AIME 2025: as lighteval asks them and Open-R1 samples them.
+"""MATH-500 (arXiv 2305.20050), AIME 2024 and AIME 2025: with lighteval's question and Open-R1's sampling.
 
-The answer is judged by math-verify: `math_answers.check`.
+math-verify judges the answer: `math_answers.check`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PROMPT = (
 OPEN_R1 = "https://github.com/huggingface/open-r1#reproducing-deepseeks-evaluation-results"
 LIGHTEVAL = "https://github.com/huggingface/lighteval/blob/main/src/lighteval/tasks/tasks/aime.py"
 CHECK = "colograd.exams.math_answers:check"
-# DeepSeek's sampling for its R1 models, whose numbers Open-R1 reproduces.
+# DeepSeek's sampling for its R1 models; Open-R1 reproduces their numbers.
 REASONING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 32768}
 
 
 def ask(row: Mapping[str, Any], number: int) -> Question:
-    """A row with the columns ``problem`` and ``answer``, in LaTeX."""
+    """Convert a row with the columns ``problem`` and ``answer``, in LaTeX."""
     return Question.of_user(PROMPT.format(problem=row["problem"]), str(row["answer"]))
 
 

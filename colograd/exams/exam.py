@@ -1,4 +1,4 @@
-"""`Exam`: one benchmark. `ExamSpec`: an exam as a command line or a recipe names it."""
+"""`Exam`: one benchmark. `ExamSpec`: an exam as named in a command line or a recipe."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ SPEC = re.compile(r"(?P<name>[\w-]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?(=(?P<da
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """An accuracy that was published, to compare with."""
+    """A published accuracy to compare with."""
 
     model: str
     percent: float
     source: str  # URL
-    note: str = ""  # where its settings aren't the exam's
+    note: str = ""  # differences from the exam's settings
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is put to the model, and what its answer is compared with."""
+    """A question for the model, and the right answer."""
 
-    messages: tuple[dict[str, str], ...]  # the last may be the beginning of the model's own answer
+    messages: tuple[dict[str, str], ...]  # the last one may be the beginning of the model's answer
     answer: str
 
     @classmethod
     def of_user(cls, text: str, answer: str) -> Question:
-        """A question of one user message."""
+        """Make a question of one user message."""
         return cls(({"role": "user", "content": text},), answer)
 
 
@@ -40,11 +40,11 @@ class Exam:
     """A benchmark: its data, question, sampling, checker, and numbers to expect."""
 
     name: str
-    path: str  # of the dataset on the Hub
+    path: str  # the dataset's id on the Hub
     config: str | None
     split: str
-    columns: tuple[str, ...]  # that `ask` reads
-    ask: Callable[[Mapping[str, Any], int], Question]  # of a row and its number
+    columns: tuple[str, ...]  # columns that `ask` reads
+    ask: Callable[[Mapping[str, Any], int], Question]  # (row, its number) -> question
     check: str  # import path of f(text, answer) -> bool
     source: str  # URL of question, sampling and checker
     published: tuple[Published, ...]
@@ -52,9 +52,9 @@ class Exam:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    max_tokens: int = 1024  # of a completion
+    max_tokens: int = 1024  # limit of a completion
     stop: tuple[str, ...] = ()
-    seconds: float = 60.0  # that one check may take
+    seconds: float = 60.0  # limit of one check
 
     def __post_init__(self) -> None:
         if self.temperature == 0 and self.n > 1:
@@ -66,18 +66,18 @@ class Exam:
 
 @dataclass(frozen=True, slots=True)
 class ExamSpec:
-    """An exam with the changes that were asked for: ``NAME[:ROWS]@N=DATA``, each but the name optional."""
+    """An exam with the requested changes: ``NAME[:ROWS]@N=DATA``, where only the name is required."""
 
     exam: Exam
-    limit: int | None = None  # the first rows alone
-    data: str | None = None  # a file or folder with the dataset's columns, in place of the Hub's dataset
+    limit: int | None = None  # only so many first rows
+    data: str | None = None  # a file or folder with the dataset's columns, instead of the Hub's dataset
 
     @classmethod
     def parse(cls, text: str, exams: Mapping[str, Exam], **changes: Any) -> ExamSpec:
         """Read ``gsm8k``, ``math500[:100]``, ``aime24@16``, ``gsm8k=test.jsonl`` or a mixture of these.
 
         Args:
-            changes: of the exam's fields, beside what the text says.
+            changes: new values of the exam's fields, in addition to the text's.
 
         Raises:
             ValueError: no such exam, or another form.
@@ -100,7 +100,7 @@ class ExamSpec:
 
 
 def parse_specs(texts: Sequence[str], exams: Mapping[str, Exam], **changes: Any) -> dict[str, ExamSpec]:
-    """Several specs by their exams' names. Raises ValueError for a bad one, or an exam that is named twice."""
+    """Parse several specs, by their exams' names. Raises ValueError for a bad spec, or an exam that is named twice."""
     found: dict[str, ExamSpec] = {}
     for text in texts:
         spec = ExamSpec.parse(text, exams, **changes)

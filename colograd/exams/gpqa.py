@@ -1,7 +1,7 @@
-"""GPQA Diamond (arXiv 2311.12022), 198 questions: as OpenAI's simple-evals asks it, sampled as Open-R1 does.
+"""GPQA Diamond (arXiv 2311.12022), 198 questions: with the question of OpenAI's simple-evals and Open-R1's sampling.
 
-Two differences: all completions of a question see its four choices in one order (there each has its own), and the last
-answer of a completion counts, behind a ``<think>`` block if there is one (there the first).
+Two differences from simple-evals: all completions of a question see its four choices in one order (there each has its
+own). The last answer of a completion counts, behind a ``<think>`` block if there is one (there the first).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorr
 
 
 def ask(row: Mapping[str, Any], number: int) -> Question:
-    """A row of Idavidrein/gpqa, with its choices in an order that depends on the row's number alone."""
+    """Convert a row of Idavidrein/gpqa; the order of its choices depends only on the row's number."""
     order = random.Random(number).sample(CHOICES, len(CHOICES))
     lettered = {letter: str(row[choice]).strip() for letter, choice in zip("ABCD", order, strict=True)}
     text = PROMPT.format(question=str(row["Question"]).strip(), **lettered)
@@ -33,7 +33,7 @@ def ask(row: Mapping[str, Any], number: int) -> Question:
 
 
 def check(text: str, answer: str) -> bool:
-    """Whether the last ``Answer: LETTER`` names the right choice."""
+    """Return whether the last ``Answer: LETTER`` names the right choice."""
     found = ANSWER.findall(after_thinking(text).replace("*", ""))  # **Answer: B**
     return bool(found) and found[-1] == answer
 

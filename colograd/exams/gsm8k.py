@@ -1,6 +1,7 @@
-"""GSM8K (arXiv 2110.14168), 1,319 questions: as verl and SkyRL ask and judge it, whose numbers are to be reproduced.
+"""GSM8K (arXiv 2110.14168), 1,319 questions: with the question and judgement of verl and SkyRL, to reproduce their
+numbers.
 
-The question ends with their instruction, completions are greedy, and the answer is what follows the last ``####`` of
+The question ends with their instruction, completions are greedy, and the answer is the text behind the last ``####`` in
 the completion's last 300 characters.
 """
 
@@ -21,7 +22,7 @@ QWEN = "https://qwenlm.github.io/blog/qwen2.5-llm/"
 
 
 def ask(row: Mapping[str, Any], number: int) -> Question:
-    """A row of openai/gsm8k: columns ``question`` and ``answer``, which ends with ``#### number``."""
+    """Convert a row of openai/gsm8k: columns ``question`` and ``answer``, which ends with ``#### number``."""
     gold = behind_hashes(str(row["answer"]))
     if gold is None:
         raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`.")
@@ -29,15 +30,16 @@ def ask(row: Mapping[str, Any], number: int) -> Question:
 
 
 def check(text: str, answer: str) -> bool:
-    """Whether the number after the last ``####`` is the answer, written alike but for commas (so ``42.`` isn't 42)."""
+    """Return whether the number after the last ``####`` has the answer's characters, without commas (``42.`` isn't
+    42)."""
     return behind_hashes(text[-HASHES_WITHIN:]) == answer
 
 
 def training_rows(path: str = "openai/gsm8k") -> Any:
-    """The 7,473 training problems as the exam asks: columns ``prompt`` and ``answer``.
+    """Load the 7,473 training problems in the exam's form: columns ``prompt`` and ``answer``.
 
     Args:
-        path: a folder or Hub id with the dataset's files; of one file, its rows.
+        path: a folder or Hub id with the dataset's files, or one file of rows.
     """
     from datasets import Dataset
 

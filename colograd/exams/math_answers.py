@@ -10,11 +10,11 @@ __all__ = ["UnreadableAnswer", "check", "reward"]
 
 
 class UnreadableAnswer(ValueError):
-    """The dataset's answer isn't one that can be compared."""
+    """A dataset's answer that math-verify can't read."""
 
 
 def check(text: str, answer: str) -> bool:
-    """Whether the last boxed expression (else other LaTeX, else a bare number) equals the answer, which is LaTeX.
+    """Return whether the last boxed expression (else other LaTeX, else a bare number) equals the answer, in LaTeX.
 
     Text in a reasoning model's ``<think>`` block is no answer (`after_thinking`).
 

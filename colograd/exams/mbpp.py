@@ -1,8 +1,8 @@
-"""MBPP (arXiv 2108.07732) in EvalPlus' edition (arXiv 2305.01210), 378 problems: ``mbpp`` has the problem's own three
-or so tests, ``mbpp_plus`` many more.
+"""MBPP (arXiv 2108.07732) in EvalPlus' edition (arXiv 2305.01210), 378 problems: ``mbpp`` has the problem's own
+tests, about three, and ``mbpp_plus`` many more.
 
 The question is EvalPlus': the problem and its first test in a docstring, and the beginning of an answer with an open
-block of code, which the model goes on with. Its code runs in a process of its own: `usercode/python_runner.py`.
+block of code, which the model continues. The code runs in a separate process: `usercode/python_runner.py`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ BEGINNING = (
     "```python\n"
 )
 FENCE = "\n```"
-SECONDS = {"mbpp": 20.0, "mbpp_plus": 60.0}  # that a solution's tests may take
+SECONDS = {"mbpp": 20.0, "mbpp_plus": 60.0}  # limit of a solution's tests
 QWEN = "https://arxiv.org/abs/2409.12186"
 
 
 def ask(row: Mapping[str, Any], number: int) -> Question:
-    """A row of evalplus/mbppplus, judged by ``test_list``."""
+    """Convert a row of evalplus/mbppplus, judged by ``test_list``."""
     return _question(row, "mbpp", "\n".join([*(row.get("test_imports") or ()), *row["test_list"]]))
 
 
 def ask_plus(row: Mapping[str, Any], number: int) -> Question:
-    """The same, judged by ``test`` too."""
+    """Convert the same row, judged by ``test`` too."""
     own = [*(row.get("test_imports") or ()), *row["test_list"]]
     return _question(row, "mbpp_plus", "\n".join([*own, str(row["test"])]))
 
@@ -49,13 +49,13 @@ def _question(row: Mapping[str, Any], name: str, tests: str) -> Question:
 
 
 def check(text: str, answer: str) -> bool:
-    """Whether the tests pass behind the completion's code."""
+    """Return whether the tests pass behind the completion's code."""
     wanted = json.loads(answer)
     return run_python(f"{code_of(text)}\n{wanted['tests']}\n", wanted["seconds"]).passed
 
 
 def code_of(text: str) -> str:
-    """The code of a completion: it goes on with an open block, or (a model that ignores this) begins one of its own."""
+    """Return the code of a completion. It continues an open block; a model that ignores this begins its own block."""
     if "```python" in text:
         text = text.partition("```python")[2]
     return ("\n" + text).partition(FENCE)[0].lstrip("\n")

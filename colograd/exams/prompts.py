@@ -14,16 +14,16 @@ from .exam import Exam, ExamSpec, Question
 
 
 class ExamPrompts(PromptDataset):
-    """The prompts of an exam; column ``answer`` has what a completion is compared with."""
+    """The prompts of an exam; column ``answer`` has the right answers."""
 
     exam: Exam
 
     @classmethod
     def of(cls, spec: ExamSpec, rules: PromptRules) -> ExamPrompts:
-        """Read and tokenise the questions; one that is too long for the context is an error.
+        """Read and tokenise the questions; a question that is too long for the context is an error.
 
         Raises:
-            ValueError: no such dataset or columns, or a row that isn't as the exam has it.
+            ValueError: no such dataset or columns, or a row of another form than the exam's.
         """
         rules = dataclasses.replace(rules, name=f"the exam {spec.exam.name}", overlong="error")
         made = tokenize_prompts(load_questions(spec, plain=not _has_template(rules)), rules)
@@ -38,10 +38,10 @@ class ExamPrompts(PromptDataset):
 
 
 def load_questions(spec: ExamSpec, plain: bool = False) -> Dataset:
-    """The exam's questions, with the columns ``prompt`` and ``answer``.
+    """Load the exam's questions, with the columns ``prompt`` and ``answer``.
 
     Args:
-        plain: of a model without a chat template: the messages' texts one after the other.
+        plain: concatenate the messages' texts, for a model without a chat template.
     """
     exam = spec.exam
     loaded = _rows(spec)
@@ -68,7 +68,7 @@ def _rows(spec: ExamSpec) -> Dataset:
         return loaded
     if exam.split in loaded:
         return loaded[exam.split]
-    if len(loaded) == 1:  # a file of one's own has a split `train`
+    if len(loaded) == 1:  # the user's own file has a split `train`
         return next(iter(loaded.values()))
     raise ValueError(
         f"The exam {exam.name!r} is asked from the split {exam.split!r}; {spec.data or exam.path} has {listed(loaded)}."

@@ -1,8 +1,8 @@
 """An exam's result: the mean over questions with its 95 % interval, pass@k, lengths; joined over ranks; as a table.
 
-Intervals are the normal approximation over questions (arXiv 2411.00640, section 2.1 and 2.2): a question's value is the
-mean of its n completions, and mean ± 1.96 standard deviations of these values over the root of their number. So the
-completions of a question count once, as they are not independent.
+Intervals are the normal approximation over questions (arXiv 2411.00640, section 2.1 and 2.2). A question's value is the
+mean of its n completions; the interval is the mean ± 1.96 standard deviations of these values over the root of their
+number. So the completions of a question count once, because they are not independent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Of each question's value."""
+        """Compute the estimate from each question's value."""
         count = len(values)
         mean = sum(values) / count
         if count < 2:
@@ -47,26 +47,26 @@ class Estimate:
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k completions is right, from n of which c are: 1 - C(n-c, k) / C(n, k), which is
-    unbiased (arXiv 2107.03374, equation 1)."""
+    """Estimate the chance that at least one of k completions is right, if c of n are right: 1 - C(n-c, k) / C(n, k),
+    which is unbiased (arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 @dataclass(slots=True)
 class ExamResult:
-    """What all ranks' completions of an exam say. Questions are in the order of the data."""
+    """The result of an exam over all ranks' completions. Questions are in the order of the data."""
 
     exam: Exam
-    right: dict[int, int] = field(default_factory=dict)  # of each question's n completions, by its row
-    tokens: int = 0  # of all completions
+    right: dict[int, int] = field(default_factory=dict)  # right ones among each question's n completions, by its row
+    tokens: int = 0  # tokens of all completions
     cut_off: int = 0  # completions that ended at their limit of tokens
     counts: Counter[str] = field(default_factory=Counter)  # checks that were late, died or raised
-    example: str = ""  # the error of one that raised
+    example: str = ""  # the error of a check that raised
     seconds: float = 0.0
 
     @classmethod
     def of(cls, exam: Exam, groups: Iterable[ScoredGroup], counts: Mapping[str, int], example: str) -> ExamResult:
-        """Count this rank's groups, and join all ranks'. A collective."""
+        """Count this rank's groups, and join all ranks' counts. A collective."""
         own = cls(exam, counts=Counter(counts), example=example)
         for scored in groups:
             own.right[scored.group.position] = int(scored.rewards.sum())
@@ -92,13 +92,13 @@ class ExamResult:
         return Estimate.of([right / self.exam.n for right in self.right.values()])
 
     def passes(self) -> dict[int, Estimate]:
-        """pass@k for k = 2, 4, 8 ... n; at k = 1 it is the accuracy."""
+        """Compute pass@k for k = 2, 4, 8 ... n; at k = 1 it is the accuracy."""
         n = self.exam.n
         ks = [2**power for power in range(1, n.bit_length())]
         return {k: Estimate.of([pass_at(n, right, k) for right in self.right.values()]) for k in ks}
 
     def metrics(self) -> dict[str, float]:
-        """For the log of a run: shares, not percent."""
+        """Return metrics for the log of a run: shares, not percent."""
         accuracy = self.accuracy
         found = {"accuracy": accuracy.mean}
         if not math.isnan(accuracy.half):
@@ -112,7 +112,7 @@ class ExamResult:
         return found | {f"checks/{kind}": float(count) for kind, count in self.counts.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, with the settings and the published numbers."""
+        """Return the whole result, with the settings and the published numbers."""
         exam = self.exam
         return {
             "exam": exam.name,
@@ -140,7 +140,7 @@ class ExamResult:
 
 
 def table(results: Sequence[ExamResult]) -> list[str]:
-    """Lines for people: a row per exam, then what was published, and checks that went wrong."""
+    """Format lines for people: a row per exam, then published numbers, and failed checks."""
     rows = [("exam", "questions", "avg@n", "% right, 95 %", "pass@k", "tokens", "cut off")]
     for result in results:
         passes = ", ".join(f"@{k} {estimate.percent()}" for k, estimate in result.passes().items())

@@ -1,4 +1,4 @@
-"""Takes exams in a run: the policy's engine writes, workers judge."""
+"""Exams in a run: the policy's engine writes the answers, workers judge them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Collect = Callable[[Sequence[Prompt], Sampling, Callable[[Sequence[Group]], Pend
 
 
 def sampling_of(exam: Exam) -> Sampling:
-    """An exam's sampling as the engine takes it."""
+    """Convert an exam's sampling for the engine."""
     options: dict[str, Any] = {"top_p": exam.top_p, "top_k": exam.top_k}
     if exam.stop:
         options["stop"] = list(exam.stop)
@@ -29,17 +29,17 @@ def sampling_of(exam: Exam) -> Sampling:
 
 
 def shortened(exam: Exam, tokens: int) -> Exam:
-    """The exam with completions of at most so many tokens."""
+    """Limit the exam's completions to so many tokens."""
     return dataclasses.replace(exam, max_tokens=min(exam.max_tokens, tokens))
 
 
 def take(
     exam: Exam, prompts: Sequence[Prompt], decode: Callable[[Group], list[str]], collect: Collect
 ) -> tuple[ExamResult, list[ScoredGroup]]:
-    """Take an exam on all ranks: the result of all, and this rank's groups. A collective.
+    """Take an exam on all ranks. Return the result of all ranks, and this rank's groups. A collective.
 
     Args:
-        prompts: this rank's.
+        prompts: this rank's prompts.
     """
     started = time.perf_counter()
     with on_all_ranks(f"the checker of {exam.name}"):
@@ -52,6 +52,6 @@ def take(
 
 
 def metrics_of(result: ExamResult) -> Mapping[str, float]:
-    """A result for the log of a run, with its times."""
+    """Return a result for the log of a run, with its times."""
     seconds = result.seconds
     return result.metrics() | {"runtime": seconds, "samples_per_second": len(result.right) / seconds}

@@ -1,6 +1,6 @@
-"""Objectives: `token_losses` has one small class each, `objective` what goes with any of them, `entropy` what its terms
-must know of the whole step, `mismatch` how far sampler and trainer are apart. `advantages` turns a group's rewards into
-the numbers that weigh its tokens.
+"""Objectives: `token_losses` has one small class per loss, and `objective` combines it with the terms that any loss can
+have. `entropy` computes the entropy values of the whole step, and `mismatch` measures the difference between sampler
+and trainer. `advantages` turns a group's rewards into the numbers that weigh its tokens.
 
 A loss of your own derives from `TokenLoss` (docs/losses.md).
 """

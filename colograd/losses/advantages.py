@@ -1,4 +1,4 @@
-"""Rewards of a group -> advantages; and what scales them over the step."""
+"""Advantages from the rewards of a group, and their scaling over the step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..rewards import weighted_sum
 
 # TRL's constant: keeps a group of nearly equal rewards from being blown up.
 STD_EPSILON = 1e-4
-# Normalised float32 rewards that cancel leave their rounding: sums up to this, by the weights, are no difference.
+# Float32 normalised rewards that cancel leave rounding errors: sums up to this times the weights' sum count as 0.
 CANCELLED = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """How a run's rewards become advantages; its knobs are TRL's, but for the baseline.
+    """The computation of advantages from a run's rewards. Its settings are TRL's, except for the baseline.
 
     `scale_rewards: batch` and `normalize_then_sum` also divide by one positive number for all groups (`step_std`).
     """
@@ -29,22 +29,22 @@ class AdvantageEstimator:
     scale: str  # group, batch, batch_centered, mean or none
     aggregation: str  # sum_then_normalize or normalize_then_sum
     baseline: str  # mean or leave_one_out
-    weights: tuple[float, ...]  # [R]
+    weights: tuple[float, ...]  # [R], one weight per reward function
 
     @classmethod
     def of(cls, config: GRPOConfig, weights: Sequence[float]) -> AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """[G, R] rewards of one group, NaN where a function abstains -> [G] advantages, before `step_std`."""
+        """Convert [G, R] rewards of one group, NaN where a function abstains, into [G] advantages before `step_std`."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """[G, R] rewards -> [G] numbers whose deviation over the step divides its advantages (NaN: judged by nobody);
-        None: nothing is scaled over the step."""
+        """A function from [G, R] rewards to [G] scores (NaN: unjudged). The scores' deviation over the step divides the
+        step's advantages. None: nothing is scaled over the step."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":
@@ -53,14 +53,14 @@ class AdvantageEstimator:
 
 
 def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") -> torch.Tensor:
-    """How much better each completion did than its group: [G] float32 rewards -> [G] float32 advantages.
+    """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages.
 
     GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4). The ``scale`` "mean"
-    divides by the mean, where it is positive: so weighed, prompts follow the likelihood of a success instead of its
-    probability (MaxRL, arXiv 2602.02710). Any other divides nothing here (Dr. GRPO, arXiv 2503.20783). The baseline
+    divides by the mean, if it is positive: prompts then follow the likelihood of a success instead of its probability
+    (MaxRL, arXiv 2602.02710). Any other scale divides nothing here (Dr. GRPO, arXiv 2503.20783). The baseline
     "leave_one_out" is the mean of the others (RLOO, arXiv 2402.14740), n / (n - 1) times as far away as the mean of all
-    n that were judged. A completion that nobody judged (NaN), or that is judged alone, gets 0. In float64 the mean of
-    equal float32 rewards is exactly that reward: a group without a difference gets exactly 0.
+    n judged rewards. An unjudged completion (NaN), or the only judged one, gets 0. In float64 the mean of equal float32
+    rewards is exactly that reward: a group without a difference gets exactly 0.
     """
     exact = rewards.double()
     judged = ~exact.isnan()
@@ -79,17 +79,18 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
 
 
 def centered(rewards: torch.Tensor) -> torch.Tensor:
-    """[G] rewards less their mean; NaN stays. Their deviation over the step is REINFORCE++-baseline's (arXiv
-    2501.03262): how far groups are apart has no part in it."""
+    """Subtract the mean from [G] rewards; NaN stays. The results' deviation over the step is REINFORCE++-baseline's
+    (arXiv 2501.03262), which doesn't depend on the distances between groups."""
     exact = rewards.double()
     return (exact - exact.nanmean()).to(rewards.dtype)
 
 
 def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Each function's rewards normalised within the group, then weighted and summed (GDPO, arXiv 2601.05242): [G, R]
-    float32 rewards, NaN where a function abstains, which adds 0 -> [G] float32.
+    """Normalise each function's rewards within the group, then weigh and sum them (GDPO, arXiv 2601.05242): [G, R]
+    float32 rewards -> [G] float32. NaN, where a function abstains, adds 0.
 
-    The paper normalises the sums over the batch: as their mean is 0 in each group, that is a division, see `step_std`.
+    The paper also normalises the sums over the batch. Their mean is 0 in each group, so that is a division
+    (`step_std`).
     """
     exact = rewards.double()
     total = exact.new_zeros(len(exact))
@@ -104,27 +105,28 @@ def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Ten
 
 
 def group_std(rewards: torch.Tensor) -> torch.Tensor:
-    """Sample standard deviation (n - 1) of the judged rewards; 0 for fewer than two. Returns a () tensor."""
+    """Compute the sample standard deviation (n - 1) of the judged rewards; 0 for fewer than two. Returns a ()
+    tensor."""
     judged = rewards[~rewards.isnan()].double()
     deviation = judged.std() if len(judged) > 1 else judged.new_zeros(())
     return deviation.to(rewards.dtype)
 
 
 def step_std(scores: Sequence[torch.Tensor]) -> float:
-    """The deviation over all ranks of the scores ([G] of each group) of a step's kept groups, plus 1e-4: what its
-    advantages are divided by. A collective, the only one between sampling and training."""
+    """Compute the divisor of a step's advantages: the deviation, over all ranks, of the kept groups' scores ([G] each),
+    plus 1e-4. A collective, the only one between sampling and training."""
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
 
 
 def divided(group: ScoredGroup, std: float) -> ScoredGroup:
-    """The group with its advantages, one per completion or per token, divided by ``std``."""
+    """Divide the group's advantages, one per completion or per token, by ``std``."""
     return dataclasses.replace(group, advantages=group.advantages / std)
 
 
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
-    """The steps with advantages divided by a deviation over the step, where the run scales them so: for what wasn't
-    kept the step that counts it. A collective."""
+    """Divide the steps' advantages by a deviation over the step, if the run scales them so. A group that isn't kept is
+    divided by the deviation of the step that counts it. A collective."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

@@ -30,14 +30,14 @@ def with_step_entropy(
     entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """The step with what the objective's entropy terms must know of all of it. A collective.
+    """Add the values that the objective's entropy terms need of the whole step. A collective.
 
     A top-entropy quantile needs all tokens' entropies before the first loss: one more forward of each micro-batch, if
     the step has several.
 
     Args:
-        coefficient: of the bonus in this step.
-        entropies: of a micro-batch, (N,).
+        coefficient: the bonus's coefficient in this step.
+        entropies: computes the (N,) entropies of a micro-batch.
         timed: is entered once around all of those forwards, if there are any.
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
@@ -58,7 +58,7 @@ def with_step_entropy(
 
 
 def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Entropies with their masks, (2, N) of each row -> those in the loss, on the host, in one transfer."""
+    """Select the entropies in the loss from each row's (2, N) entropies and masks; on the host, in one transfer."""
     entropies, mask = torch.cat(list(rows), dim=1).cpu() if rows else torch.zeros(2, 0)
     return entropies[mask > 0]
 
@@ -66,8 +66,9 @@ def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 class EntropyController(TrainerCallback):
     """The bonus's coefficient over a run: fixed, or held between bounds so that the entropy stays near a target.
 
-    Adaptive (Skywork-OR1, arXiv 2505.22312): after a step whose mean entropy is at most ``entropy_target`` it moves up
-    by ``entropy_coef_delta``, else down, and the next step has no bonus. Checkpoints hold it, in trainer_state.json.
+    Adaptive (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most ``entropy_target``, it moves
+    up by ``entropy_coef_delta``. Otherwise it moves down, and the next step has no bonus. Checkpoints hold it, in
+    trainer_state.json.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
@@ -84,7 +85,7 @@ class EntropyController(TrainerCallback):
         return self.coefficient
 
     def show(self, metrics: dict[str, float], loss: float) -> float | None:
-        """Write `policy_loss`, the ``loss`` without its bonus, into the metrics of a step or of an evaluation. Returns
+        """Write `policy_loss`, the ``loss`` without its bonus, into the metrics of a step or of an evaluation. Return
         the mean entropy that the bonus acted on, in nats; None: there is no bonus, or no token."""
         entropy = metrics.pop(BONUS_ENTROPY, None)
         if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:

@@ -1,4 +1,4 @@
-"""How far the sampler's and the trainer's probabilities of the same tokens are apart, and what follows from it."""
+"""Differences between the sampler's and the trainer's probabilities of the same tokens, and their consequences."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .token_losses import Extremes, Means, Tokens, per_sequence_sum
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
-MASKED_TOKENS = "sampling/masked_tokens_share"  # of a mask of whole completions: the long ones go first
-SIGNED, SQUARE = "/signed", "/square"  # of moments from which `/std` is made; not logged
-LARGEST = 30.0  # log-ratio from which on a ratio is shown as no larger: its square stays a float32
+MASKED_TOKENS = "sampling/masked_tokens_share"  # for a mask of whole completions, which drops long ones first
+SIGNED, SQUARE = "/signed", "/square"  # suffixes of the moments for `/std`; not logged
+LARGEST = 30.0  # log-ratios are shown up to this, so that a ratio's square stays a float32
 HALF = 0.5  # effective share of completions below which a line is due
 
 
 def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds) -> tuple[Means, Extremes, Extremes]:
-    """Sums with counts, minima and maxima of the ratio before it is bounded; of a micro-batch with a loss token.
+    """Sum the ratio before it is bounded, with counts, minima and maxima; for a micro-batch with a loss token.
 
     Args:
         difference: (N,) trainer less sampler, nats; 0 where it isn't known.
-        mode: of the correction; empty: there is none, and the ratios are the tokens'.
+        mode: the correction's mode; empty: there is no correction, and the ratios are per token.
     """
     batch, whole = tokens.batch, mode.startswith("sequence")
     log_ratio = per_sequence_sum(difference, batch)[batch.sequence] if whole else difference
@@ -47,13 +47,13 @@ def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of a correction's ratio; None: there is none."""
+    """The bounds of a correction's ratio; None: there is no bound."""
 
     low: float | None = None
     high: float | None = None
 
     def outside(self, ratio: torch.Tensor) -> torch.Tensor:
-        """(N,) whether each is."""
+        """Return a mask of the ratios beyond the bounds, (N,) bool."""
         outside = torch.zeros_like(ratio, dtype=torch.bool)
         if self.low is not None:
             outside |= ratio < self.low
@@ -63,10 +63,11 @@ class Bounds:
 
 
 def effective_share(spread: float, tokens: float, bounds: Bounds, masks: bool) -> float:
-    """What share of completions of ``tokens`` tokens counts: E[w]^2 / E[w^2], the effective sample size of importance
-    sampling (Kong 1992). w is the ratio; beyond the bounds 0 (``masks``) or the bound.
+    """Estimate the share of completions of ``tokens`` tokens that counts: E[w]^2 / E[w^2], the effective sample size of
+    importance sampling (Kong 1992). w is the ratio; beyond the bounds it is 0 (``masks``) or the bound.
 
-    Tokens' log-ratios are taken as independent and normal, of standard deviation ``spread``, the ratio's mean as 1.
+    Tokens' log-ratios count as independent and normal, with standard deviation ``spread``; the ratio's mean counts as
+    1.
     """
     width = spread * math.sqrt(tokens)
     if not width:
@@ -91,12 +92,12 @@ def effective_share(spread: float, tokens: float, bounds: Bounds, masks: bool) -
 
 
 def _normal(x: float) -> float:
-    """The standard normal distribution function, exact in its lower tail."""
+    """Evaluate the standard normal distribution function, exact in its lower tail."""
     return math.erfc(-x / math.sqrt(2)) / 2
 
 
 class SamplerMismatch:
-    """Makes a step's spreads of its moments, and advises once where the correction leaves out most of what is long."""
+    """The standard deviations of a step's moments, and one line of advice if long completions hardly count."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
@@ -110,7 +111,8 @@ class SamplerMismatch:
                 metrics[f"{name}/std"] = math.sqrt(max(square - mean * mean, 0.0))
 
     def advice(self, metrics: dict[str, Any]) -> str:
-        """A line after the first step whose `finish`ed metrics say that the longest completions will hardly count."""
+        """Return a line after the first step with metrics, from `finish`, that show that the longest completions
+        hardly count."""
         config, spread = self.config, metrics.get(f"{DIFFERENCE}/std", 0.0)
         mode, longest = config.vllm_importance_sampling_mode, config.max_completion_length or 1
         if self._advised or not config.vllm_importance_sampling_correction or not mode.startswith("sequence"):

@@ -1,5 +1,5 @@
-"""The whole objective of a micro-batch: a loss of `token_losses`, with what goes with any of them (the ratio and its
-level, the sampler's correction, the masks, the KL term, the entropy bonus)."""
+"""The whole objective of a micro-batch: a loss of `token_losses` and the terms that any loss can have (the ratio and
+its level, the sampler's correction, the masks, the KL term, the entropy bonus)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .token_losses import (
     sequence_mean_weights,
 )
 
-QUANTILE_LIMIT = 2**24  # of numbers, where torch.quantile gives up
-DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # by `distillation_kl`
+QUANTILE_LIMIT = 2**24  # numbers; torch.quantile fails for more
+DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the rows' field by `distillation_kl`
 BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
 
 
@@ -51,7 +51,7 @@ class SamplerCorrection:
         return self.mode.startswith("sequence")
 
     def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """(N,) weights from the trainer's detached log-probabilities (N,)."""
+        """Compute (N,) weights from the trainer's detached log-probabilities (N,)."""
         difference = known(trainer - batch.sampler_logprobs, batch)
         if self.per_sequence:
             difference = per_sequence_sum(difference, batch)[batch.sequence]
@@ -62,12 +62,13 @@ class SamplerCorrection:
 
 
 def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """(N,) differences from the sampler's log-probabilities; 0 outside the loss, and where it gave none (NaN)."""
+    """Set the (N,) differences from the sampler's log-probabilities to 0 outside the loss and where it gave none
+    (NaN)."""
     return difference.where(batch.loss_mask > 0, 0.0).nan_to_num(nan=0.0)
 
 
 def _taught(batch: MicroBatch) -> torch.Tensor:
-    """(N,) 1 for the tokens in the loss that a teacher has scored, else 0."""
+    """Return (N,) 1 for the tokens in the loss that a teacher has scored, else 0."""
     assert batch.teacher_logprobs is not None
     return batch.loss_mask * (batch.teacher_logprobs != UNTAUGHT)
 
@@ -77,20 +78,20 @@ class Objective:
     """A loss and its terms. Called with a micro-batch, it returns the unnormalised sum and TRL's metrics."""
 
     loss: TokenLoss
-    level: str = "token"  # of the importance ratio: "token", or "sequence" (GSPO, arXiv 2507.18071)
+    level: str = "token"  # the importance ratio's level: "token", or "sequence" (GSPO, arXiv 2507.18071)
     correction: SamplerCorrection | None = None
     off_policy_threshold: float | None = None  # DeepSeek-V3.2, arXiv 2512.02556, eq. 9
     top_entropy_quantile: float = 1.0  # Beyond the 80/20 Rule, arXiv 2506.01939; 1: all tokens
     beta: float = 0.0
-    unbiased_kl: bool = True  # the KL term times the token's own ratio: DeepSeek-V3.2, likewise
+    unbiased_kl: bool = True  # the KL term times the token's own ratio, also from DeepSeek-V3.2
     entropy_bonus: bool = False
-    distillation_weight: float = 0.0  # of the teacher's term; 0: there is no teacher
-    divergence_of: str = ""  # the rows' field of which a divergence is made; empty: the term is a part of the advantage
-    router_coef: float = 0.0  # of a mixture's load-balancing loss, see `Routing.balance_loss`
+    distillation_weight: float = 0.0  # weight of the teacher's term; 0: there is no teacher
+    divergence_of: str = ""  # the rows' field for a divergence; empty: the term is a part of the advantage
+    router_coef: float = 0.0  # coefficient of a mixture's load-balancing loss, see `Routing.balance_loss`
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
-        """Raise a ValueError if there is no such loss."""
+        """Build the run's objective. Raises ValueError if there is no such loss."""
         correction = None
         if config.vllm_importance_sampling_correction:
             bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
@@ -120,12 +121,12 @@ class Objective:
 
     @property
     def every_group(self) -> bool:
-        """Whether groups without a reward difference matter: by a gradient of theirs, or by their tokens' entropies."""
+        """Whether groups without a reward difference matter: by their gradient, or by their tokens' entropies."""
         terms = bool(self.needs) or self.entropy_bonus or self.router_coef != 0
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
     def needs_entropy_gradient(self, batch: MicroBatch) -> bool:
-        """Whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
+        """Return whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
         return self.entropy_bonus and batch.step_constants.coefficient != 0
 
     def denominator(self, step: StepBatch) -> float:
@@ -139,8 +140,8 @@ class Objective:
         routing: Routing | None = None,
         divergence: torch.Tensor | None = None,
     ) -> LossOutput:
-        """Loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats; on-policy the
-        old log-probabilities are the new ones, detached.
+        """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
+        On-policy, the old log-probabilities are the new ones, detached.
 
         Args:
             routing: of a mixture of experts.
@@ -197,22 +198,22 @@ class Objective:
         return Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
 
     def _taught(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with log teacher - log pi_old of each token in its advantage: on average over what the policy
-        samples, minus the token's reverse KL divergence to the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the
-        later tokens' part)."""
+        """Add log teacher - log pi_old of each token to its advantage. Its average over the policy's samples is minus
+        the token's reverse KL divergence to the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the later tokens'
+        part)."""
         assert batch.teacher_logprobs is not None, "with a teacher every micro-batch has its log-probabilities"
         gain = (batch.teacher_logprobs - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.distillation_weight * gain)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """(N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's tokens is
-        above the threshold, else 1."""
+        """Return (N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's
+        tokens is above the threshold, else 1."""
         drift = known(batch.sampler_logprobs - logprobs, batch) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
     def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """(N,) 1 for the tokens of highest entropy, else 0."""
+        """Return (N,) 1 for the tokens of highest entropy, else 0."""
         threshold: float | torch.Tensor | None = batch.step_constants.threshold
         if threshold is None:
             counted = entropy.float().where(batch.loss_mask > 0, torch.nan)
@@ -220,10 +221,10 @@ class Objective:
         return (entropy >= threshold).to(batch.loss_mask.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:
-        """(N,) the estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable.
+        """Compute the (N,) estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable.
 
-        Multiplied by the token's own ratio, at either level, its expected gradient is the divergence's. A token that
-        the policy finds e^20 times less likely than the reference has no gradient, where k3 would overflow.
+        Multiplied by the token's own ratio, at either level, its expected gradient is the divergence's. A token that is
+        e^20 times less likely under the policy than under the reference has no gradient, because k3 would overflow.
         """
         reference = tokens.batch.ref_logprobs
         assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
@@ -238,7 +239,7 @@ class Objective:
     def _observe(
         self, tokens: Tokens, entropy: torch.Tensor, old: torch.Tensor, kl: torch.Tensor | None, chosen: torch.Tensor
     ) -> tuple[Means, Extremes, Extremes]:
-        """TRL's metrics: sums with counts, minima, maxima. Completions without a loss token don't count."""
+        """Compute TRL's metrics: sums with counts, minima, maxima. Completions without a loss token don't count."""
         batch, correction = tokens.batch, tokens.correction
         mask, count = batch.loss_mask, batch.loss_mask.sum()
         difference = (old - batch.sampler_logprobs).abs()
@@ -275,7 +276,7 @@ class Objective:
 
 @torch.no_grad()
 def _observe_routing(routing: Routing, balance: torch.Tensor) -> Means:
-    """Of the micro-batches, by their tokens."""
+    """Compute the routing metrics, averaged over micro-batches by their tokens."""
     tokens = routing.tokens
     return {
         "aux_loss": (balance * tokens, tokens),
@@ -285,8 +286,8 @@ def _observe_routing(routing: Routing, balance: torch.Tensor) -> Means:
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:
-    """The entropy that the ``share`` of (n,) with the highest reach; linear between two, as `torch.quantile`; of none:
-    infinity."""
+    """Return the entropy that the highest ``share`` of (n,) entropies reach, interpolated linearly as `torch.quantile`;
+    infinity if there are no entropies."""
     if not entropies.numel():
         return float("inf")
     values = entropies.float()

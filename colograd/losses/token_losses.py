@@ -1,8 +1,8 @@
 """Objectives: one small class each, holding its own knobs; the registry is at the end.
 
-A class says what the loss of one token is, over what it is averaged, and which metrics show what it did; all else is in
-`objective.py`. The average is a sum over a micro-batch's tokens by a denominator of the step, which is the same for all
-micro-batches and ranks and applied once: the update depends on neither.
+A class defines the loss of one token, its average, and the metrics that show its effect; the rest is in `objective.py`.
+The average is a sum over a micro-batch's tokens, divided by a denominator of the step. It is the same for all
+micro-batches and ranks and is applied once, so the update depends on neither.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from ..runtime.importing import find_object
 
 Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
 Extremes = dict[str, torch.Tensor]
-MOST_WEIGHT = 20.0  # of a token in DPPO, as in its authors' code
+MOST_WEIGHT = 20.0  # largest weight of a token in DPPO, as in its authors' code
 MOST_LOG_RATIO = (
     20.0  # nats: beyond 88 a float32 ratio is infinite, and its gradient NaN. verl and OpenRLHF have it too
 )
 
 
 def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """(N,) -> (num_sequences,): sums over each completion's tokens."""
+    """Sum over each completion's tokens: (N,) -> (num_sequences,)."""
     return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values)
 
 
 def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
-    """(N,) that sum to 1 over each completion's tokens in the loss (to 0 where it has none)."""
+    """Return (N,) weights that sum to 1 over each completion's tokens in the loss (to 0 if it has none)."""
     lengths = per_sequence_sum(batch.loss_mask, batch).clamp(min=1)
     return batch.loss_mask / lengths[batch.sequence]
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """The ratio of its logarithm, which is bounded by +-20; beyond them there is no gradient."""
+    """Compute the ratio of a logarithm bounded by +-20; beyond the bounds there is no gradient."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
 def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """(N,) -> (N,): the mean over each completion's tokens in the loss. The gradient of a token's entry is its own
-    value's, so that it answers for its own advantage (GSPO-token, arXiv 2507.18071, eq. 14); where a completion's
+    """Average over each completion's tokens in the loss: (N,) -> (N,). The gradient of a token's entry goes to its own
+    value only, so that it depends on its own advantage (GSPO-token, arXiv 2507.18071, eq. 14). If a completion's
     advantages and weights are equal, the sum has the gradient of the mean.
     """
     mean = per_sequence_sum(values.detach() * sequence_mean_weights(batch), batch)[batch.sequence]
@@ -54,13 +54,13 @@ def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -> torch.Tensor:
-    """`torch.where` of numbers, which are made on the device: for copies the host would wait."""
+    """Choose between two numbers as `torch.where`. They are made on the device: for copies the host would wait."""
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a loss sees of a micro-batch's N predicted completion tokens."""
+    """The values of a micro-batch's N predicted completion tokens that a loss can use."""
 
     logprobs: torch.Tensor  # (N,) log pi, nats, differentiable
     log_ratio: torch.Tensor  # (N,) log pi / pi_old of the token, differentiable; 0 outside the loss
@@ -72,13 +72,13 @@ class Tokens:
 
     @property
     def advantages(self) -> torch.Tensor:
-        """(N,)"""
+        """(N,) advantages, one per token"""
         return self.batch.advantages
 
     @property
     def log_ratio_to_sampler(self) -> torch.Tensor:
-        """(N,) log pi / sampler, a constant; to pi_old where the sampler gave no probability, or the correction is off
-        (as where truncated sampling makes its probabilities those of other distributions)."""
+        """(N,) log pi / sampler, a constant. It is log pi / pi_old if the sampler gave no probability, or the
+        correction is off (for example because truncated sampling gives probabilities of other distributions)."""
         own = self.log_ratio.detach()
         if self.correction is None:
             return own
@@ -86,14 +86,14 @@ class Tokens:
         return difference.where((self.batch.loss_mask > 0) & ~difference.isnan(), own)
 
     def mean(self, values: torch.Tensor, per_sequence: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) as a metric's sum and count: a mean over tokens, or over completions (with a loss token) where the ratio
-        is one of theirs."""
+        """Reduce (N,) values to a metric's sum and count: over tokens, or over completions with a loss token if the
+        ratio is one number per completion."""
         whole = self.per_sequence if per_sequence is None else per_sequence
         weights = sequence_mean_weights(self.batch) if whole else self.batch.loss_mask
         return (values * weights).sum(), weights.sum()
 
     def of_completions(self, values: torch.Tensor, otherwise: float) -> torch.Tensor:
-        """(N,) -> (num_sequences,): the mean of each completion's, ``otherwise`` for one without a loss token."""
+        """Average over each completion, (N,) -> (num_sequences,); ``otherwise`` for one without a loss token."""
         counted = per_sequence_sum(self.batch.loss_mask, self.batch) > 0
         return per_sequence_sum(values * sequence_mean_weights(self.batch), self.batch).where(counted, otherwise)
 
@@ -109,7 +109,8 @@ class TokenLoss(ABC):
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
-        """Raise a ValueError if a field is neither the configuration's nor has a default, or it is no dataclass."""
+        """Build the loss. Raises ValueError if a field has no default and isn't in the configuration, or the class is
+        no dataclass."""
         names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         try:
             return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
@@ -121,23 +122,24 @@ class TokenLoss(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """(N,) the loss of each token. What stands outside the loss mask is ignored."""
+        """Compute the (N,) loss of each token. Values outside the loss mask are ignored."""
 
     def token_weights(self, batch: MicroBatch) -> torch.Tensor:
-        """(N,) the weight of each token in the sum; 0 outside the loss mask."""
+        """Return the (N,) weight of each token in the sum; 0 outside the loss mask."""
         return batch.loss_mask
 
     def denominator(self, step: StepBatch) -> float:
-        """What the step's sum is divided by."""
+        """Return the divisor of the step's sum."""
         return float(max(step.num_loss_tokens, 1))
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        """Metrics: means, minima, maxima. Called without gradient, of micro-batches with a token in the loss."""
+        """Compute metrics: means, minima, maxima. Called without gradient, for micro-batches with a token in the
+        loss."""
         return {}, {}, {}
 
 
 class OverCompletions(TokenLoss):
-    """Goes with any loss: the sum of each completion's mean over its tokens, by the number of completions."""
+    """An average for any loss: the sum of each completion's mean over its tokens, by the number of completions."""
 
     def token_weights(self, batch: MicroBatch) -> torch.Tensor:
         return sequence_mean_weights(batch)
@@ -150,8 +152,8 @@ class OverCompletions(TokenLoss):
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """TRL's metrics of a clip: the shares of tokens that lie ``below`` with a negative advantage, or ``above`` with a
-    positive one (both (N,) bool)."""
+    """Compute TRL's metrics of a clip: the shares of tokens that lie ``below`` with a negative advantage, or ``above``
+    with a positive one (both (N,) bool)."""
     low = (below & (tokens.advantages < 0)).to(tokens.ratio.dtype)
     high = (above & (tokens.advantages > 0)).to(tokens.ratio.dtype)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low + high}
@@ -162,7 +164,7 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
 
 @dataclass(frozen=True)
 class ClippedLoss(TokenLoss):
-    """The clipped surrogate of PPO and GRPO; subclasses say what it is averaged over.
+    """The clipped surrogate of PPO and GRPO; subclasses choose the average.
 
     -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A); ``delta`` bounds the unclipped ratio from above
     (two-sided clipping, INTELLECT-2, arXiv 2505.07291).
@@ -216,7 +218,7 @@ class GMPOLoss(OverCompletions):
     """The geometric mean of a completion's ratios (GMPO, arXiv 2507.20673, eq. 4): -exp(mean of log ratios) * A.
 
     Each log ratio is clipped by itself, above ``epsilon_high`` where A > 0, below -``epsilon`` elsewhere: bounds of
-    logarithms, 0.4 in the paper. The paper has one advantage per completion; several go as in `completion_mean`.
+    logarithms, 0.4 in the paper. The paper has one advantage per completion; for several see `completion_mean`.
     """
 
     epsilon: float
@@ -257,10 +259,10 @@ class CISPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class DPPOLoss(TokenLoss):
-    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, the weight
-    w = pi / sampler a constant, and no gradient for a token whose probability has already moved further than
-    ``epsilon_high`` up where A > 0, than ``epsilon`` down elsewhere. A ratio bounds rare tokens, which hardly matter,
-    as it does likely ones. 0.2 in the paper, and 20 for ``delta``.
+    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with the
+    constant weight w = pi / sampler. A token has no gradient if its probability has already moved too far: by more than
+    ``epsilon_high`` up if A > 0, by more than ``epsilon`` down otherwise. A bound of the ratio would treat rare tokens,
+    which hardly matter, like likely ones. The paper takes 0.2, and 20 for ``delta``.
     """
 
     corrects: ClassVar[bool] = True
@@ -278,7 +280,7 @@ class DPPOLoss(TokenLoss):
 
     @torch.no_grad()
     def moved(self, tokens: Tokens) -> torch.Tensor:
-        """(N,) pi - sampler."""
+        """Compute (N,) pi - sampler."""
         return tokens.logprobs.exp() - (tokens.logprobs - tokens.log_ratio_to_sampler).exp()
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
@@ -320,7 +322,8 @@ class VESPOLoss(TokenLoss):
 
     @torch.no_grad()
     def phi(self, tokens: Tokens) -> torch.Tensor:
-        """(N,) the weight of each token's completion. The bounds on logarithms are the reference implementation's."""
+        """Compute the (N,) weight of each token's completion. The logarithms' bounds are the reference
+        implementation's."""
         batch, least = tokens.batch, math.log(1e-8)
         log_weight = tokens.log_ratio.clamp(-20.0, 20.0)
         if tokens.correction is not None:
@@ -351,10 +354,10 @@ LOSSES: dict[str, type[TokenLoss]] = {
 
 
 def find_loss(loss_type: str) -> type[TokenLoss]:
-    """The class of a name of the registry, or at an import path (``package.module:Class``, or with a dot).
+    """Find the loss class by its name in the registry or its import path (``package.module:Class``, or with a dot).
 
     Raises:
-        ValueError: there is none, or it isn't a `TokenLoss`.
+        ValueError: there is no such class, or it isn't a `TokenLoss`.
     """
     if loss_type in LOSSES:
         return LOSSES[loss_type]

@@ -1,2 +1,2 @@
-"""The memory of a rank's device: planned before anything is built, measured for micro-batches, and lent in turns to
+"""The memory of a rank's device: planned before anything is built, measured for micro-batches, and used in turns by
 sampling and training."""

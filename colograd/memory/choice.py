@@ -1,4 +1,4 @@
-"""Picks a run's strategy of sharding and its plan, and finds changes that make a run fit. Numbers only."""
+"""Choice of a run's sharding strategy and memory plan, and of changes that make a run fit. Numbers only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .estimate import estimate
 from .shape import CacheNeed, Shape
 from .table import MemoryPlan, gib
 
-AMPLE = 0.1  # of a GPU: with a smaller KV cache an engine decodes too few sequences at once
-LORA_RANK = 16  # of a proposed adapter
-BUSY_TOKENS = 8192  # of a micro-batch that keeps a GPU busy
-MOST_RANKS = 1024  # to propose
+AMPLE = 0.1  # share of a GPU; with a smaller KV cache an engine decodes too few sequences at once
+LORA_RANK = 16  # rank of a proposed adapter
+BUSY_TOKENS = 8192  # tokens of a micro-batch that keeps a GPU busy
+MOST_RANKS = 1024  # largest number of ranks to propose
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
-    """The plan of a run, with its KV cache.
+    """Return the plan of a run, with its KV cache.
 
     Raises:
         ValueError: a GPU has no room for training and the KV cache of one sequence.
@@ -35,7 +35,7 @@ def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
-    """The plan with the longest micro-batches that leave an ample KV cache; if none do, with the shortest."""
+    """Return the plan with the longest micro-batches that leave an ample KV cache; else with the shortest ones."""
     for tokens in run.longest_rows:
         plan = estimate(run, strategy, tokens)
         if plan.takes(_ample(run)):
@@ -44,31 +44,32 @@ def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def _ample(run: RunDescription) -> CacheNeed:
-    """KV-cache bytes for a whole generation, or `AMPLE` of the GPU if this is less, but at least for one sequence."""
+    """Return the KV-cache need for a whole generation, or `AMPLE` of the GPU if less, but at least for one sequence."""
     need = run.need
     return dataclasses.replace(need, least=max(need.least, min(need.wanted, int(AMPLE * run.devices.total))))
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
-    """Whether the run's known parts fit, and its estimated parts too unless the user set the size of the KV cache."""
+    """Return whether the known parts fit. Unless the user set the KV cache's size, estimated parts must fit too."""
     plan = best_plan(run, strategy)
     return plan.takes(run.need) if run.plans_cache else _known_fits(run, plan)
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Whether weights, gradients, optimizer and KV cache fit. A CPU needs no more: its pages can be swapped."""
+    """Return whether weights, gradients, optimizer and KV cache fit. A CPU needs no more: its pages can be swapped."""
     cache = _given_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     return dataclasses.replace(plan, kv_bytes=cache).known <= run.devices.available
 
 
 def _given_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """KV-cache bytes that the user set, or that the engine's share of the device leaves; 0: unknown."""
+    """Return the KV-cache bytes that the user set, or that the engine's share of the device leaves; 0: unknown."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 
 def auto(run: RunDescription) -> str:
-    """The least sharded strategy that leaves room for an ample KV cache and a micro-batch of the run's tokens (or
-    `PLANNED_TOKENS`); if there is none, the strategy that leaves most room. On a CPU only the known parts must fit."""
+    """Choose the least sharded strategy that leaves room for an ample KV cache and a micro-batch of the run's tokens
+    (or `PLANNED_TOKENS`). If none does, choose the one that leaves most room. On a CPU only the known parts must
+    fit."""
     if run.devices.ranks == 1:
         return run.strategies[0]
 
@@ -85,8 +86,8 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """The sparsest checkpointing that leaves room for an ample KV cache and a micro-batch of the run's tokens or
-    `BUSY_TOKENS`: every n-th layer; 0: none.
+    """Choose the sparsest checkpointing that leaves room for an ample KV cache and a micro-batch of the run's tokens or
+    `BUSY_TOKENS`. Return n for every n-th layer; 0: none.
 
     Args:
         able: values that the model supports, sparsest first; the last one is the fallback.
@@ -107,14 +108,14 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """The single changes that would make the run fit, as one sentence without its full stop."""
+    """Join the single changes that would make the run fit into one sentence without its full stop."""
     if not (found := [*_changes(run, strategy)]):
         return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Single changes with which the run fits, the least costly first."""
+    """Yield the single changes that make the run fit, the least costly first."""
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
@@ -162,7 +163,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
 
 
 def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
-    """How many ranks could share out a row's tokens, beyond those that do."""
+    """List the larger numbers of ranks that could share out a row's tokens."""
     parts = run.ranks_per_engine if strategy in TENSOR else 1
     able = range(run.ranks_per_sequence + 1, run.devices.ranks + 1)
     possible = strategy != "fsdp" and run.can_share_rows
@@ -170,13 +171,14 @@ def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
 
 
 def adapter_elements(shape: Shape, rank: int) -> int:
-    """Elements of a LoRA (A and B) on all linear layers."""
+    """Count the elements of a LoRA (A and B) on all linear layers."""
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """The longest context that fits, of a half, a quarter ... of the run's."""
+    """Return the longest context that fits: a half, a quarter ... of the run's. None: no such context of at least
+    256."""
     length = run.length // 2
     while length >= 256:
         part = length / run.length
@@ -196,7 +198,7 @@ def _in_larger_engines(run: RunDescription) -> Iterator[str]:
 
 
 def _more_ranks(run: RunDescription) -> str:
-    """The fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
+    """Return the fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         more = run.with_ranks(ranks)
@@ -208,7 +210,7 @@ def _more_ranks(run: RunDescription) -> str:
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:
-    """The error's text: the missing bytes, the remedies, and the table."""
+    """Write the error's text: the missing bytes, the remedies, and the table."""
     need, missing = run.need, -plan.remains("training")
     if missing > 0:
         problem = f"Training takes {gib(missing)} GiB more than the {gib(plan.total)} GiB of {plan.device}"

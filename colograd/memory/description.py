@@ -1,4 +1,4 @@
-"""`describe_run`: a run in numbers, from which each rank's memory follows. The trainer describes a loaded model and its
+"""`describe_run`: the numbers of a run that determine each rank's memory. The trainer describes a loaded model and its
 own device; `colograd plan` describes a model on the meta device and any GPUs."""
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..sharding.selection import STRATEGIES as CLASSES
 from .policy_sizes import PolicySizes
 from .shape import CacheNeed, Lengths, Shape, Tower
 
-ORDER = tuple(CLASSES)  # all strategies of sharding, the least sharded first
-STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # where each rank has an engine
-# Strategies with a whole policy on each rank, as weights that the engine shares must be.
+ORDER = tuple(CLASSES)  # all sharding strategies, the least sharded first
+STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # strategies with an engine on each rank
+# Strategies with a whole policy on each rank, which sharing weights with the engine requires.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
-ENGINE_SIZES = (2, 4, 8)  # ranks per engine to propose; an engine's ranks are on one machine
-PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
+ENGINE_SIZES = (2, 4, 8)  # proposed numbers of ranks per engine; an engine's ranks are on one machine
+PLANNED_TOKENS = 16384  # tokens of a micro-batch on a GPU until measured: they keep any GPU busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Devices:
     """The ranks' devices, one per rank."""
 
     ranks: int
-    total: int  # bytes of each
+    total: int  # bytes of each device
     available: int  # bytes, on the fullest device, before a rank allocates anything
     name: str = "a GPU"
     on_gpu: bool = True
-    ranks_per_node: int = 0  # 0: all of them
+    ranks_per_node: int = 0  # 0: all ranks are on one node
 
     def takes_rows_of(self, ranks: int) -> bool:
-        """Whether so many ranks can train each row together."""
+        """Return whether so many ranks can train each row together."""
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
@@ -56,14 +56,14 @@ class Workload:
 
     length: int  # tokens of the longest sequence in the engine
     sequences: int  # completions of one generation in this rank's engine
-    tokens: int = 0  # of a micro-batch; 0: as many as fit
+    tokens: int = 0  # tokens of a micro-batch; 0: as many as fit
     prompt: int = 0  # tokens of the longest prompt; 0: ``length`` minus the longest completion
-    shares_prompts: bool = True  # a group's completions share their prompt in a row
+    shares_prompts: bool = True  # whether a group's completions share their prompt in a row
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """The numbers from which the memory of one rank follows."""
+    """The numbers of a run that determine the memory of one rank."""
 
     devices: Devices
     ranks_per_engine: int
@@ -75,29 +75,29 @@ class RunDescription:
     sequences: int  # completions of one generation in this rank's engine
     running: int  # sequences in the engine's KV cache at once
     lengths: Lengths
-    tokens: int  # of a micro-batch; 0: as many as fit
+    tokens: int  # tokens of a micro-batch; 0: as many as fit
     checkpointing: int = 1  # every n-th layer computes its activations again; 0: none
     shared: bool = True  # the policy's parameters are the engine's tensors, if the strategy allows it
     served: bool = False  # the engine reads the policy's quantised weights
     reshard: bool = True  # FSDP frees gathered weights after a forward
     offloads_parts: bool = False  # FSDP keeps each rank's part on the host
     sleeps: bool = False
-    offloads: bool = False  # the optimizer's state while the engine samples
+    offloads: bool = False  # the optimizer's state is on the host while the engine samples
     streams: bool = False  # the optimizer's state passes through the device from the host
-    can_stream: bool = False  # the optimizer is one that can
-    offloads_gradients: bool = False  # their sums are in host memory
+    can_stream: bool = False  # the optimizer supports it
+    offloads_gradients: bool = False  # the sums of gradients are in host memory
     offloads_activations: bool = False  # inputs of layers that are computed again are in host memory
     reference: int = 0  # bytes
     teacher: int = 0  # bytes
     kv_bytes: int = 0  # 0: planned
     overruled: bool = False  # the user gives the engine a share of the device
     share: float = 0.0  # this share; 0: unknown
-    strategies: tuple[str, ...] = STRATEGIES  # of sharding that the run may use
+    strategies: tuple[str, ...] = STRATEGIES  # sharding strategies that the run may use
     # Strategies with engines of more ranks, by the ranks of an engine, the fewest first.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True  # False: there is no engine
-    ranks_per_sequence: int = 1  # that share out a row's tokens
-    can_share_rows: bool = False  # the model and the settings let ranks do so
+    ranks_per_sequence: int = 1  # ranks that share out a row's tokens
+    can_share_rows: bool = False  # the model and the settings allow sharing out a row's tokens
     tower: Tower | None = None
 
     @property
@@ -124,21 +124,21 @@ class RunDescription:
         return sizes
 
     def without_engine(self) -> RunDescription:
-        """The same training without an engine."""
+        """Return the same training without an engine."""
         strategies = tuple(strategy for strategy in self.strategies if strategy not in TENSOR)
         return dataclasses.replace(
             self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0, strategies=strategies
         )
 
     def with_ranks(self, ranks: int) -> RunDescription:
-        """The same work on ``ranks`` ranks."""
+        """Return the same work on ``ranks`` ranks."""
         share = self.devices.ranks / ranks
         sequences, running = (max(1, int(count * share)) for count in (self.sequences, self.running))
         devices = dataclasses.replace(self.devices, ranks=ranks)
         return dataclasses.replace(self, devices=devices, sequences=sequences, running=running)
 
     def with_larger_engines(self) -> Iterator[RunDescription]:
-        """The same work with engines of more ranks, the fewest first."""
+        """Yield the same work with engines of more ranks, the fewest first."""
         for ranks, strategies in self.larger_engines.items():
             if self.devices.takes_rows_of(ranks * self.ranks_per_sequence):
                 sequences, running = (n * ranks // self.ranks_per_engine for n in (self.sequences, self.running))
@@ -188,7 +188,7 @@ def describe_run(
         tokens=work.tokens,
         checkpointing=settings.checkpointing,
         shared=shared,
-        served=settings.weights == "shared",  # counts for quantised weights only
+        served=settings.weights == "shared",  # matters only for quantised weights
         reshard=settings.fsdp_reshard_after_forward,
         offloads_parts=settings.fsdp_offload_params,
         sleeps=settings.vllm_enable_sleep_mode,
@@ -216,7 +216,7 @@ def _can_share_rows(settings: Any, model: Any) -> bool:
 
 
 def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) -> tuple[str, ...]:
-    """Strategies that the run may use with engines of ``per_engine`` ranks."""
+    """Return the strategies that the run may use with engines of ``per_engine`` ranks."""
     whole, weights = not is_adapted(model), settings.weights
     size = settings.sequence_parallel_size
     found = {*WHOLE}
@@ -230,13 +230,16 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 
 
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
-    """Strategies with engines of more ranks that the model's sizes and the settings allow, whole policies only."""
+    """Map larger numbers of ranks per engine to the strategies that the model's sizes and the settings allow.
+
+    The map is empty for an adapter.
+    """
     if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
         return {}
     found = {}
     for ranks in ENGINE_SIZES:
         if ranks > settings.vllm_tensor_parallel_size:
-            # The engine of this model can't be split so, or its configuration has no such sizes: nothing to propose.
+            # The engine can't split this model so, or its configuration lacks the sizes: nothing to propose.
             with contextlib.suppress(ValueError, TypeError, AttributeError):
                 check_parts(model.config, ranks, ranks)
                 check_planned(model.config, ranks)
@@ -246,7 +249,7 @@ def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tu
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
-    """The devices of all ranks, without the memory that ``model`` takes already. A collective."""
+    """Describe the devices of all ranks, without the memory that ``model`` takes already. A collective."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)

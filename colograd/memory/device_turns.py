@@ -1,5 +1,6 @@
-"""The KV cache sleeps in training (`vllm_enable_sleep_mode`), and the optimizer's state is on the host while the engine
-samples (`offload_optimizer: sampling`): on GPUs only. Weights never move: the policy may share them with the engine."""
+"""Turns of the engine and the policy in the device's memory, on GPUs only: the KV cache sleeps while the policy trains
+(`vllm_enable_sleep_mode`), and the optimizer's state is on the host while the engine samples (`offload_optimizer:
+sampling`). Weights never move: the policy may share them with the engine."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from ..reporting.metrics import PhaseTimes
 
 
 class OptimizerOffload:
-    """Moves an optimizer's state to the host and back.
+    """The moves of an optimizer's state to the host and back.
 
-    The tensors stay the same objects with other storage, so references to them stay right. Scalars (`step`) don't move.
-    The host's copies are pinned if there is a GPU, and kept for the next time.
+    The tensors stay the same objects with other storage, so references to them stay valid. Scalars (`step`) don't move.
+    The host's copies are pinned if there is a GPU, and kept for the next move.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_host(self, optimizer: torch.optim.Optimizer) -> int:
-        """Move the state to the host. Returns the bytes moved: 0 if it is there already, or not made yet."""
+        """Move the state to the host. Return the bytes moved: 0 if it is there already, or not allocated yet."""
         if self._away:
             return 0
         values = [value for state in optimizer.state.values() for value in state.values()]
@@ -45,7 +46,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_device(self) -> int:
-        """Move the state back, bit for bit. Returns the bytes moved."""
+        """Move the state back, bit for bit. Return the bytes moved."""
         moved = sum(tensor.nbytes for tensor, _ in self._away)
         for tensor, device in self._away:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
@@ -64,7 +65,7 @@ DEVICE_ONLY = (
 
 
 class DeviceTurns:
-    """The engine and the policy take turns in the device's memory."""
+    """The turns of the engine and the policy in the device's memory."""
 
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
@@ -79,7 +80,7 @@ class DeviceTurns:
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        """The engine has the memory while the body samples. After an error it keeps it: requests may be in flight."""
+        """Give the memory to the engine while the body samples. After an error the engine keeps it for its requests."""
         if self.offload is not None and optimizer is not None:
             with self.times.phase("offload"):
                 self.offload.to_host(optimizer)

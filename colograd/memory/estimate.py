@@ -11,9 +11,9 @@ Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 poli
      +gradients 2/T      0                 4/N         10/N              buckets on their way
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-With T = 1 the policy's parameters are the engine's tensors; quantised ones take half a byte or one beside the engine's
-2. With T > 1 each rank holds the whole policy and copies it into its part of the engine, but with `tensor`: there its
-part of the policy is that of the engine. (Norms, and key-value heads that are fewer than T, are whole on each rank;
+With T = 1 the policy's parameters are the engine's tensors; quantised ones take half a byte or one, in addition to the
+engine's 2. With T > 1 each rank holds the whole policy and copies it into its part of the engine; with `tensor` its
+part of the policy is its part of the engine. (Norms, and key-value heads that are fewer than T, are whole on each rank;
 they count as the rest.)
 """
 
@@ -31,7 +31,7 @@ from .policy_sizes import PolicySizes
 from .shape import OnHost, Trained, activation_bytes, engine_bytes
 from .table import MemoryPlan
 
-ALIVE = IN_FLIGHT + 2  # buckets at once: being summed, one being filled, one being flattened
+ALIVE = IN_FLIGHT + 2  # buckets at once: some being summed, one being filled, one being flattened
 GATHERED = 4  # copies of a block's weights with FSDP: gathered and unflattened, of this block and the next
 SUMMED = 2  # copies of a block's gradients with FSDP: computed, and flattened to be summed
 
@@ -40,15 +40,15 @@ SUMMED = 2  # copies of a block's gradients with FSDP: computed, and flattened t
 class RankBytes:
     """Bytes of a policy on one rank."""
 
-    engine: int  # weights
-    policy: int  # weights; 0: they are the engine's
-    gradients: int  # from a step's first backward to its optimizer
+    engine: int  # bytes of the engine's weights
+    policy: int  # bytes of the policy's weights; 0: they are the engine's
+    gradients: int  # live from a step's first backward to its optimizer step
     optimizer: int
     exchange: int  # temporary: gradients on their way to other ranks, or weights gathered from them
 
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
-    """Bytes on each rank, with ``strategy`` of `STRATEGIES`."""
+    """Compute the bytes on each rank, with ``strategy`` of `STRATEGIES`."""
     sizes, ranks = run.sizes, run.devices.ranks
     in_engine = sizes.elements - (sizes.packed_elements if run.served else 0)
     engine = in_engine * run.engine_itemsize // run.ranks_per_engine
@@ -66,41 +66,42 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
 
 
 def _gradients(run: RunDescription, strategy: str) -> int:
-    """Bytes of gradients on each device. What embedding and head have in float32 counts as activations."""
+    """Compute the gradients' bytes on each device. Float32 gradients of embedding and head count as activations."""
     own = run.sizes.gradients // (run.devices.ranks if strategy == "gradients" else 1)
     return _on_way(run, strategy) + host_sums.buffer_bytes(own) if _leave(run, strategy) else own
 
 
 def _leave(run: RunDescription, strategy: str) -> bool:
-    """Whether gradients go to the host."""
+    """Return whether gradients go to the host."""
     return run.offloads_gradients and run.devices.on_gpu and strategy in ("none", "optimizer", "gradients")
 
 
 def _on_way(run: RunDescription, strategy: str) -> int:
-    """Bytes of gradients on their way to the host at once."""
+    """Compute the largest number of bytes of gradients on their way to the host."""
     parts = run.devices.ranks if strategy == "gradients" else 1
     largest = run.sizes.matrix * run.sizes.gradient_itemsize
     return host_sums.on_way(run.sizes.gradients // parts, largest // parts) if _leave(run, strategy) else 0
 
 
 def _state(run: RunDescription, ranks: int) -> int:
-    """Bytes of the optimizer's state on each device."""
+    """Compute the bytes of the optimizer's state on each device."""
     own = run.sizes.optimizer // ranks
     return device_bytes(own) if run.streams and run.devices.on_gpu else own
 
 
 def _buckets(sizes: PolicySizes, ranks: int) -> int:
-    """Bytes of buckets being summed, and of this rank's part of the sums."""
+    """Compute the bytes of buckets being summed, and of this rank's part of the sums."""
     large = sizes.largest if sizes.largest > ELEMENTS else 0
     elements = min(sizes.trained, ALIVE * ELEMENTS + large)
     return sizes.gradient_itemsize * (elements + elements // ranks)
 
 
 def _tensor(run: RunDescription, strategy: str, engine: int) -> RankBytes:
-    """A T-th of the policy, in the engine's memory; the ranks with the same part share out the rest."""
+    """Compute the bytes for a T-th of the policy in the engine's memory; ranks with the same part share out the
+    rest."""
     sizes, size, ranks = run.sizes, run.ranks_per_engine, run.devices.ranks
     engines, shared_out = ranks // size, strategy.partition("+")[2]
-    # Each rank has one of the two matrices of an adapter on a layer whole: all of it counts so.
+    # Each rank has one of an adapter's two matrices whole, so the adapter counts as whole.
     cut = 1 if 2 * sizes.trained < sizes.elements else size
     part = replace(sizes, trained=sizes.trained // cut, largest=sizes.largest // cut)
     return RankBytes(
@@ -113,8 +114,9 @@ def _tensor(run: RunDescription, strategy: str, engine: int) -> RankBytes:
 
 
 def _fsdp(run: RunDescription, engine: int) -> RankBytes:
-    """Each rank, or its host, owns a part of everything; the largest block (a layer, the head, the embedding) is
-    gathered whole. Measured: 13 to 15.5 bytes per element of a bfloat16 block (tests/sharding/test_fsdp.py)."""
+    """Compute the bytes with FSDP: each rank, or its host, owns a part of everything, and the largest block (a layer,
+    the head, the embedding) is gathered. Measured: 13 to 15.5 bytes per element of a bfloat16 block
+    (tests/sharding/test_fsdp.py)."""
     sizes, ranks = run.sizes, run.devices.ranks
     on_host = run.offloads_parts and run.devices.on_gpu
     largest = max(sizes.block, sizes.largest)
@@ -129,7 +131,7 @@ def _fsdp(run: RunDescription, engine: int) -> RankBytes:
 
 
 def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
-    """The plan of one rank with micro-batches of ``tokens``, before its KV cache is sized."""
+    """Plan one rank with micro-batches of ``tokens``, before its KV cache is sized."""
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)

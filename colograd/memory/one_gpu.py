@@ -1,4 +1,4 @@
-"""Ways of one GPU: what of training lies in host memory, what goes over the bus for it in a step, and the seconds."""
+"""Ways to train on one GPU: the part of training in host memory, a step's bytes over the bus, and their seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .shape import again
 from .table import MemoryPlan
 
 BUS = 50.0  # GB/s each way of a GPU on 16 lanes of PCIe 5, of 63 at most; half of it on PCIe 4. Not measured here.
-# What each way keeps on the host, as fields of a run; a larger choice costs more.
+# The settings of each way, which move parts of training to the host; larger choices cost more.
 STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
@@ -34,13 +34,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bus:
-    """Bytes of a step over the bus, of all sequences of a generation at full length."""
+    """Bytes of a step over the bus, for all sequences of a generation at full length."""
 
     to_gpu: int
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """At ``speed`` GB/s each way, both at once. Gradients and activations go beside what is computed."""
+        """Return the seconds at ``speed`` GB/s each way, both ways at once. Gradients and activations move during
+        computation."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
@@ -55,7 +56,7 @@ class Way:
 
 
 def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
-    """The ways that a run can take beside what it asks for already."""
+    """Yield the ways that a run can take in addition to its own settings."""
     seen = []
     for name, changes in WAYS.items():
         changed = dataclasses.replace(run, **changes)
@@ -68,7 +69,7 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def host_bytes(run: RunDescription, tokens: int) -> int:
-    """What a rank keeps in page-locked host memory, in micro-batches of ``tokens``."""
+    """Compute the bytes of page-locked host memory that a rank uses, in micro-batches of ``tokens``."""
     own = -(-tokens // run.ranks_per_sequence)
     inputs = again(run.shape, run.checkpointing) * own * run.shape.hidden * run.sizes.itemsize
     optimizer, gradients = run.sizes.optimizer * run.streams, run.sizes.gradients * run.offloads_gradients
@@ -76,8 +77,8 @@ def host_bytes(run: RunDescription, tokens: int) -> int:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """What the way that fits with the least over the bus keeps on the host, as fields of a run; {}: nothing, as it
-    fits so, or no way does, or the strategy has ways of its own.
+    """Choose the fitting way with the fewest seconds on the bus, and return its settings. Return {} if the run fits
+    without one, if no way fits, or if the strategy (FSDP, tensor) has its own ways.
 
     Args:
         host: bytes of host memory that a rank may take.
@@ -93,21 +94,22 @@ def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict
 
 
 def named(kept: dict[str, Any]) -> str:
-    """The name of what a way keeps on the host."""
+    """Return the name of the way with these settings."""
     name = next(name for name, changes in WAYS.items() if changes == kept)
     return name if kept else "nothing"
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> Bus:
-    """Bytes of a step in micro-batches of ``tokens``.
+    """Count the bytes of a step over the bus, in micro-batches of ``tokens``.
 
-    Gradients go to the host in each micro-batch; from the second one on their sums come first; they come twice more,
-    for the norm and for the optimizer. A layer's input goes and comes, but for the last ones.
+    Gradients go to the host in each micro-batch; from the second one on, their sums come to the GPU first. The sums
+    come twice more, for the norm and for the optimizer. A layer's input goes and comes, except for the last layers'
+    inputs.
     """
     sizes, lengths, shape = run.sizes, run.lengths, run.shape
     prompts = -(-run.sequences // lengths.group)
     whole = run.sequences * lengths.completion + prompts * lengths.prompt
-    own = max(1, -(-tokens // run.ranks_per_sequence))  # of each row
+    own = max(1, -(-tokens // run.ranks_per_sequence))  # this rank's tokens of each row
     passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
     if run.streams:
         to_gpu, to_host = sizes.optimizer, sizes.optimizer

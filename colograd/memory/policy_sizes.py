@@ -17,9 +17,9 @@ class PolicySizes:
     elements: int
     trained: int  # elements
     weights: int  # bytes
-    gradients: int  # bytes, in the dtype in which they accumulate
+    gradients: int  # bytes, in the dtype of their accumulation
     optimizer: int  # bytes of state after its first step
-    itemsize: int  # of its dtype
+    itemsize: int  # bytes per element of the policy's dtype
     gradient_itemsize: int
     largest: int  # elements of the largest trained parameter
     block: int  # elements of the largest decoder layer
@@ -32,10 +32,10 @@ class PolicySizes:
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Read the sizes of a model, also on the meta device, whose frozen parameters are marked.
+        """Compute the sizes of a model, also on the meta device. Its frozen parameters must be marked.
 
         Args:
-            to_pack: parameters that loading will quantise, with their bytes after it; default: the model's packed ones.
+            to_pack: parameters that loading will quantise, with their quantised bytes; default: already packed ones.
         """
         if to_pack is None:
             found = packed_weights(model)
@@ -69,7 +69,8 @@ class PolicySizes:
         )
 
     def with_adapter(self, trained: int) -> PolicySizes:
-        """The same model, frozen, with a LoRA adapter of ``trained`` elements in its dtype and the same optimizer."""
+        """Return the same model, frozen, with a LoRA adapter of ``trained`` elements of the same dtype and
+        optimizer."""
         share = trained / max(self.trained, 1)
         return dataclasses.replace(
             self,
@@ -84,7 +85,7 @@ class PolicySizes:
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
-    """Bytes of all gradients: of optimizers that keep a float32 master they accumulate in float32."""
+    """Count the bytes of all gradients. For optimizers that keep a float32 master, they accumulate in float32."""
     trained = (p for p in model.parameters() if p.requires_grad)
     if optim in KEEPS_MASTER:
         return sum(4 * p.numel() for p in trained)
@@ -92,16 +93,17 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Bytes of the optimizer's state after its first step; for optimizers smaller than AdamW an upper bound."""
+    """Count the bytes of the optimizer's state after its first step; for optimizers smaller than AdamW an upper
+    bound."""
     return sum(p.numel() * state_itemsize(p.dtype, optim) for p in model.parameters() if p.requires_grad)
 
 
 def state_itemsize(dtype: torch.dtype, optim: str) -> int:
-    """Bytes of state per parameter.
+    """Return the bytes of state per parameter.
 
     `adamw_split` keeps 10 for a bfloat16 parameter (two float32 moments, 16 bits of remainder) and 8 for a float32
-    one; `muon` four less for a matrix, where its own temporaries then are; torch's AdamW keeps two moments in the
-    parameter's dtype; optimizers named 8bit one byte per moment.
+    one. `muon` keeps four less for a matrix, but its own temporaries take that space. torch's AdamW keeps two moments
+    in the parameter's dtype; optimizers named 8bit keep one byte per moment.
     """
     if optim == "sgd":
         return 0

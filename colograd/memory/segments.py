@@ -13,12 +13,12 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Switch them on, before the first allocation on a GPU, if the run can have them. Returns whether they are on."""
+    """Switch them on before the first allocation on a GPU, if the run supports them. Return whether they are on."""
     able = (
         config.device.type == "cuda"
-        and not any(name in os.environ for name in VARIABLES)  # the user's setting stands
-        and not config.vllm_enable_sleep_mode  # vLLM's memory pool for a KV cache that sleeps can't have them
-        and config.vllm_tensor_parallel_size == 1  # ranks of an engine open each other's memory, which they forbid
+        and not any(name in os.environ for name in VARIABLES)  # the user's setting has precedence
+        and not config.vllm_enable_sleep_mode  # vLLM's memory pool for a sleeping KV cache can't have them
+        and config.vllm_tensor_parallel_size == 1  # segments forbid the engine's ranks to open each other's memory
     )
     if able:
         torch.cuda.memory._set_allocator_settings(SETTING)

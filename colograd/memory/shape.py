@@ -1,4 +1,4 @@
-"""Bytes that follow from a model's shape: of activations, a vision tower, the engine's steps, the KV cache."""
+"""Bytes that follow from a model's shape: activations, a vision tower, the engine's steps, the KV cache."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..policy.layer_inputs import KEPT
 from ..policy.logprobs import TILE_ELEMENTS
 from ..runtime.sizes import size_of
 
-ENGINE_TOKENS = 16384  # of one step of the engine: vLLM's default for `LLM` on large GPUs
-BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention backends
-# Where keys are copied, completions are planned with 1/SHORT of the longest: short ones join their prompt's keys more
-# often. Rows of still shorter completions are rare, and packed again if memory runs out.
+ENGINE_TOKENS = 16384  # tokens of one engine step: vLLM's default for `LLM` on large GPUs
+BLOCK = 128  # most tokens of a KV block in vLLM: fewer in most attention backends
+# Where keys are copied, completions are planned with 1/SHORT of the longest, because short completions copy their
+# prompt's keys more often. Rows of still shorter completions are rare, and are packed again if memory runs out.
 SHORT = 8
 # Flash attention's backward sums queries' gradients in rows of whole blocks, and heads of a multiple of a number.
 FLASH_ROWS, FLASH_HEAD_STEP = 128, 32
-SCORE = 8  # bytes that a soft-capped score keeps: the tanh, the softmax in float32, and that in the row's dtype
-GATED = {"gpt_oss": 7}  # whose gate is clamped, and times its own sigmoid; see `Shape.gated`
+SCORE = 8  # bytes kept per soft-capped score: the tanh, the softmax in float32 and in the row's dtype
+GATED = {"gpt_oss": 7}  # clamps its gate, and multiplies it by its own sigmoid; see `Shape.gated`
 NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # also behind attention and MLP
 
 
@@ -30,22 +30,22 @@ class Shape:
 
     layers: int
     hidden: int
-    intermediate: int  # of the MLPs that one token goes through
+    intermediate: int  # total size of the MLPs that one token goes through
     queries: int  # heads * head size
     keys: int  # key-value heads * head size
-    head: int  # size of one
+    head: int  # size of one head
     vocabulary: int
     tied: bool = False  # the head's weight is the embedding's
-    experts: int = 0  # of a mixture, that one token goes through
+    experts: int = 0  # experts of a mixture that one token goes through
     gated: int = 4  # tensors of the MLP's size that are kept: gate, activated gate, up, product
-    norms: int = 2  # of a layer
-    window: int = 0  # tokens that some layers see, at most; 0: all layers see all
-    copies: bool = False  # attention is of a kind that copies keys (soft caps, dropout)
-    capped: int = 0  # heads whose scores exist in memory, as no fused kernel takes soft caps
+    norms: int = 2  # norms of a layer
+    window: int = 0  # most tokens that sliding-window layers see; 0: all layers see all tokens
+    copies: bool = False  # whether attention copies keys (soft caps, dropout)
+    capped: int = 0  # heads with scores in memory, as no fused kernel takes soft caps
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """Read a transformers configuration; a size that it doesn't name is GPT-2's."""
+        """Read a transformers configuration. A missing size is derived as in GPT-2."""
 
         def size(name: str, default: int) -> int:
             return size_of(model_config, name) or default
@@ -74,7 +74,7 @@ class Shape:
         )
 
     def split(self, ranks: int) -> Shape:
-        """The shape on one of ``ranks`` that split each layer; every rank has at least one key-value head."""
+        """Return the shape on one of ``ranks`` that split each layer; every rank has at least one key-value head."""
         return replace(
             self,
             intermediate=-(-self.intermediate // ranks),
@@ -85,31 +85,32 @@ class Shape:
         )
 
     def on_row_ranks(self, ranks: int) -> Shape:
-        """The shape per token of their own of ``ranks`` that share out a row's tokens: in attention each has all tokens
-        for some heads, and where they don't divide those of keys and values, more than its share of these."""
+        """Return the shape per token of a rank's own, if ``ranks`` ranks share out a row's tokens. In attention each
+        rank has all tokens for some heads. If ``ranks`` doesn't divide the key-value heads, a rank has more than its
+        share."""
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
             return self
-        if heads % ranks == 0 and ranks % keys == 0:  # one on each
+        if heads % ranks == 0 and ranks % keys == 0:  # one key-value head on each rank
             return replace(self, keys=ranks * self.head)
         filled = -(-heads // ranks) * ranks * self.head
         return replace(self, queries=filled, keys=filled)
 
 
 def _window(model_config: Any) -> int:
-    """The largest sliding window of a model's layers; 0 without one."""
+    """Return the largest sliding window of a model's layers in tokens; 0 without one."""
     text = model_config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
     return size_of(model_config, "sliding_window") if "sliding_attention" in kinds else 0
 
 
 class CopiedKeys(NamedTuple):
-    """Copies of keys that attention makes, and scores that are in memory, per token of a row."""
+    """Copies of keys that attention makes, and scores in memory, per token of a row."""
 
-    kept: float = 0.0  # for the backward, by every layer
-    inside: float = 1.0  # keys of one layer's attention while it runs, its own among them
-    scores: float = 0.0  # of each head, of every layer
-    segment: float = 0.0  # of those what the longest segment has
+    kept: float = 0.0  # copied keys that every layer keeps for the backward
+    inside: float = 1.0  # keys of one layer's attention while it runs, with its own
+    scores: float = 0.0  # scores of each head of every layer
+    segment: float = 0.0  # the longest segment's part of ``scores``
     padding: float = 0.0  # rows that flash attention's backward adds for a row's segments
 
 
@@ -122,7 +123,8 @@ class Lengths:
     group: int  # completions that share a prompt in a row; 1 if rows are padded
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
-        """What attention copies: nothing where it reads a prompt's keys in place (see `policy.attention`)."""
+        """Compute the copies that attention makes: none if it reads a prompt's keys in place (see
+        `policy.attention`)."""
         scores = self._scores(tokens) if shape.capped else (0.0, 0.0)
         if self.group == 1:
             return CopiedKeys(0.0, 1.0, *scores)
@@ -136,7 +138,8 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Keys per token of a row, if each completion's are joined with its prompt's, or with those of a ``window``.
+        """Compute the keys per token of a row, if each completion's are joined with its prompt's, or with the last of
+        its prompt's in a ``window``.
 
         1 for a row of one sequence; nearly 9 for 8 completions far shorter than their prompt.
         """
@@ -147,30 +150,30 @@ class Lengths:
         return (self.prompt + count * (seen + short)) / (self.prompt + count * short)
 
     def _scores(self, tokens: int) -> tuple[float, float]:
-        """Scores per token of a row of long completions, and of those what the longest segment has."""
+        """Compute the scores per token of a row of long completions, and the longest segment's part of these scores."""
         count = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
         one = self.completion * (self.prompt + self.completion)
         whole = self.prompt + count * self.completion
         return (self.prompt**2 + count * one) / whole, max(self.prompt**2, one) / whole
 
     def prompts_share(self, tokens: int) -> float:
-        """The share of a row's tokens that are prompts'."""
+        """Compute the share of a row's tokens that are prompt tokens."""
         count, short = self._short(tokens)
         return self.prompt / (self.prompt + count * short)
 
     def _short(self, tokens: int) -> tuple[int, int]:
-        """How many short completions of a prompt a row of ``tokens`` has, and the tokens of one."""
+        """Return the number of short completions of one prompt in a row of ``tokens``, and the tokens of each."""
         short = max(1, self.completion // SHORT)
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
 
 def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
-    """Bytes that one layer keeps for the backward pass, per token.
+    """Compute the bytes that one layer keeps for the backward pass, per token.
 
     Counted on transformers' Llama layer as in arXiv 2205.05198 (section 4.1), without the attention matrix, which fused
     attention never stores. RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and values,
-    twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product; where it
-    is a mixture also its input and output, once per expert.
+    twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product; in a
+    mixture also its input and output, once per expert.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -178,7 +181,7 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
 
 
 def again(shape: Shape, checkpointing: int) -> int:
-    """How many layers are computed again, each of which keeps its input only."""
+    """Count the layers that are computed again. Each of them keeps only its input."""
     return -(-shape.layers // checkpointing) if checkpointing else 0
 
 
@@ -189,8 +192,8 @@ def _kept_by_layers(
     copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
     on_host: bool = False,
 ) -> tuple[float, float]:
-    """Bytes per token that all layers keep, and of the layer that is computed again: each ``checkpointing``-th keeps
-    its input only, and that may be ``on_host`` but for a few."""
+    """Compute the bytes per token that all layers keep, and the bytes of one layer that is computed again. Each
+    ``checkpointing``-th layer keeps only its input; ``on_host`` all of these inputs but a few are on the host."""
     layer = layer_bytes(shape, itemsize, copied.kept) + SCORE * shape.capped * copied.scores
     twice = again(shape, checkpointing)
     inputs = min(twice, KEPT) if on_host else twice
@@ -198,17 +201,17 @@ def _kept_by_layers(
 
 
 class Trained(NamedTuple):
-    """What of a model is trained, as far as activations depend on it."""
+    """The trained parameters, as far as activations depend on them."""
 
     head: bool = True
     adapted: bool = False  # most parameters are frozen
 
 
 class OnHost(NamedTuple):
-    """What of training lies in host memory, as far as activations depend on it."""
+    """The parts of training in host memory, as far as activations depend on them."""
 
-    inputs: bool = False  # of layers that are computed again
-    gradients: int = 0  # bytes on their way there at once, while layers go backward; counted elsewhere
+    inputs: bool = False  # inputs of layers that are computed again
+    gradients: int = 0  # most bytes on their way to the host while layers go backward; counted elsewhere
 
 
 def activation_bytes(
@@ -221,13 +224,13 @@ def activation_bytes(
     trained: Trained = Trained(),  # noqa: B008  # immutable
     on_host: OnHost = OnHost(),  # noqa: B008  # immutable
 ) -> int:
-    """Estimated peak of one forward and backward beside weights and gradients: the largest of three moments.
+    """Estimate the peak of one forward and backward, without weights and gradients: the largest of three moments.
 
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of
-    logits (`logprobs`), and the gradient of the head's weight. In the last layer: its gradients instead, beside the
-    head's if that waits for the embedding's, whose weight it is. In the embedding: its gradient in its dtype and in
-    float32; if tied, both and their sum in float32. In the head no gradient is on its way to the host yet, where that
-    is where they go. Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
+    logits (`logprobs`), and the gradient of the head's weight. In the last layer: its gradients, and for a tied head
+    also the weight's gradient, which waits for the embedding's. In the embedding: its gradient in its dtype and in
+    float32; if tied, both and their sum in float32. If gradients go to the host, none is on its way in the head.
+    Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
     """
@@ -241,8 +244,9 @@ def activation_bytes(
 
 
 def _gradients_inside(shape: Shape, itemsize: int, device: str, copied: CopiedKeys, adapted: bool) -> float:
-    """Peak of the gradients inside one layer, per token: in its MLP, or in its attention once the MLP's activations
-    are freed. The MLP has the gradients of gate and up, or that of their product beside an adapter's float32 input."""
+    """Compute the peak of gradients inside one layer, per token: in its MLP, or in its attention after the MLP's
+    activations are freed. The MLP has the gradients of gate and up, or the product's gradient and an adapter's float32
+    input."""
     inner, joined = max(itemsize, 4) if adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
@@ -261,12 +265,12 @@ def _gradients_inside(shape: Shape, itemsize: int, device: str, copied: CopiedKe
 class Tower:
     """A trained vision tower."""
 
-    shape: Shape  # of its layers, as if they were a decoder's
-    patches: float  # per image token
+    shape: Shape  # its layers' shape, as if they were a decoder's
+    patches: float  # patches per image token
 
     @classmethod
     def of(cls, model: Any) -> Tower | None:
-        """The tower of a model whose frozen parameters are marked; None: there is none, or none of it is trained."""
+        """Describe a model's tower; frozen parameters must be marked. None: there is no tower, or it is frozen."""
         config = model.config
         if not has_tower(config) or getattr(config, "vision_config", None) is None:
             return None
@@ -283,13 +287,13 @@ class Tower:
         return cls(Shape(layers, hidden, inner, hidden, hidden, hidden // heads, 0), _patches(config))
 
     def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
-        """Estimated activations of a row of ``tokens``, as if all prompt tokens were image tokens."""
+        """Estimate the activations' bytes of a row of ``tokens``, as if all prompt tokens were image tokens."""
         patches = self.patches * tokens * lengths.prompts_share(tokens)
         return int(patches * sum(_kept_by_layers(self.shape, itemsize, checkpointing)))
 
 
 def _patches(config: Any) -> float:
-    """Patches of the tower per image token."""
+    """Compute the tower's patches per image token."""
     vision = config.vision_config
     if pooled := getattr(vision, "pooling_kernel_size", None):
         return float(pooled) ** 2
@@ -304,7 +308,7 @@ def _patches(config: Any) -> float:
 
 
 def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
-    """Estimated bytes of the engine beside weights and KV cache: activations of one layer, and three float32 tensors of
+    """Estimate the engine's bytes without weights and KV cache: activations of one layer, and three float32 tensors of
     logits."""
     step = ENGINE_TOKENS * itemsize * (4 * shape.hidden + 2 * shape.intermediate)
     return step + 3 * 4 * min(sequences, MOST_SEQUENCES) * shape.vocabulary
@@ -320,7 +324,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """The need of ``sequences`` sequences of up to ``length`` tokens. An upper bound for layers with a window."""
+        """Compute the need of ``sequences`` sequences of up to ``length`` tokens; an upper bound with window layers."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM keeps a block for itself, and a sequence's last block is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

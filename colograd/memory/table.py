@@ -1,6 +1,6 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
 
-Sampling and training alternate, so each part counts in the phases in which it exists:
+Sampling and training alternate, so each part counts only while it is allocated:
 
     part              sampling                                  training
     weights           engine's, and the policy's if not shared  the same
@@ -9,12 +9,12 @@ Sampling and training alternate, so each part counts in the phases in which it e
     optimizer state   yes, unless `offload_optimizer`           yes; with `stream` two buffers of it
     exchange          none                                      buckets on their way, or gathered blocks
     reference model   yes, unless `offload_reference`           yes, or in the place of gradients that don't exist yet
-    teacher           yes, unless `offload_teacher`             likewise
+    teacher           yes, unless `offload_teacher`             as the reference model
     activations       the engine's                              one micro-batch's
     KV cache          yes                                       yes, unless `vllm_enable_sleep_mode`
 
-A KV cache that sleeps while the policy trains shares its space with gradients and activations. One that doesn't is
-planned beside them, so a micro-batch may be trained between two steps of the engine (`overlap`): in the tail of
+A KV cache that sleeps while the policy trains shares its space with gradients and activations. A KV cache that stays is
+planned in addition to them, so a micro-batch may be trained between two steps of the engine (`overlap`): at the end of
 sampling a step takes far less than a micro-batch.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from .shape import CacheNeed
 
-MARGIN = 0.08  # of the device, for CUDA graphs, NCCL and fragmentation; vLLM's own default leaves as much
+MARGIN = 0.08  # share of the device, for CUDA graphs, NCCL and fragmentation; vLLM's own default leaves as much
 CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memory
 PHASES = ("sampling", "training")
 GIB = 2**30
@@ -39,27 +39,27 @@ class MemoryPlan:
 
     device: str
     total: int
-    available: int  # to this process: the total less other processes' memory
+    available: int  # bytes for this process: the total less other processes' memory
     engine_weights: int  # 0: there is no engine
     policy_weights: int  # 0: shared with the engine
     gradients: int
     optimizer: int
-    activations: int  # of a micro-batch of ``tokens`` tokens
-    engine: int  # of the engine beside weights and KV cache
+    activations: int  # bytes for a micro-batch of ``tokens`` tokens
+    engine: int  # bytes of the engine without weights and KV cache
     tokens: int
-    measured: bool = False  # the activations; False: estimated
+    measured: bool = False  # activations are measured; False: estimated
     kv_per_token: int = 0
-    kv_bytes: int = 0  # 0: not known yet, as the engine takes a share of the device
+    kv_bytes: int = 0  # 0: unknown until the engine is built with its share of the device
     kv_tokens: int = 0
-    sleeps: bool = False  # the KV cache while the policy trains
-    offloads: bool = False  # the optimizer's state while the engine samples
-    streams: bool = False  # and else too: what passes through the device is counted
-    reference: int = 0  # 0: there is none, or it waits on the host
-    teacher: int = 0  # likewise
-    strategy: str = "none"  # of sharding
+    sleeps: bool = False  # the KV cache sleeps while the policy trains
+    offloads: bool = False  # the optimizer's state is on the host while the engine samples
+    streams: bool = False  # the optimizer's state is always on the host: its buffers on the device count
+    reference: int = 0  # bytes; 0: there is no reference model, or it waits on the host
+    teacher: int = 0  # bytes; 0: there is no teacher, or it waits on the host
+    strategy: str = "none"  # the sharding strategy
     ranks: int = 1
     exchange: int = 0  # gradients on their way to other ranks, or weights gathered from them
-    offloads_gradients: bool = False  # to the host: what is on its way is counted
+    offloads_gradients: bool = False  # gradients go to the host: only gradients on their way count
     remedies: str = ""  # changes that would make the run fit; empty: it fits, or none was tried
 
     @property
@@ -68,7 +68,7 @@ class MemoryPlan:
         return int(MARGIN * self.total)
 
     def rows(self) -> list[tuple[str, int, int]]:
-        """(name, bytes while sampling, bytes while training) of each part."""
+        """Return (name, bytes while sampling, bytes while training) of each part."""
         part = f", 1/{self.ranks}"
         of_policy = part if self.strategy == "fsdp" else "" if self.policy_weights else " (shared)"
         of_gradients = part if self.strategy in ("gradients", "fsdp") else ""
@@ -94,13 +94,13 @@ class MemoryPlan:
         return [row for row in rows if row[0] not in OPTIONAL or row[2]]
 
     def remains(self, phase: str) -> int:
-        """Bytes left in ``phase`` of `PHASES`; negative: the plan exceeds the device."""
+        """Return the bytes left in ``phase`` of `PHASES`; negative: the plan exceeds the device."""
         column = 1 + PHASES.index(phase)
         return self.total - sum(int(row[column]) for row in self.rows())
 
     @property
     def room(self) -> int:
-        """Bytes that the KV cache may take: the least left in any phase in which it exists."""
+        """Bytes that the KV cache may take: the least remainder of the phases in its lifetime."""
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
         return sampling if self.sleeps else min(sampling, empty.remains("training"))
@@ -114,12 +114,12 @@ class MemoryPlan:
         return weights + max(sampling, training)
 
     def takes(self, need: CacheNeed) -> bool:
-        """Whether training fits, and a KV cache of one full sequence beside it."""
+        """Return whether training fits together with a KV cache of one full sequence."""
         empty = dataclasses.replace(self, kv_bytes=0)
         return self.room >= need.least and empty.remains("training") >= 0
 
     def with_cache(self, need: CacheNeed) -> MemoryPlan:
-        """Add a KV cache for one whole generation, or for as much of it as fits."""
+        """Add a KV cache for one whole generation, or as large as fits."""
         return dataclasses.replace(self, kv_bytes=min(need.wanted, max(self.room, 0)))
 
     def with_cpu_cache(self, need: CacheNeed) -> MemoryPlan:
@@ -134,7 +134,7 @@ class MemoryPlan:
         )
 
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
-        """Set a measured budget: ``peak`` bytes of forward and backward, gradients included."""
+        """Set a measured budget: ``peak`` is the bytes of forward and backward, gradients included."""
         activations = max(peak - self.gradients - self.exchange, 0)
         return dataclasses.replace(self, tokens=tokens, activations=activations, measured=True)
 
@@ -145,7 +145,7 @@ class MemoryPlan:
         return min(self.remains(phase) for phase in PHASES) + slack >= 0
 
     def lines(self) -> list[str]:
-        """Aligned lines, in GiB."""
+        """Format the plan as aligned lines, in GiB."""
         shown = [row for row in self.rows() if row[0] not in OPTIONAL or row[2] >= GIB // 200]
         rows = [*shown, ("remains", self.remains("sampling"), self.remains("training"))]
         of_ranks = "" if self.strategy == "none" else f", sharding {self.strategy} over {self.ranks}"
@@ -155,7 +155,7 @@ class MemoryPlan:
         return lines + [f"{f'  {name}':<{width}} {gib(a):>9} {gib(b):>9}" for name, a, b in rows]
 
     def table(self) -> str:
-        """The lines as one text; the last one names remedies if the plan doesn't fit."""
+        """Join the lines into one text; the last one names remedies if the plan doesn't fit."""
         last = [] if self.fits else [f"  more is planned than there is: {self.remedies or REMEDIES}"]
         return "\n".join([*self.lines(), *last])
 
@@ -165,5 +165,5 @@ REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gra
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB, two digits."""
+    """Format bytes as GiB, with two digits."""
     return f"{size / GIB:.2f}"

@@ -21,21 +21,22 @@ from ..policy.second_models import KINDS
 from . import policy_sizes
 from .shape import SHORT
 
-SHARE = 0.8  # of the free memory: fragmentation and lengths that the dummy rows don't have need the rest
+SHARE = 0.8  # share of the free memory; fragmentation and row lengths that weren't measured need the rest
 # Measured sizes, in tokens. A row of LARGEST keeps any GPU busy; only a longer sequence needs more.
 SMALLEST, LARGEST = 1024, 65536
-STEP = 256  # budgets are multiples of it
+STEP = 256  # tokens; budgets are multiples of STEP
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """The most tokens whose peak memory stays under ``limit`` bytes, by a line through the last two sizes measured.
+    """Find the most tokens that stay under ``limit`` bytes of peak memory, by a line through the last two sizes
+    measured.
 
     Args:
         peak: tokens -> peak bytes of a forward and backward; infinite: it ran out of memory.
         largest: tokens that are enough.
 
     Returns:
-        The tokens, a multiple of `STEP`, and the bytes that the line gives them.
+        The tokens, a multiple of `STEP`, and their bytes on the line.
     """
     # Starting at the origin makes a single size an upper estimate of the slope.
     x, y, slope, most = 0, 0.0, 0.0, largest
@@ -64,14 +65,14 @@ def measure(
     pending_bytes: int,
     ranks_per_sequence: int = 1,
 ) -> tuple[int, int]:
-    """The least safe budget of all ranks' GPUs, and the bytes that it takes. A collective.
+    """Measure the safe budget of each rank's GPU, and return the smallest one and its bytes. A collective.
 
     Args:
         train: forward and backward of one micro-batch.
         clean: frees activations and gradients.
         shape: tokens of the longest prompt and of the longest completion, and completions per group.
         pending_bytes: of the optimizer's state, if it isn't allocated yet.
-        ranks_per_sequence: that share out a row's tokens, of which each is to have enough.
+        ranks_per_sequence: ranks that share out a row's tokens; each must have enough of them to be busy.
     """
     device = rules.device
     prompt, completion, count = shape
@@ -93,14 +94,14 @@ def measure(
     def peak(tokens: int) -> float:
         return max(gather(max(used(dummy_row(tokens, of, device)) for of in dict.fromkeys(shapes))))
 
-    torch.cuda.empty_cache()  # of what is cached for the engine's stream, the policy's has nothing
+    torch.cuda.empty_cache()  # the policy's stream can't use memory cached for the engine's stream
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
     return fill(peak, int(SHARE * min(gather(free))), max(LARGEST * ranks_per_sequence, prompt + completion))
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:
-    """A row of ``tokens`` tokens with zero advantages: the longest groups, the last one cut short."""
+    """Make a row of ``tokens`` tokens with zero advantages: the longest groups, the last one cut short."""
     longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
     left = tokens
@@ -115,7 +116,7 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str, parts: int = 1) -> int:
-    """Bytes that the optimizer will allocate at its first step, of a state cut into ``parts``."""
+    """Count the bytes that the optimizer will allocate at its first step, for a state cut into ``parts``."""
     return 0 if optimizer is not None and optimizer.state else policy_sizes.optimizer_bytes(model, name) // parts
 
 
@@ -126,10 +127,10 @@ def back_off(
 
     Args:
         batches: the step that failed, and the rest of its round.
-        among: the first so many batches were being trained.
+        among: number of batches at the start that were being trained.
 
     Raises:
-        torch.OutOfMemoryError: each micro-batch is a single completion already.
+        torch.OutOfMemoryError: each micro-batch is already a single completion.
     """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
@@ -144,7 +145,8 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """The same step in micro-batches of another budget, with each completion's log-probabilities; none is trained."""
+    """Pack the same step with another budget, and keep each completion's log-probabilities. No row counts as
+    trained."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *KINDS):
         rows = _carry_over(name, batch.rows, rows)
@@ -159,7 +161,7 @@ def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -
     like = getattr(old[0], name) if old else torch.empty(0)
 
     def values(row: PackedRow) -> torch.Tensor:
-        def missing(tokens: int) -> torch.Tensor:  # of a new dummy, whose tokens aren't in the loss
+        def missing(tokens: int) -> torch.Tensor:  # values for a new dummy row; its tokens aren't in the loss
             return like.new_zeros(tokens, *like.shape[1:])
 
         return torch.cat(
@@ -170,7 +172,7 @@ def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients, and a failed forward's activations once its exception, whose traceback holds them, is gone."""
+    """Free gradients and a failed forward's activations. The exception must be gone: its traceback holds them."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

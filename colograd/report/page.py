@@ -1,7 +1,7 @@
 """A report: one HTML file that holds its data, scripts and styles, and loads nothing.
 
-Texts that models wrote are in it as JSON, where `<` is escaped, or packed (zlib, base64). Only scripts with a known
-hash run, so nothing in the data could.
+Texts that models wrote are stored as JSON with escaped `<`, or packed (zlib, base64). Only scripts with a known hash
+run, so nothing in the data can run.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SCRIPTS = (
     "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
-NAME = "report.html"  # which the model card links
-# Of all runs of a page together, packed; base64 makes 4 bytes of 3.
+NAME = "report.html"  # the model card links this file
+# Packed bytes of all runs of a page together; base64 makes 4 bytes of 3.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-MOST_TEXTS = 2000  # prompts whose beginnings a page has at once
-STEP_BYTES = 2_000_000  # of a step's completions as JSON, about: a sixth to a tenth of it packed
+MOST_TEXTS = 2000  # prompts with their beginnings in the page from the start
+STEP_BYTES = 2_000_000  # approximate bytes of a step's completions as JSON; packed a sixth to a tenth
 
 
 def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run, or of several side by side; returns the file's path. It is complete or not there.
+    """Write the report of a run, or of several side by side. Return the file's path. It is either complete or absent.
 
     Args:
         run_dir: a run's output_dir; the run may go on, or only have a trainer_state.json.
@@ -68,7 +68,7 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """The page of runs as they were last read."""
+    """Make the page of runs as they were last read."""
     data, blocks = [], []
     for place, run in enumerate(runs):
         found = overview(run)
@@ -76,14 +76,14 @@ def page(runs: Sequence[RecordedRun]) -> str:
         found["texts"] = texts | found.get("texts", {})
         recorded = sum(has for _, has in found["held"])
         found["held"] = [[step, chosen[step]] for step in sorted(chosen)]
-        found["chosen"] = [sum(chosen.values()), recorded]  # steps with completions here, of so many recorded
+        found["chosen"] = [sum(chosen.values()), recorded]  # steps with completions in the page, and recorded ones
         data.append(found)
         blocks += [f'<script type="text/plain" id="step-{place}-{step}">{block}</script>' for step, block in steps]
     return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
 
 
 def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
-    """As many steps as the page has room for.
+    """Pack as many steps as the page has room for.
 
     Returns:
         The packed steps, whether (1) each has completions, and the beginnings of their prompts by key.
@@ -121,12 +121,12 @@ def _pack(value: Any) -> bytes:
 
 
 def compact(value: Any) -> str:
-    """JSON without blanks. NaN is an error."""
+    """Write JSON without blanks. NaN is an error."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def escaped(value: Any) -> str:
-    """JSON for a script element: without `<`, `>`, `&`, and the line ends that only JavaScript knows."""
+    """Write JSON for a script element: without `<`, `>`, `&`, and the line ends that only JavaScript knows."""
     found = compact(value)
     for character in "<>&\u2028\u2029":
         found = found.replace(character, f"\\u{ord(character):04x}")
@@ -134,14 +134,14 @@ def escaped(value: Any) -> str:
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """The page around its data.
+    """Write the page around its data.
 
     Args:
         data: ``runs`` (see `overview`), ``live``, ``version``.
         blocks: elements with packed steps.
         connect: the addresses that the page may load, for its content security policy.
     """
-    # Character data only: no script of ours may contain the end of an element.
+    # Character data only: none of these scripts may contain the end of an element.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
     policy = (
@@ -157,7 +157,7 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
         "VERSION": __version__,
     }
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # one pass: no part is searched
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # one pass, so no part is searched
 
 
 def _hash(source: str) -> str:

@@ -1,4 +1,4 @@
-"""The JSON that a page gets: `overview` at once, `of_step` when a step is opened."""
+"""The JSON for a page: `overview` at the start, `of_step` when a step is opened."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from .reading import BEGINNING, RecordedRun
 from .untrusted import mapping, number, text, whole
 
-POINTS = 2000  # of a curve: beyond, each point is the mean of several steps
+POINTS = 2000  # points of a curve; with more steps, each point is the mean of several
 MOST_SPREADS = 400  # steps with histograms
-MOST_PROMPTS = 300  # with a history on the page: the ones with the most reward difference
-FLAT = 1e-6  # a spread of rewards below which a group has no reward difference
+MOST_PROMPTS = 300  # prompts with a history on the page, by the largest reward difference
+FLAT = 1e-6  # a group with a smaller spread of rewards has no reward difference
 STEP_GROUPS = 256
 
 
 def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
-    """The run without its completions.
+    """Return the run without its completions.
 
     Args:
-        after: leave out all that hasn't changed since this change of the run.
+        after: leave out all data that hasn't changed since this change of the run.
         thin: bound the sizes, for a page that holds the whole run.
     """
     if after < run.born:
@@ -32,7 +32,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     found: dict[str, Any] = {
         "name": run.name,
         "change": run.change,
-        "whole": after == 0,  # all of it, not only changes
+        "whole": after == 0,  # the whole run, not only changes
         "status": status(run),
         "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
         "run": mapping(run.start.get("run")),
@@ -51,7 +51,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         found["texts"] = _texts(run, (row[0] for row in found["prompts"]["shown"]))
     held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
     held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
-    found["held"] = sorted([step, has] for step, has in held.items())  # steps to ask for; 1: with completions
+    found["held"] = sorted([step, has] for step, has in held.items())  # 1: the step has completions
     return found
 
 
@@ -70,9 +70,9 @@ def status(run: RecordedRun) -> dict[str, Any]:
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """A step's rollouts, groups, and completions of about ``most_bytes``."""
+    """Return a step's rollouts, groups, and completions of about ``most_bytes``."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
-    prompts: list[Any] = []  # each once: the completions of a group share theirs
+    prompts: list[Any] = []  # each prompt once: a group's completions share it
     places: dict[str, int] = {}
     for found in completions:
         prompt = found.pop("prompt")
@@ -98,7 +98,7 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
 
 
 def prompt_beginning(prompt: Any) -> str:
-    """A prompt's text, or its last user message's, short enough for a line."""
+    """Return a prompt's text, or its last user message's, short enough for a line."""
     if isinstance(prompt, list):
         asked = [message for message in map(mapping, prompt) if message.get("role") == "user"] or prompt[-1:]
         content = mapping(asked[-1]).get("content") if asked else ""
@@ -111,8 +111,8 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """The mean reward from which a group without a reward difference counts as solved: `pass_threshold_eval` if a group
-    reached it, else the middle between the lowest and the highest mean.
+    """Return the threshold for solved groups, which compares the mean reward of groups without a reward difference. It
+    is `pass_threshold_eval` if a group reached it, else the middle between the lowest and the highest mean.
     """
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
@@ -123,7 +123,7 @@ def pass_mark(run: RecordedRun) -> float:
 
 
 def groups_over_time(run: RecordedRun) -> dict[str, Any]:
-    """By step, how many prompts were solved, unsolved or mixed, and how many carried a signal."""
+    """Count by step the solved, unsolved and mixed prompts, and the prompts with a training signal."""
     mark = pass_mark(run)
     found: dict[str, Any] = {"mark": number(mark), "steps": [], "solved": [], "unsolved": [], "mixed": [], "signal": []}
     for step in sorted(run.groups):
@@ -141,10 +141,10 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """The mean reward and spread over the steps of the prompts with the most spread.
+    """Return the mean reward and spread over the steps for the prompts with the largest spread.
 
     Returns:
-        ``total`` prompts and their ``visits``, the ``half`` (how many prompts have half of all the spread), and
+        ``total`` prompts and their ``visits``, the ``half`` (the number of prompts with half of the total spread), and
         ``shown``: [key, spread in all, [[step, mean, spread, truncated share], ...]].
     """
     spreads: dict[int, float] = defaultdict(float)
@@ -170,7 +170,7 @@ def prompt_histories(run: RecordedRun) -> dict[str, Any]:
 
 
 def _half(amounts: Sequence[float]) -> int:
-    """How many of the largest amounts make half of them all."""
+    """Count how many of the largest amounts make up half of the sum."""
     total, so_far = sum(amounts), 0.0
     if not total > 0:
         return 0
@@ -188,7 +188,7 @@ def _spreads(run: RecordedRun, after: int, thin: bool) -> dict[str, Any]:
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
-    """The mean of every ``every`` values; an incomplete last row is left out, as its step is."""
+    """Average every ``every`` values; an incomplete last row is left out, as in the list of steps."""
     if every == 1:
         return list(values)
     found = []
@@ -199,7 +199,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """The steps, the ``first`` ones early; every beginning of the sequence is spread over the whole run."""
+    """Yield the steps, the ``first`` ones early; every beginning of the sequence is spread over the whole run."""
     rest = sorted(set(steps))
     known = set(rest)
     wanted = [step for step in dict.fromkeys([*(rest[-1:]), *(rest[:1]), *first]) if step in known]

@@ -1,7 +1,7 @@
 """A run's folder as plain data: its events, or the history in `trainer_state.json` of a run without events.
 
 `RecordedRun.refresh` reads only new lines, and numbers each change: `colograd watch` sends a page the changes after the
-number that it has. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
+page's last one. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ EVENTS = "_report/events.jsonl"
 STATE = "trainer_state.json"
 MOST_STATE = 2**29  # bytes of a trainer_state.json
 MOST_NAMES = 600  # metrics
-MOST_PROMPTS = 200_000  # whose history is kept
+MOST_PROMPTS = 200_000  # prompts with a history
 MOST_ALARMS = 500
-MOST_LIMITS = 64  # reward functions of a step
+MOST_LIMITS = 64  # reward functions per step
 MOST_KNOBS = 2000
-BEGINNING = 160  # characters of a prompt where it is named in a line
-GROUP_WIDTH = 7  # numbers of a group: prompt, position, G, mean reward, spread, truncated share, carries signal
+BEGINNING = 160  # characters of a prompt in a line
+GROUP_WIDTH = 7  # numbers per group: prompt, position, G, mean reward, spread, truncated share, carries signal
 TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # one of them marks a training step's entry
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -55,7 +55,7 @@ class Table:
         self.changed[step] = change
 
     def columns(self, after: int = 0) -> tuple[list[int], dict[str, list[float | None]]]:
-        """The steps that changed after change ``after``, in order, and each name's values at them."""
+        """Return the steps that changed after change ``after``, in order, and each name's values at them."""
         steps = sorted(step for step, change in self.changed.items() if change > after)
         rows, found = [self.rows[step] for step in steps], {}
         for name, place in self.names.items():
@@ -66,26 +66,26 @@ class Table:
 
 
 class RecordedRun:
-    """A run's files as of the last `refresh`. The folder needn't be there yet."""
+    """A run's files as of the last `refresh`. The folder may appear later."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
-        self.change = 0  # counts the refreshes that found something
-        self.born = 0  # the change with which another run began in the folder
+        self.change = 0  # number of refreshes with new data
+        self.born = 0  # the change that began the present run in the folder
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.steps, self.evaluations = Table(), Table()
-        self.totals: dict[str, float] = {}  # logged at the run's end
+        self.totals: dict[str, float] = {}  # totals logged at the run's end
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
-        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # by step and rank, packed
+        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # packed, by step and rank
         self.spreads: dict[int, dict[str, Any]] = {}
-        self.groups: dict[int, array[float]] = {}  # GROUP_WIDTH numbers each
-        self.prompts: dict[str, int] = {}  # keys, numbered
+        self.groups: dict[int, array[float]] = {}  # GROUP_WIDTH numbers per group, by step
+        self.prompts: dict[str, int] = {}  # numbers of prompts, by key
         self.texts: dict[str, str] = {}  # beginnings of prompts, by key
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
@@ -105,7 +105,7 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read new lines; returns whether there were any."""
+        """Read new lines. Return whether there were any."""
         self.change += 1
         fresh = False
         if self._events.restarted() or self.samples.restarted():
@@ -142,7 +142,7 @@ class RecordedRun:
         del self.starts[:-64]
         self.end = None
         self.memory = [_memory_row(row) for row in items(event.get("memory"))[:64] if isinstance(row, dict)]
-        for alarm in self.alarms:  # a run that goes on raises an alarm again
+        for alarm in self.alarms:  # a resumed run raises an alarm again
             alarm.setdefault("until", step)
 
     def take_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ class RecordedRun:
         }
 
     def _refresh_state(self) -> bool:
-        """Take the `log_history` of the run's trainer_state.json, or of its newest checkpoint's."""
+        """Read the `log_history` of the run's trainer_state.json, or of its newest checkpoint's."""
         for name in self._state_names():
             if (file := open_inside(self.folder, name)) is None:
                 continue
@@ -242,12 +242,12 @@ class RecordedRun:
             self.end = {"step": self.last_step, "status": "finished", "error": ""}
 
     def groups_of(self, step: int) -> list[list[float]]:
-        """A step's groups, GROUP_WIDTH numbers each."""
+        """Return a step's groups, GROUP_WIDTH numbers each."""
         flat = self.groups.get(step, array("d"))
         return [list(flat[at : at + GROUP_WIDTH]) for at in range(0, len(flat), GROUP_WIDTH)]
 
     def rollouts_of(self, step: int) -> list[dict[str, Any]]:
-        """A round's "rollout" events, in the order of the ranks."""
+        """Return a round's "rollout" events, in the order of the ranks."""
         of_step = self.rollouts.get(step, {})
         return [{"rank": rank, **json.loads(zlib.decompress(of_step[rank]))} for rank in sorted(of_step)]
 
@@ -296,7 +296,7 @@ def _rollout(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Any, most: int, digits: int) -> list[Any] | None:
-    """A list's finite numbers; None if it has other values."""
+    """Return a list's finite numbers; None if it has other values."""
     found = [number(value, digits) for value in items(values)[:most]]
     return None if None in found else found
 
@@ -307,7 +307,7 @@ def _points(value: Any) -> list[list[float]]:
 
 
 def _calls(value: Any, width: int) -> list[list[Any]]:
-    """[[name, start, end, ...], ...], each ``width`` long at most."""
+    """Read [[name, start, end, ...], ...], each at most ``width`` long."""
     found = []
     for row in map(items, items(value)[:64]):
         numbers = _numbers(row[1:], width - 1, 5)
@@ -317,13 +317,13 @@ def _calls(value: Any, width: int) -> list[list[Any]]:
 
 
 def _limits(value: Any) -> dict[str, list[float]]:
-    """The least and the greatest reward, by function."""
+    """Read the least and the greatest reward, by function."""
     pairs = {str(name): _numbers(pair, 3, 4) for name, pair in [*mapping(value).items()][:MOST_LIMITS]}
     return {name: pair for name, pair in pairs.items() if pair is not None and len(pair) == 2}
 
 
 def _histogram(value: Any) -> dict[str, list[float]]:
-    """Edges and counts that fit each other, or nothing."""
+    """Read edges and counts that match; empty if they don't."""
     given = mapping(value)
     edges, counts = _numbers(given.get("edges"), 129, 4), [whole(count) for count in items(given.get("counts"))[:128]]
     if edges is None or len(edges) != len(counts) + 1 or not counts or None in counts:

@@ -1,7 +1,7 @@
 """The completions of a step: groups that the store of rollouts shows token by token, and rows of the completions log.
 
 `Samples` knows each step's files, and reads them when a page needs them: a run of 1,000 steps records more than a page,
-or this process, should hold. Runs of older versions have `_report/samples.jsonl` in the store's place.
+or this process, should hold. Runs of older versions have `_report/samples.jsonl` instead of the store.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..rollout.group_table import shown, steps_of
 from ..rollout.record_file import positions as record_positions
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
 
-SAMPLES = "_report/samples.jsonl"  # of older versions
+SAMPLES = "_report/samples.jsonl"  # older versions write it
 STORE = "_journal"
-STORED = ("rank-00000.shown", "rank-00000.records")  # the main process takes notes; the later file counts
+STORED = ("rank-00000.shown", "rank-00000.records")  # the main process writes the notes; the later file counts
 LONGEST = 200_000  # characters of a completion or a prompt
-MOST_TOKENS = 4096  # of a completion
+MOST_TOKENS = 4096  # tokens of a completion
 MOST_TURNS = 1024  # answers of an agent's session
-MILLI = 1000  # log-probabilities are sent as thousandths
-# A line's step is read from its beginning, where no text can pretend to be it.
+MILLI = 1000  # log-probabilities are sent in thousandths
+# A line's step is read from the line's beginning, where no logged text can imitate it.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
 _PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
 _ROUND = re.compile(r"step-\d{8,12}(-[A-Za-z0-9_.]{1,100})?")
@@ -37,15 +37,15 @@ _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
 class Samples:
-    """Where a run's completions are, by step."""
+    """The places of a run's completions, by step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # offset and length, of samples.jsonl
-        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # purpose -> file name, of the completions log
+        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (offset, length) in samples.jsonl
+        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # purpose -> file name in the completions log
         self.stored: dict[int, set[str]] = defaultdict(set)  # names of the store's files
         self.changed: dict[int, int] = {}
-        self._read: dict[str, int] = {}  # bytes of the store's files that were looked through
+        self._read: dict[str, int] = {}  # bytes already read of each file of the store
         self._tail = Tail(folder, SAMPLES)
         self._folder_seen = -1
 
@@ -57,7 +57,7 @@ class Samples:
         return self._tail.restarted()
 
     def refresh(self, change: int) -> bool:
-        """Find new lines and files; returns whether there are any."""
+        """Find new lines and files. Return whether there are any."""
         fresh = self._refresh_files(change) | self._refresh_store(change)
         for offset, line in self._tail.read():
             step = _step_of(line)
@@ -107,15 +107,15 @@ class Samples:
         return fresh
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """A step's completions in order, whole groups while their JSON fits into about ``most_bytes``; and how many
-        don't fit.
+        """Return a step's completions in order, whole groups while their JSON fits into about ``most_bytes``, and the
+        number of completions that don't fit.
         """
         groups = _by_group(self._recorded(step))
         for found in self._logged(step):
             groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
         total, room = sum(len(group) for group in groups.values()), most_bytes
-        for group in groups.values():  # samples first, as the recorder chose their groups
+        for group in groups.values():  # recorded groups first, because the recorder chose them
             size = sum(map(_size, group.values()))
             if kept and size > room:
                 continue
@@ -126,8 +126,8 @@ class Samples:
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
         for name in sorted(self.stored.get(step, ()), reverse=True):
-            if (stored := open_inside(self.folder, name)) is not None:  # else checkpoints made it needless
-                with stored, contextlib.suppress(Exception):  # a file of somebody else's has many ways to be wrong
+            if (stored := open_inside(self.folder, name)) is not None:  # else checkpoints made it unnecessary
+                with stored, contextlib.suppress(Exception):  # an untrusted file can raise many kinds of errors
                     yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)
         if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
@@ -142,7 +142,7 @@ class Samples:
     def _logged(self, step: int) -> Iterator[dict[str, Any]]:
         for purpose, name in sorted(self.files.get(step, {}).items()):
             if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
-                with file, contextlib.suppress(Exception):  # a file that isn't parquet has many ways to say so
+                with file, contextlib.suppress(Exception):  # a file that isn't parquet raises many kinds of errors
                     yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
 
 
@@ -154,7 +154,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """(purpose, position) -> index -> completion; the last one recorded counts."""
+    """Map (purpose, position) -> index -> completion; the last recorded one counts."""
     groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for entry in found:
         groups.setdefault((entry["purpose"], entry["position"]), {})[entry["index"]] = entry
@@ -166,7 +166,7 @@ def _size(found: dict[str, Any]) -> int:
 
 
 def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that every completion has, bounded and checked."""
+    """Return the fields that every completion has, bounded and checked."""
     found = {
         "position": whole(entry.get("position")) or 0,
         "index": whole(entry.get("index")) or 0,
@@ -185,7 +185,7 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """A completion token by token; lists by token have one length or are left out."""
+    """Return a completion token by token. Lists by token that differ in length are left out."""
     tokens = items(entry.get("tokens"))[:MOST_TOKENS]
     if not all(isinstance(token, str) for token in tokens):
         return None
@@ -225,7 +225,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """[1, 0, 1] as "101"; None if all are 1."""
+    """Join [1, 0, 1] into "101"; None if all are 1."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None
@@ -246,7 +246,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
-    """An agent's answers, each with its number of the answer that it comes after (null: none)."""
+    """Return an agent's answers, each with the number of its preceding answer (null: none)."""
     turns = [mapping(turn) for turn in items(value)[:MOST_TURNS]]
     found = []
     for number_of_turn, turn in enumerate(turns):
@@ -265,10 +265,10 @@ def _session(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
-    """The completions of a file of the completions log, ours or TRL's."""
+    """Yield the completions of a file of the completions log, written here or by TRL."""
     file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
     places: dict[int, int] = defaultdict(int)  # index of the next completion, by the group's position
-    prompts: dict[str, int] = {}  # TRL's files have no position: the row at which a prompt is first
+    prompts: dict[str, int] = {}  # a prompt's first row, because TRL's files have no position
     for at, row in enumerate(file.rows(pictures=True)):
         prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
         position = whole(row.get("position"))

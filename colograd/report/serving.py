@@ -1,7 +1,7 @@
 """The live page of a run: a server that only reads the run's files.
 
-It knows `/`, `/data?after=N` and `/step?step=N`, whose only arguments are numbers: no part of a request becomes a path.
-It answers GET requests that name this machine as their host, and refuses others (DNS rebinding).
+It serves `/`, `/data?after=N` and `/step?step=N`. Their only arguments are numbers: no part of a request becomes a
+path. It answers GET requests that name this machine as their host, and refuses others (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .page import compact, document
 from .payload import of_step, overview
 from .reading import RecordedRun
 
-STEP_BYTES = 8_000_000  # of a step's completions as JSON, about
-LOOK_SECONDS = 1.0  # between two looks at the files, however many pages ask
-REQUEST_SECONDS = 20  # in which a request must have arrived
+STEP_BYTES = 8_000_000  # approximate bytes of a step's completions as JSON
+LOOK_SECONDS = 1.0  # seconds between two reads of the files, however many pages request data
+REQUEST_SECONDS = 20  # seconds until a request must have arrived
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class Watched:
-    """A run that several pages show, read once for all of them."""
+    """A run that several pages show. Its files are read once for all pages."""
 
     def __init__(self, folder: str | Path) -> None:
         self.run = RecordedRun(folder)
@@ -53,7 +53,7 @@ class Watched:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of a run's folder, which needn't be there yet. Port 0 takes a free one."""
+    """The server of a run's page. The run's folder may appear later. Port 0 takes a free one."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -66,12 +66,12 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own looks the host's full name up, which may ask a name server.
+        # HTTPServer's method looks up the host's full name, which may contact a name server.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed in the middle of an answer is no error."""
+        """Ignore errors of a page that was closed in the middle of an answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -136,12 +136,12 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Pages ask every two seconds: requests aren't logged."""
+        """Log no requests: pages send one every two seconds."""
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Whether a request's Host header names this machine: by a number, or a name that no stranger's page can have. Any
-    port is taken, as a tunnel's other end may have another one.
+    """Return whether a request's Host header names this machine: by a number, or a name that no foreign page can have.
+    Any port is accepted, because a tunnel's other end may have another one.
     """
     if host is None:
         return False

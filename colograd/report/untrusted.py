@@ -1,5 +1,5 @@
-"""Reading a run's files, which anyone may have written: only inside of its folder, as they grow, and with values of the
-right type and a bounded size (NaN, infinities and other types are None).
+"""Reading of a run's files, which anyone may have written. Files are read only inside of the run's folder, as they
+grow. Values have the right type and a bounded size (NaN, infinities and other types are None).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a regular file of a folder; None if there is none, or it is a link that leads out. Never waits (named
-    pipes).
+    """Open a regular file of a folder. None: there is no such file, or it is a link that leads out. The call never
+    waits, not even for named pipes.
     """
     root = folder.resolve()
     try:
@@ -41,15 +41,15 @@ def open_inside(folder: Path, name: str) -> BinaryIO | None:
 
 
 class Tail:
-    """The lines of a file that are new since the last look."""
+    """The lines of a file that are new since the last read."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.offset = 0  # of the first byte that wasn't part of a whole line
+        self.offset = 0  # offset of the first byte after the last whole line
         self._inode = -1
 
     def restarted(self) -> bool:
-        """Whether the file was replaced or became shorter since the last look, so that its lines are read anew."""
+        """Return whether the file was replaced or became shorter since the last read. Its lines are then read again."""
         if (file := open_inside(self.folder, self.name)) is None:
             return self.offset > 0
         with file:
@@ -60,7 +60,7 @@ class Tail:
         return True
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Each new whole line, and where it begins; a last line without its end waits for the next look."""
+        """Yield each new whole line and its offset; a last line without its end waits for the next read."""
         if (file := open_inside(self.folder, self.name)) is None:
             return
         with file:
@@ -80,10 +80,10 @@ class Tail:
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """A line's JSON object; None if it has none.
+    """Return a line's JSON object; None if it has none.
 
     Args:
-        beginning: how each object begins. A killed run may leave a torn object before the next one, on one line.
+        beginning: the beginning of each object. A killed run may leave a torn object before the next one, on one line.
     """
     for begin in (0, line.rfind(beginning)):
         if begin < 0:
@@ -120,7 +120,7 @@ def whole(value: Any) -> int | None:
 
 
 def text(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """A text that UTF-8 can hold, cut if it is too long; "" for another type."""
+    """Return a text that UTF-8 can encode, cut if it is too long; "" for another type."""
     if not isinstance(value, str):
         return ""
     cut = value if len(value) <= longest else value[:longest] + " …"
@@ -136,7 +136,7 @@ def entries(value: Any, most: int, bounded: Callable[[Any], Any]) -> dict[str, A
 
 
 def plain(value: Any, depth: int = 6) -> Any:
-    """Any JSON value with bounded texts, lists and depth, and finite numbers."""
+    """Return any JSON value with bounded texts, lists and depth, and finite numbers."""
     if isinstance(value, str):
         return text(value)
     if value is None or isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""The advisor: rules over a run's logged metrics, and alarms with what was seen, why it matters and what to change.
+"""The advisor: rules over a run's logged metrics, and alarms with the finding, the reason and the remedy.
 
-A rule is a function of a `History`. It looks at the last steps together, so that one odd step raises nothing (but a
-spike is one step by its nature). An alarm is raised once, ends when its rule has been quiet for a while, and may then
-be raised again.
+A rule is a function of a `History`. It looks at the last steps together, so that one odd step raises nothing (except a
+spike, which is one step by its nature). An alarm is raised once, ends when its rule has been quiet for a while, and may
+then be raised again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, NamedTuple, TypeGuard
 from ..config.sampling import shaping
 
 WINDOW = 5  # steps that a rule looks at together
-LEAST = 3  # steps without which it says nothing
+LEAST = 3  # fewest steps for a finding
 QUIET = 20  # steps without a finding that end an alarm
-KEPT = 200  # steps of which all metrics are kept
-ROLLOUTS = 32  # that are kept
+KEPT = 200  # steps with all metrics kept
+ROLLOUTS = 32  # rollouts that are kept
 
 
 class Seen(NamedTuple):
     """A rule's finding."""
 
     text: str  # a sentence with numbers
-    severe: bool = False  # as long as it lasts, nothing is learned
+    severe: bool = False  # the policy learns nothing as long as it lasts
     good: bool = False  # a note, no alarm
 
 
@@ -40,8 +40,8 @@ class History:
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # the run's knobs
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    first: list[Mapping[str, float]] = field(default_factory=list)  # of the first `WINDOW` steps
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # of all steps
+    first: list[Mapping[str, float]] = field(default_factory=list)  # metrics of the first `WINDOW` steps
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (step, reward) of all steps
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # reward by the metrics' prefix
     rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
 
@@ -58,7 +58,7 @@ class History:
                 self.evaluations.setdefault(found[1], []).append((step, float(value)))
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """A metric's values in the last ``count`` steps that logged it."""
+        """Return a metric's values in the last ``count`` steps that logged it."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
@@ -66,13 +66,13 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float | None:
-        """A metric's mean over the last steps; None if there are too few."""
+        """Return a metric's mean over the last steps; None if there are too few."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else None
 
     @property
     def is_solved(self) -> bool:
-        """Whether the reward has come up to that of a pass: then a policy that is sure of itself is wanted."""
+        """Whether the reward has risen to the pass threshold: low entropy is then wanted."""
         at_first, now = self.at_first("reward"), self.recently("reward")
         wanted = self.settings.get("pass_threshold_eval", 1.0)
         if at_first is None or now is None or not _is_number(wanted):
@@ -97,7 +97,7 @@ def _mean(values: Sequence[float]) -> float | None:
 class Rule:
     name: str
     look: Callable[[History], Seen | None]
-    when: str  # its condition, for the documentation
+    when: str  # the rule's condition, for the documentation
     why: str
     remedy: str  # keys in backquotes; an alarm shows their present values
     source: str  # URL
@@ -133,7 +133,7 @@ def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | N
 @rule
 def no_reward_difference(history: History) -> Seen | None:
     share, taught = history.recently("frac_reward_zero_std"), history.last("teacher_kl")
-    if share is None or share < 0.7 or history.is_solved or taught:  # a teacher says something of each token
+    if share is None or share < 0.7 or history.is_solved or taught:  # a teacher gives each token a signal
         return None
     reward = history.recently("reward")
     shown = "" if reward is None else f", at a mean reward of {reward:.3g}"
@@ -218,7 +218,7 @@ def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | N
 def all_truncated(history: History) -> Seen | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
-    if share is None or share < 0.7 or longest == 1:  # of one token nobody wants an end
+    if share is None or share < 0.7 or longest == 1:  # a completion of one token needs no end
         return None
     return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
@@ -260,7 +260,7 @@ def entropy_collapse(history: History) -> Seen | None:
 @rule
 def gradient_spike(history: History) -> Seen | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
-    before = [norm for norm in before if norm > 0]  # a step without a reward difference has none
+    before = [norm for norm in before if norm > 0]  # 0 in a step without a reward difference
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
@@ -271,11 +271,11 @@ def gradient_spike(history: History) -> Seen | None:
 def sampler_trainer_gap(history: History) -> Seen | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
-        return None  # the sampler's are of the tokens that it kept, so the difference has another cause
+        return None  # shaped sampling renormalises over kept tokens, another cause of a difference
     before, now = history.at_first(name), history.recently(name)
     if before is None or now is None:
         return None
-    if (share := history.recently("carry_over/old_tokens_share")) is not None:  # old tokens are `stale_tokens`' matter
+    if (share := history.recently("carry_over/old_tokens_share")) is not None:  # `stale_tokens` judges old tokens
         old = history.recently("carry_over/old_logp_difference") or 0.0
         now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
@@ -349,7 +349,7 @@ def engine_waits(history: History) -> Seen | None:
 
 
 def _waits(rollout: Mapping[str, Any]) -> bool:
-    """Whether at half of the looks or more as many sequences waited as ran, beside a cache that is full."""
+    """Return whether, in at least half of the samples, as many sequences waited as ran while the cache was full."""
     looks = list(zip(rollout.get("running") or [], rollout.get("waiting") or [], rollout.get("kv") or [], strict=False))
     full = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
     return bool(looks) and full >= len(looks) / 2
@@ -361,10 +361,10 @@ def _waits(rollout: Mapping[str, Any]) -> bool:
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._raised: dict[str, int] = {}  # the step at which each rule that raised one last saw something
+        self._raised: dict[str, int] = {}  # rule -> step of its last finding, for raised alarms
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Take up a run's events up to step ``last``, from which it goes on: no alarm is raised twice."""
+        """Read a run's events up to step ``last``, where it resumes, so that no alarm is raised twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -388,7 +388,7 @@ class Advisor:
         self.history.rollouts.append(event)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
-        """Take up a step's or an evaluation's metrics; returns new alarms, and the rules whose alarms end."""
+        """Add a step's or an evaluation's metrics. Return new alarms, and the rules with ended alarms."""
         self._add(step, metrics)
         begin, end = [], []
         for each in RULES:
@@ -409,7 +409,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """A remedy with the present value behind the first mention of each knob."""
+    """Insert the present value behind the first mention of each knob in a remedy."""
     shown_before: set[str] = set()
 
     def shown(match: re.Match[str]) -> str:

@@ -20,17 +20,17 @@ from .group_views import as_utf8, completion_rows
 from .spare import Spare
 from .trackers import Trackers
 
-UPLOAD_MINUTES = 2  # as TRL
+UPLOAD_MINUTES = 2  # TRL's interval
 
 
 PROBLEM = "log_completions: some completions can't be logged"
 
 
 class CompletionLog:
-    """Writes a file per step and per evaluation, and shows some of its rows.
+    """One file per step and per evaluation, and a table of some of its rows.
 
     Args:
-        warn: gets one line, once, if that isn't possible.
+        warn: gets one line, once, if a file or table can't be written.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class CompletionLog:
         self._spare = Spare(warn)
         self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
-        self._texts: dict[int, list[bytes]] = {}  # of groups, by position, until they are logged
+        self._texts: dict[int, list[bytes]] = {}  # texts of groups by position, until they are logged
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             self._uploads = _start_uploads(Path(str(config.output_dir)) / FOLDER, config)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Keep texts that were decoded for the rewards: decoding takes longer than all else here."""
+        """Keep texts that were decoded for the rewards: decoding takes longer than the rest of the log."""
         self._texts |= {group.position: as_utf8(of_group) for group, of_group in zip(groups, texts, strict=True)}
 
     def add(
@@ -59,9 +59,9 @@ class CompletionLog:
         """Log the completions of a round, of all ranks: a collective.
 
         Args:
-            steps: this rank's groups of each of the round's optimizer steps.
-            decode: a group's texts, if `keep` didn't get them.
-            state: of before the round.
+            steps: this rank's groups for each optimizer step of the round.
+            decode: decodes a group's texts, if `keep` didn't get them.
+            state: the trainer's state before the round.
         """
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
@@ -73,7 +73,7 @@ class CompletionLog:
                 write_log(str(config.output_dir), rows, self.names, step, images=self.images)
                 if (step - 1) % every == 0:
                     self._show(rows, f"Step {step}", "completions", self.names)
-        self._texts.clear()  # also of groups that no step took
+        self._texts.clear()  # also texts of groups that no step took
 
     def add_evaluation(
         self,
@@ -86,7 +86,7 @@ class CompletionLog:
         """Log an evaluation's completions, which have no advantages, in a file of its name: a collective.
 
         Args:
-            reward_names: of an exam, whose rewards aren't the run's.
+            reward_names: of an exam, which has its own rewards.
         """
         names = self.names if reward_names is None else reward_names
         step = state.global_step
@@ -111,7 +111,7 @@ class CompletionLog:
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
         own: list[CompletionRow] = []
-        with self._spare(PROBLEM):  # not the exchange, in which all ranks meet
+        with self._spare(PROBLEM):  # not around the exchange, where all ranks meet
             texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
             own = completion_rows(groups, texts, step, self.images)
         parts = gather(own)

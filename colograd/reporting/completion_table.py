@@ -21,9 +21,9 @@ from .completions import CompletionRow, extra_names
 
 DEFAULT_WIDTH = 120  # characters
 STDERR = 2
-TEXT_LINES = 6  # lines a cell of text is meant to have
-EXTRA_CHARACTERS = 60  # of a logged value
-# A model's text must not steer the terminal: control characters but newline and tab are replaced.
+TEXT_LINES = 6  # target number of lines of a cell of text
+EXTRA_CHARACTERS = 60  # characters of a logged value
+# A model's text must not steer the terminal: control characters except newline and tab are replaced.
 _CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
@@ -35,11 +35,11 @@ def completions_table(
     unique_prompts: bool,
     width: int = DEFAULT_WIDTH,
 ) -> Table:
-    """A table of completions with their rewards and advantages, and their steps where these differ.
+    """Build a table of completions with their rewards and advantages, and their steps if these differ.
 
     Args:
         limit: rows at most, one of each group before the second of any; None is all.
-        unique_prompts: one completion per group.
+        unique_prompts: show one completion per group.
         width: characters. Long texts are shortened in the middle to fit.
     """
     extra, several = extra_names(rows), len({row.step for row in rows}) > 1
@@ -88,13 +88,14 @@ def print_table(
 
 
 def printable(text: str) -> str:
-    """A text without the characters that standard output can't encode, which must not end a run."""
+    """Replace the characters that standard output can't encode, because they must not end a run."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
 def terminal_width() -> int:
-    """Characters of the terminal that shows standard output, or standard error beside a pager's pipe; of a log 120."""
+    """Return the width in characters of the terminal of standard output, or of standard error if output is piped into a
+    pager; 120 for a log."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
     with contextlib.suppress(OSError):
@@ -103,15 +104,15 @@ def terminal_width() -> int:
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
-    """The rows to show, by group: at most ``limit``, the first of each group before the second of any."""
-    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of each group
+    """Choose the rows to show, by group: at most ``limit``, the first of each group before the second of any."""
+    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # counters of each group
     by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
     return [rows[index] for index in sorted(chosen)]
 
 
 def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
-    """The text of a prompt, or of its last user message, with a mark such as "[image 32x32]" for each image."""
+    """Return the text of a prompt, or of its last user message, with a mark such as "[image 32x32]" for each image."""
     if not isinstance(prompt, list):
         return str(prompt)
     messages = [message for message in prompt if isinstance(message, dict)] or [{}]
@@ -146,7 +147,7 @@ def _part_text(part: Any) -> str:
 
 
 def _shorten(text: str, limit: int) -> str:
-    """At most ``limit`` characters (at least 3): start, ellipsis, end."""
+    """Shorten a text to at most ``limit`` characters (at least 3): start, ellipsis, end."""
     text = text.translate(_CONTROLS)
     if len(text) <= limit:
         return text

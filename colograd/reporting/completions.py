@@ -1,8 +1,8 @@
 """Files of completions: one parquet file per optimizer step and per evaluation, written and read without torch.
 
-They are named as TRL names them (``completions/completions_00001.parquet``, ``eval_00001.parquet``) and have its
-columns and more: the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``,
-small pictures of prompts' images. Each row has its prompt's; parquet's dictionaries store equal ones of ROWS rows once.
+The files have TRL's names (``completions/completions_00001.parquet``, ``eval_00001.parquet``), TRL's columns, and more:
+the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``, small pictures of
+prompts' images. Each row has its prompt's pictures; parquet's dictionaries store equal ones of ROWS rows once.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ FIXED = (
     "step", "position", "prompt", TEXT, "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
 )  # fmt: skip
 IMAGES = "image"  # small pictures of a prompt's first images, as `datasets` stores images (TRL's name)
-SIZES = "image_size"  # of all its images, as in "640x480"
+SIZES = "image_size"  # sizes of all images of a prompt, as in "640x480"
 # Entries of the file's metadata:
 NAMES_KEY = b"colograd.reward_names"  # the columns that are rewards, in order
 EXTRA_KEY = b"colograd.extra_names"  # the columns that reward functions logged
-IMAGES_KEY = b"colograd.images"  # present where the file has the columns of images
-IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  # `datasets.Image`, several a row
+IMAGES_KEY = b"colograd.images"  # present if the file has the columns of images
+IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  # `datasets.Image`, several per row
 # `datasets`, and the viewer on the Hub, show the column as images.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
-ROWS = 256  # packed and written together
-PACKING = 4096  # times that rows may be larger than their file
-ROW_BYTES = 2048  # Python objects of a row
+ROWS = 256  # rows that are packed and written together
+PACKING = 4096  # largest ratio of unpacked rows to their file's size
+ROW_BYTES = 2048  # bytes of Python objects per row
 LARGEST_LIST = 100_000  # entries in a parquet file's description of itself
-# Errors that reading bytes of no completions log may raise, beside Arrow's own.
+# Errors that reading a file other than a completions log may raise, in addition to Arrow's own.
 NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -49,18 +49,18 @@ NONSENSE = (
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # the optimizer step that trains on it, from 1
+    step: int  # the optimizer step that trains on the completion, from 1
     position: int  # the prompt's position in the stream of prompts: one per group
     prompt: Any  # text, or messages
-    text: bytes  # the completion's, as UTF-8: one rare character makes a Python string four times as large
+    text: bytes  # UTF-8: one rare character makes a Python string four times as large
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
     rewards: tuple[float, ...]  # [R], NaN where a function abstained
-    advantage: float  # the mean over its tokens where there is one per token
+    advantage: float  # the mean over its tokens if each token has one
     extra: dict[str, Any] = field(default_factory=dict)  # logged by reward functions, by column
     thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images, which its completions share
-    sizes: tuple[str, ...] = ()  # of all its images, as in "640x480"
+    sizes: tuple[str, ...] = ()  # sizes of all the prompt's images, as in "640x480"
 
     @property
     def completion(self) -> str:
@@ -74,14 +74,14 @@ def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
 def column_names(
     reward_names: Sequence[str], extra: Sequence[str], images: bool = False
 ) -> tuple[list[str], list[str]]:
-    """The columns of rewards and of logged values: their names, with a prefix if an earlier column has the name."""
+    """Name the columns of rewards and of logged values, with a prefix if an earlier column has the name."""
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
-    """Rows as columns, without the small pictures; texts as UTF-8."""
+    """Convert rows into columns, without the small pictures; texts as UTF-8."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     found["prompt"] = _storable(found["prompt"], functools.partial(json.dumps, default=str))
     if images:
@@ -96,11 +96,11 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: 
 
 
 def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
-    """The values, or their texts where parquet has no type for them all, or can't write it (an empty struct, say)."""
+    """Return the values, or their texts if parquet has no common type for them or can't write it (an empty struct)."""
     try:
         values = [clean(value) for value in values]
         pq.write_table(pa.table({"values": values}), pa.BufferOutputStream())
-    except Exception:  # Arrow's own, and those of other objects
+    except Exception:  # Arrow's own errors, and errors of other objects
         return [None if value is None else clean(text(value)) for value in values]
     return values
 
@@ -116,7 +116,7 @@ def write_log(
     kind: str = "completions",
     images: bool = False,
 ) -> Path:
-    """Write the completions of a step, or of an evaluation after it; a file is complete or not there.
+    """Write the completions of a step, or of an evaluation after it. A file is either complete or absent.
 
     Prompts that parquet has no type for (messages of different shapes) are written as JSON.
 
@@ -149,7 +149,7 @@ def write_log(
 
 
 def _write_with_images(table: pa.Table, rows: Sequence[CompletionRow], path: Path) -> None:
-    """ROWS rows at a time: Arrow repeats the pictures for each row."""
+    """Write ROWS rows at a time, because Arrow repeats the pictures for each row."""
     schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE))
     with pq.ParquetWriter(path, schema, write_page_checksum=True) as file:
         for first in range(0, max(len(rows), 1), ROWS):
@@ -162,7 +162,7 @@ def _write_with_images(table: pa.Table, rows: Sequence[CompletionRow], path: Pat
 
 
 class CompletionFile:
-    """A file of completions, ours or TRL's, which names no rewards.
+    """A file of completions, written here or by TRL. TRL's names no rewards.
 
     Rows that unpack to more than PACKING times ``size``, the file's bytes, or to half of the free memory, are an error.
 
@@ -179,12 +179,12 @@ class CompletionFile:
         self._most_bytes = min(PACKING * size + 2**26, psutil.virtual_memory().available // 2)
 
     def rows(self, pictures: bool) -> Iterator[dict[str, Any]]:
-        """The rows by column, of which at most ROWS are in memory at once; with the small ``pictures`` or without."""
+        """Yield the rows by column, with or without the small ``pictures``. At most ROWS rows are in memory at once."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
             raise ValueError("it says that it holds more than can be packed into it")
-        if "dictionary<" in str(schema.types):  # whose rows take more than can be counted before they are there
+        if "dictionary<" in str(schema.types):  # the size of their rows isn't known before unpacking
             raise TypeError("a column is packed as no log's is")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None
         for batch in self._file.iter_batches(batch_size=ROWS, columns=read, use_threads=False):
@@ -208,10 +208,10 @@ def _names(json_list: bytes) -> list[str]:
 
 
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
-    """The rows of a file, without their small pictures, and the names of their rewards.
+    """Read the rows of a file, without their small pictures, and the names of their rewards.
 
     Raises:
-        ValueError: it is damaged, isn't one, or takes too much memory.
+        ValueError: the file is damaged, is no completions log, or takes too much memory.
     """
     try:
         file = CompletionFile(path, path.stat().st_size)
@@ -241,7 +241,7 @@ def _row(row: dict[str, Any], file: CompletionFile) -> CompletionRow:
 
 
 def prompt_of(logged: Any) -> Any:
-    """A prompt as the dataset had it: messages where the file has them as JSON."""
+    """Convert a logged prompt to the dataset's form: messages if the file has them as JSON."""
     if isinstance(logged, str) and logged.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(logged)
@@ -251,6 +251,6 @@ def prompt_of(logged: Any) -> Any:
 
 
 def logged_steps(run_dir: Path) -> dict[int, Path]:
-    """The steps whose completions a run has logged, in order."""
+    """Map the steps with logged completions to their files, in order."""
     paths = {path.stem.removeprefix("completions_"): path for path in (run_dir / FOLDER).glob("completions_*.parquet")}
     return dict(sorted((int(number), path) for number, path in paths.items() if number.isdigit()))

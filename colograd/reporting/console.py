@@ -1,6 +1,7 @@
 """A run's console: progress bars, and one line of phase times per optimizer step.
 
-Each line is also a record of the logger `colograd`, for log files and tests: hints and what has no effect are warnings.
+Each line is also a record of the logger `colograd`, for log files and tests. Hints and ineffective settings are
+warnings.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from transformers import TrainerCallback
 from ..usercode.untrusted import clean
 from .completion_table import printable
 
-# The phases of a step in the order of the line, which leaves the short ones out; the rest of a step is `other`.
+# The phases of a step in the order of the line. The line omits short phases; the rest of a step is `other`.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "wait", "pack", "log", "sleep", "offload", "ref_logprobs",
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
-COLUMNS = 120  # of a step's line, at most
-LONG = 10.0  # seconds after which the first step says how far it is
-SHORTEST = 0.005  # seconds of a phase that is shown
-RECENT = 20  # steps from which the end of a run is predicted
+COLUMNS = 120  # characters of a step's line, at most
+LONG = 10.0  # seconds after which the first step shows its progress
+SHORTEST = 0.005  # seconds of the shortest phase that is shown
+RECENT = 20  # steps that predict the end of a run
 
 LOGGER = logging.getLogger("colograd")
 
 
 class Console(TrainerCallback):
-    """Shows bars in a terminal, and lines everywhere. Only the main process writes."""
+    """Bars in a terminal, and lines everywhere. Only the main process writes."""
 
     def __init__(self, enabled: bool, bars: bool) -> None:
         self.enabled = enabled
@@ -45,23 +46,24 @@ class Console(TrainerCallback):
         self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # when the last steps ended, and their numbers
 
     def say(self, line: str, level: int = logging.INFO) -> None:
-        """Print a line without tearing a bar, and log it. Where nothing can be printed, it is logged alone."""
+        """Print a line without tearing a bar, and log it. If nothing can be printed, the line is only logged."""
         if self.enabled:
             with contextlib.suppress(OSError, ValueError):  # a full disk, a pipe that is closed
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # handlers of the user's may write UTF-8
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # the user's handlers may write UTF-8
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
 
     def warn_of_all(self, lines: Iterable[str]) -> None:
-        """Warn of the lines of all ranks, of equal ones once."""
+        """Warn of the lines of all ranks; equal lines are printed once."""
         for line in sorted({line for line in lines if line}):
             self.warn(line)
 
     def progress(self, total: int, name: str, unit: str) -> Progress:
-        """Shows how far a part of a step is: as a bar, or in the first step, which nobody knows yet, in a few lines."""
+        """Show the progress of a part of a step: as a bar, or by a few lines in the first step, when no time is
+        known."""
         first = self.enabled and not self.bars and self._first
         return Progress(total, name, unit, self.bars, self.say if first else lambda line: None)
 
@@ -84,7 +86,7 @@ class Console(TrainerCallback):
             self.say("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
 
     def _time_left(self, step: int, max_steps: int) -> str:
-        """When the run will end, by its last steps and the time between them; empty at its end."""
+        """Predict when the run will end, by its last steps and the time between them; empty at its end."""
         if self._ended and step < self._ended[-1][1]:  # another training
             self._ended.clear()
         self._ended.append((time.monotonic(), step))
@@ -112,7 +114,8 @@ class Console(TrainerCallback):
 
 
 def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], tail: str) -> str:
-    """A step's line with as many phases, the longest, as fit; their rates make room before the last two do."""
+    """Format a step's line with as many phases as fit, the longest ones. Rates are left out before the last two
+    phases."""
     longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
     with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
     for count, told in [*with_rates, *((count, {}) for count in range(len(longest), 0, -1))]:
@@ -123,7 +126,7 @@ def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], 
 
 
 def reward_ends(rewards: Sequence[float]) -> str:
-    """The reward at a run's begin, and its mean over the last logs, of which none is in the first half."""
+    """Format the reward at a run's start, and its mean over the last logs: at most 5, all in the second half."""
     if len(rewards) < 2:
         return "".join(f", mean reward {reward:.3f}" for reward in rewards)
     last = rewards[-min(5, len(rewards) // 2) :]
@@ -141,17 +144,17 @@ def duration(seconds: float) -> str:
 
 
 def until(seconds: float, now: datetime | None = None) -> str:
-    """The time of day in so many seconds, with the date if it is another day."""
+    """Format the time of day in so many seconds, with the date if it is another day."""
     now = now or datetime.now()
     then = now + timedelta(seconds=seconds)
     return then.strftime("%H:%M" if then.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
 class Progress:
-    """How far a part of a step is.
+    """The progress of a part of a step.
 
     Args:
-        tell: is told in a line after `LONG` seconds, and then after twice as many each time.
+        tell: receives a line after `LONG` seconds, and then after twice as many each time.
     """
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
@@ -161,12 +164,12 @@ class Progress:
         self._done, self._tokens, self._is_sampled = 0, 0, False
 
     def sampled(self, tokens: int) -> None:
-        """Take tokens of parts that aren't done; `update` counts none then."""
+        """Add sampled tokens of unfinished parts; `update` then counts no tokens."""
         self._is_sampled = True
         self._go_on(0, tokens)
 
     def update(self, tokens: int) -> None:
-        """Take a part that is done."""
+        """Add a finished part."""
         self._go_on(1, 0 if self._is_sampled else tokens)
 
     def _go_on(self, done: int, tokens: int) -> None:

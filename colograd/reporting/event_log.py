@@ -1,8 +1,8 @@
-"""The events of a run, for its report: `_report/events.jsonl` in its folder, which only grows.
+"""The events of a run, for its report: `_report/events.jsonl` in its folder. The file only grows.
 
-How the run started, each step's metrics, rollouts, groups and histograms, alarms, how it ended. Each line is whole and
-on its way to the disk when `event` returns, so another process can read along. A number that isn't finite is null. If
-the file can't be written, one warning says so, and the run goes on.
+It holds the run's start, each step's metrics, rollouts, groups and histograms, alarms, and the run's end. Each line is
+whole and on its way to the disk when `event` returns, so another process can read along. Numbers that aren't finite are
+null. If the file can't be written, there is one warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import numpy as np
 
 FOLDER = "_report"  # transformers pushes no such name to the Hub
 EVENTS = "events.jsonl"
-BINS = 20  # of a histogram
+BINS = 20  # bins of a histogram
 
 
 class EventLog:
-    """Appends events to a run's record, in one process. ``warn`` gets one line, once, if that isn't possible."""
+    """A writer that appends events to a run's record, in one process. ``warn`` gets one line, once, if writing
+    fails."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER
@@ -39,11 +40,11 @@ class EventLog:
                 raise OSError("no room for a whole line")
         except OSError as error:
             self.warn(error)
-            self.close()  # the next line begins on a line of its own: see `_open`
+            self.close()  # `_open` then starts a new line
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # some disks say only now that they are full
+            with contextlib.suppress(OSError):  # some disks report only now that they are full
                 self._file.close()
             self._file = None
 
@@ -75,7 +76,7 @@ def _ends_whole(path: Path) -> bool:
 
 
 def json_line(entry: Mapping[str, Any]) -> bytes:
-    """An entry as a line of UTF-8; values that JSON has no type for become null (NaN) or their text."""
+    """Encode an entry as a line of UTF-8. Values that JSON has no type for become null (NaN) or their text."""
     form: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     try:
         text = json.dumps(entry, **form)
@@ -85,7 +86,7 @@ def json_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinities are None, types without a counterpart their text."""
+    """Convert a value for JSON: NaN and infinities become None, types without a counterpart their text."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -100,7 +101,7 @@ def plain(value: Any) -> Any:
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:
-    """``edges`` [n + 1] and ``counts`` [n] of the finite values, in equally wide bins; both empty for none."""
+    """Return ``edges`` [n + 1] and ``counts`` [n] of the finite values, in equally wide bins; both empty for none."""
     finite = np.asarray([value for value in values if math.isfinite(value)], dtype=np.float64)
     if not finite.size:
         return {"edges": [], "counts": []}
@@ -112,7 +113,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """A run's events in order, without those of steps that a resumed run took again."""
+    """Return a run's events in order, without the events of steps that a resumed run took again."""
     found: list[dict[str, Any]] = []
     for entry in entries(Path(run_dir) / FOLDER / EVENTS):
         if entry.get("kind") == "start":
@@ -127,7 +128,7 @@ def _step(entry: Mapping[str, Any]) -> float:
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; other lines are passed over."""
+    """Yield the objects of a file of JSON lines; other lines are skipped."""
     try:
         with open(path, "rb") as file:
             for line in file:

@@ -1,4 +1,4 @@
-"""A scored group as people read it: rows of the completions log, and notes for the report's view by token."""
+"""Views of a scored group for people: rows of the completions log, and notes for the report's view by token."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..policy.packing import loss_tokens
 from .completions import CompletionRow
 from .thumbnails import data_url, thumbnails
 
-MOST_TOKENS = 4096  # of a completion
+MOST_TOKENS = 4096  # largest number of shown tokens of a completion
 MOST_OF_A_STEP = 32_768  # tokens of a step's shown completions together
-LEAST_TOKENS = 256  # of a completion, however many there are
+LEAST_TOKENS = 256  # tokens of a completion, however many completions there are
 
 
 def _prompt(group: Group) -> Any:
-    """The prompt as the dataset has it, without pictures."""
+    """Return the prompt as the dataset has it, without pictures."""
     prompt = group.example.get("prompt", "")
     return text_of(prompt) if any(rollout.input.images is not None for rollout in group.rollouts) else prompt
 
 
 def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
-    """Each completion's: () or, where there is one per token, [C]."""
+    """Return each completion's advantages: () or, if there is one per token, [C]."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
         return list(scored.advantages)
@@ -47,13 +47,13 @@ def as_utf8(texts: Sequence[str]) -> list[bytes]:
 def completion_rows(
     groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
 ) -> list[CompletionRow]:
-    """The rows of a step's groups.
+    """Make the rows of a step's groups.
 
     Args:
         texts: ``texts[g][i]`` is completion i of group g, as UTF-8.
     """
     rows = []
-    small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object, too
+    small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object
     for scored, of_group in zip(groups, texts, strict=True):
         prompt, advantages = _prompt(scored.group), _advantages(scored)
         for i, (rollout, text) in enumerate(zip(scored.group.rollouts, of_group, strict=True)):
@@ -84,7 +84,7 @@ def completion_rows(
 
 
 class TokenTexts:
-    """Token ids -> texts that join to the completion's text; lone bytes of a character become escapes (``\\xe2``)."""
+    """A map from token ids to texts that join to the completion's text; lone bytes become escapes (``\\xe2``)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -107,7 +107,7 @@ class TokenTexts:
             return str(raw)
         if self._bytes is not None and all(char in self._bytes for char in raw):
             return bytes(self._bytes[char] for char in raw).decode("utf-8", "backslashreplace")
-        if len(raw) == 6 and raw.startswith("<0x"):  # a byte of a vocabulary that falls back to them
+        if len(raw) == 6 and raw.startswith("<0x"):  # a single byte in a byte-fallback vocabulary
             return bytes([int(raw[3:5], 16)]).decode("utf-8", "backslashreplace")
         if self._marks_spaces:
             return str(raw).replace("\u2581", " ")
@@ -123,13 +123,13 @@ def shown_notes(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> dict[str, Any]:
-    """Notes on some groups (`rollout.group_table`), for the report to show them token by token.
+    """Make notes on some groups (`rollout.group_table`), for the report to show them token by token.
 
     Args:
         groups: each with the weighted sums of its rewards [G].
         purpose: ``train``, or the evaluation's name.
         trainer: log-probabilities of the completions that were trained on this rank.
-        mask_truncated: truncated completions aren't in the loss.
+        mask_truncated: whether truncated completions are left out of the loss.
     """
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
     most = min(MOST_TOKENS, max(LEAST_TOKENS, MOST_OF_A_STEP // max(completions, 1)))
@@ -180,8 +180,8 @@ def _rounded(values: torch.Tensor) -> list[float]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """The ``number`` groups to show: by turns the one whose rewards differ most and the one where sampler and trainer
-    differ most, then the first.
+    """Choose ``number`` groups to show. They alternate between the largest difference of rewards and the largest
+    difference of sampler and trainer; equal groups are taken in order.
     """
     spreads = [_spread(totals) for _, totals in groups]
     differences = [_difference(scored, trainer) for scored, _ in groups]
@@ -199,7 +199,7 @@ def _spread(totals: Sequence[float]) -> float:
 
 
 def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
-    """The mean over the group's tokens of |trainer - sampler|; 0 if unknown."""
+    """Compute the mean over the group's tokens of |trainer - sampler|; 0 if unknown."""
     total, count = 0.0, 0
     for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
         if (known := trainer.get(identity)) is not None:

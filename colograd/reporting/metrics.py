@@ -16,7 +16,7 @@ from ..parallel.ranks import gather
 
 
 class Metrics:
-    """One rank's metrics. Values may be tensors: they are read once, at `reduce`."""
+    """One rank's metrics. Values may be tensors, which are read once, in `reduce`."""
 
     def __init__(self) -> None:
         self._means: dict[str, list[Any]] = {}  # sum and count
@@ -25,7 +25,7 @@ class Metrics:
         self._maxima: dict[str, list[Any]] = defaultdict(list)
 
     def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
-        """A mean, given as a sum and the number of things it sums."""
+        """Add to a mean: a sum and the number of things in the sum."""
         entry = self._means.setdefault(name, [0.0, 0.0])
         entry[0], entry[1] = entry[0] + total, entry[1] + count
 
@@ -39,7 +39,7 @@ class Metrics:
         self._maxima[name].append(value)
 
     def update(self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
-        """Several at once, as a loss returns them."""
+        """Add several metrics at once, as a loss returns them."""
         for name, (total, count) in sums.items():
             self.add(name, total, count)
         for name, value in minima.items():
@@ -48,8 +48,8 @@ class Metrics:
             self.maximum(name, value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
-        """Means, totals, minima and maxima over all ranks, but for those whose own aren't ``counted``: one exchange. A
-        mean of nothing is left out."""
+        """Reduce means, totals, minima and maxima over all ranks in one exchange. Ranks that aren't ``counted``
+        contribute nothing. A mean of nothing is left out."""
         local = self._read() if counted else ({}, {}, {}, {})
         means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Metrics:
 
 
 def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
-    """Numbers and () tensors as floats, with one transfer per device."""
+    """Convert numbers and () tensors to floats, with one transfer per device."""
     given = list(values)
     found = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in given]
     places: dict[torch.device, list[int]] = defaultdict(list)
@@ -96,14 +96,14 @@ def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 class AllocRetries:
-    """Times that a GPU's allocator found no memory, freed its cache and tried again: each is a stall."""
+    """The times that a GPU's allocator found no memory, freed its cache and tried again. Each one is a stall."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._so_far = device, 0
         self.take()
 
     def take(self) -> dict[str, float]:
-        """The number since the last call, as ``train/alloc_retries``; nothing on a CPU."""
+        """Return the number since the last call, as ``train/alloc_retries``; nothing on a CPU."""
         if self._device.type != "cuda":
             return {}
         before, self._so_far = self._so_far, int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
@@ -111,7 +111,7 @@ class AllocRetries:
 
 
 class PhaseTimes:
-    """Wall-clock seconds of each phase of a step; a second is counted once."""
+    """Wall-clock seconds of each phase of a step. Each second is counted once."""
 
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -136,8 +136,8 @@ class PhaseTimes:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Phases of the body, which run amid the phase ``name``, count for themselves and not for it. None waits for
-        the device: what they queue there runs beside what follows."""
+        """Count phases of the body for themselves, not for the surrounding phase ``name``. None of them waits for the
+        device: the kernels that they queue run while later work goes on."""
         before, waits = sum(self.seconds.values()), self._synchronize
         self._synchronize = False
         try:
@@ -152,12 +152,12 @@ class PhaseTimes:
         self._step_began = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
-        """The phases of the step, its ``step_time``, and ``time/other``, the seconds that no phase explains."""
+        """Return the phases of the step, its ``step_time``, and ``time/other``, the seconds outside all phases."""
         taken, step_time = self.take(), time.perf_counter() - self._step_began
         return {**taken, "step_time": step_time, "time/other": step_time - sum(taken.values())}
 
     def take(self) -> dict[str, float]:
-        """The seconds so far, as ``time/<phase>``; starts anew."""
+        """Return the seconds so far, as ``time/<phase>``, and start anew."""
         taken = {f"time/{name}": value for name, value in self.seconds.items()}
         self.seconds.clear()
         return taken

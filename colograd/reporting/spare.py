@@ -1,4 +1,4 @@
-"""Diagnoses that end no run: the first error of a writer is one warning."""
+"""Protection of a run from errors of its diagnoses: the first error of a writer is one warning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A tracker's methods that transformers calls during a run. Errors while a tracker starts are the user's to mend.
+# A tracker's methods that transformers calls during a run. The user must fix errors while a tracker starts.
 EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
 
 
@@ -15,7 +15,7 @@ class Spare:
     """Context managers that turn an error into a warning, once.
 
     Args:
-        warn: gets the line.
+        warn: receives the line.
     """
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
@@ -23,7 +23,7 @@ class Spare:
 
     @contextmanager
     def __call__(self, problem: str) -> Iterator[None]:
-        """Warn of ``problem`` and the error in brackets."""
+        """Warn with ``problem``, and the error in brackets."""
         try:
             yield
         except Exception as error:  # a diagnosis isn't worth a run
@@ -34,7 +34,7 @@ class Spare:
 
 
 def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
-    """Let no error of transformers' own trackers (a full disk, say) end the run once they have started."""
+    """Keep errors of transformers' own trackers (a full disk, say) from ending the run once they have started."""
     for callback in callbacks:
         if not type(callback).__module__.startswith("transformers.integrations"):
             continue

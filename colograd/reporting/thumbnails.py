@@ -1,4 +1,4 @@
-"""Small pictures of a prompt's images, for people: a few, of few bytes."""
+"""Small pictures of a prompt's images, for people: few pictures with few bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-MOST = 4  # of a prompt
+MOST = 4  # pictures of a prompt
 SIDE = 64  # pixels
-BYTES = 4096  # of one
+BYTES = 4096  # bytes of one picture
 PREFIX = "data:image/jpeg;base64,"
 
 
 def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
-    """The first images as JPEG files; one of more than BYTES is left out."""
+    """Convert the first images to JPEG files; a file of more than BYTES is left out."""
     found = []
     for picture in pictures[:MOST]:
         small, file = picture.copy(), io.BytesIO()

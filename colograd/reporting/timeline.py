@@ -1,7 +1,7 @@
-"""A rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools, training beside the tail.
+"""A rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools, and training during the tail.
 
-Engine, rewards and tools call a hook, which is None if nothing is recorded. A look at the engine costs microseconds,
-and the lanes' size doesn't grow with the rollout.
+Engine, rewards and tools call a hook, which is None if nothing is recorded. A sample of the engine's load costs
+microseconds, and the lanes' size doesn't grow with the rollout.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from ..engine.load import Load
 
-POINTS = 100  # of a curve, at most
-CALLS = 64  # of rewards, and of tools
-KEPT = 4096  # looks until every other one is dropped
+POINTS = 100  # points of a curve, at most
+CALLS = 64  # calls of rewards, and of tools
+KEPT = 4096  # samples of the load until every other one is dropped
 
 
 class Timeline:
-    """Collects between `begin` and `take`; and, until all ranks have sampled, what `take_early` returns."""
+    """A record of the time between `begin` and `take`. Until all ranks have sampled, `take_early` has more."""
 
     def __init__(self) -> None:
         self._began: float | None = None
-        self._last_began: float | None = None  # of the last rollout on this rank
+        self._last_began: float | None = None  # begin of the last rollout on this rank
         self._early: list[tuple[str, float, float, int]] = []
         self._until: float | None = None
         self._forget()
@@ -30,7 +30,7 @@ class Timeline:
     def _forget(self) -> None:
         self._looks: list[tuple[float, Load]] = []
         self._last: tuple[float, Load] | None = None
-        self._every, self._steps = 1, 0  # engine steps per look that is kept, and so far
+        self._every, self._steps = 1, 0  # engine steps per kept sample, and engine steps so far
         self._rewards: list[tuple[str, float, float, int]] = []
         self._tools: list[tuple[str, float, float]] = []
 
@@ -40,7 +40,7 @@ class Timeline:
         self._began = self._last_began = time.perf_counter()
 
     def look(self, load: Load) -> None:
-        """Take the load after a step of the engine."""
+        """Record the load after a step of the engine."""
         if self._began is None:
             return
         self._last = (time.perf_counter() - self._began, load)
@@ -51,7 +51,7 @@ class Timeline:
         self._steps += 1
 
     def reward(self, name: str, started: float, ended: float, completions: int) -> None:
-        """A reward function was called, at these times of `time.perf_counter`. From any thread."""
+        """Record a reward function's call, at these times of `time.perf_counter`. Any thread may call it."""
         if (began := self._began) is not None:
             self._rewards.append((name, started - began, ended - began, completions))
 
@@ -60,29 +60,29 @@ class Timeline:
             self._tools.append((name, started - began, ended - began))
 
     def early(self, started: float, ended: float, tokens: int) -> None:
-        """Finished groups were trained while this rank or others sampled."""
+        """Record that finished groups were trained while this rank or others sampled."""
         if (began := self._last_began) is not None:
             self._early.append(("train", started - began, ended - began, tokens))
 
     def early_arrived(self) -> None:
-        """The device is done with what was trained last."""
+        """Record that the device has finished the last early training."""
         if self._early and (began := self._last_began) is not None:
             name, started, _, tokens = self._early[-1]
             self._early[-1] = name, started, time.perf_counter() - began, tokens
 
     def all_sampled(self) -> None:
-        """No rank samples any more."""
+        """Record that no rank samples any more."""
         if self._last_began is not None:
             self._until = time.perf_counter() - self._last_began
 
     def take_early(self) -> dict[str, Any]:
-        """What was trained early, and when all ranks had sampled, for the rollout's event."""
+        """Return the early training, and when all ranks had sampled, for the rollout's event."""
         trained, self._early = self._early, []
         until = None if self._until is None else round(self._until, 3)
         return {"trained": [[n, *_span(a, b), k] for n, a, b, k in merged(trained)], "until": until}
 
     def take(self, preemptions: int | None) -> dict[str, Any]:
-        """End the rollout: the contents of its "rollout" event."""
+        """End the rollout, and return the contents of its "rollout" event."""
         assert self._began is not None
         seconds, self._began = time.perf_counter() - self._began, None
         if self._last is not None and self._looks[-1] is not self._last:
@@ -106,7 +106,7 @@ def _span(started: float, ended: float) -> list[float]:
 
 
 def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[list[float]]:
-    """At most ``most`` of the points, evenly among them, with the first and the last."""
+    """Select at most ``most`` of the points, evenly, with the first and the last."""
     if len(points) > most:
         last = len(points) - 1
         points = [points[index * last // (most - 1)] for index in range(most)]
@@ -114,7 +114,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """When the running sequences fell below half of their largest number, for good; None: nothing ran."""
+    """Find when the running sequences fell below half of their largest number for good; None: nothing ran."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None
@@ -123,8 +123,8 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
-    """Calls in the order of their starts; of more than ``most``, neighbours of one name become one that sums their
-    completions.
+    """Sort calls by their starts. If there are more than ``most``, neighbours of one name become one call that sums
+    their completions.
     """
     found = sorted(calls, key=lambda call: call[1])
     names = list(dict.fromkeys(call[0] for call in found))

@@ -1,5 +1,5 @@
-"""Tables, histograms, traces, alarms for the trackers of ``report_to``, which transformers' callbacks start and send
-metrics.
+"""Tables, histograms, traces and alarms for the trackers of ``report_to``. transformers' callbacks start the trackers
+and send metrics.
 
     wandb         Table, Histogram, alert
     trackio       Table, Histogram, Trace, alert, and the run in a few lines of Markdown
@@ -21,16 +21,16 @@ from typing import Any
 from .spare import Spare
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
-TRACES = 8  # of a step, at most
+TRACES = 8  # traces of a step, at most
 
 
 class Trackers:
     """The running trackers of a run.
 
     Args:
-        report_to: their names.
-        writer: returns TensorBoard's, once transformers' callback has made it.
-        warn: gets one line, once, if something couldn't be sent.
+        report_to: names of the trackers.
+        writer: returns TensorBoard's writer, once transformers' callback has made it.
+        warn: receives one line, once, if something couldn't be sent.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Trackers:
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._names, self._writer, self._spare = list(report_to), writer, Spare(warn)
-        self._waiting: dict[str, Any] = {}  # for trackio
+        self._waiting: dict[str, Any] = {}  # data for trackio
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
     def flush(self) -> None:
-        """Send trackio the data of the step whose metrics were sent."""
+        """Send trackio the data of the step, after its metrics were sent."""
         for name, tracker in self._running("trackio"):
             if self._waiting:
                 data, self._waiting = self._waiting, {}
@@ -57,7 +57,7 @@ class Trackers:
     def table(
         self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
     ) -> None:
-        """A table of columns, and of columns with some picture files in each row."""
+        """Send a table of columns, and of columns with some picture files in each row."""
         import pandas as pd
 
         for name, tracker in self._running("wandb", "trackio"):
@@ -79,7 +79,7 @@ class Trackers:
                     writer.add_histogram(key, np.asarray(of_name), step)
 
     def traces(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Completions (`group_table.entries`) as conversations."""
+        """Send completions (`group_table.entries`) as conversations."""
         for name, tracker in self._running("trackio"):
             with self._sending(name):
                 traces = [tracker.Trace(conversation(entry), trace_facts(entry)) for entry in samples[:TRACES]]
@@ -105,7 +105,7 @@ class Trackers:
 
     def _running(self, *names: str) -> Iterator[tuple[str, Any]]:
         for name in names:
-            tracker = sys.modules.get(name)  # which transformers' callback has imported
+            tracker = sys.modules.get(name)  # transformers' callback has imported it
             if name in self._names and tracker is not None and _current_run(tracker) is not None:
                 yield name, tracker
 

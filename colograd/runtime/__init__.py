@@ -1,7 +1,8 @@
-"""The process and its imports: what is set before torch and vLLM read it, and how objects are found by name.
+"""The process and its imports: settings that torch and vLLM read once, and objects found by name.
 
-`process` sets threads, rank variables and quiet logs; `waiting` shows what a start waits for; `gpus` looks for GPUs
-without torch; `importing` finds what a user names by import path, and puts off what others import in vain; `hub` asks
-whether a model's or a dataset's name leads anywhere; `sizes` reads those of a model's configuration; `trl_scripts` has
-what TRL's scripts import beside the trainer; `page_locked` is host memory that a GPU reads and writes by itself.
+`process` sets threads, rank variables and log levels; `waiting` shows the stage of a long start; `gpus` looks for GPUs
+without torch. `importing` imports objects by path, and delays packages that may never be used. `hub` checks that a
+model's or a dataset's name exists. `sizes` reads the sizes in a model's configuration. `trl_scripts` has names that
+TRL's scripts import in addition to the trainer. `page_locked` allocates host memory that a GPU reads and writes by
+itself.
 """

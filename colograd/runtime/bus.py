@@ -9,12 +9,12 @@ import torch
 
 from .page_locked import host_empty
 
-SIZE = 2**27  # bytes of a copy
-COPIES = 4  # each way
+SIZE = 2**27  # bytes per copy
+COPIES = 4  # copies each way
 
 
 def bus_speed(device: torch.device, size: int = SIZE) -> float:
-    """GB/s each way between page-locked memory and the device, both ways at once. The first copies don't count."""
+    """Measure GB/s each way between page-locked memory and the device, both ways at once, after some first copies."""
     module: Any = torch.get_device_module(device)
     host = [host_empty(torch.Size([size]), torch.uint8, device) for _ in range(2)]
     there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Closes everything that a trainer has built, if its start fails."""
+"""Cleanup of everything that a trainer has built, if its start fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def closes_if_it_fails(init: F) -> F:
             init(self, *args, **kwargs)
         except BaseException as error:
             process.forget_frames(error, but=handled)
-            with contextlib.suppress(Exception):  # what failed first counts
+            with contextlib.suppress(Exception):  # the first error counts
                 self.closing.close()
             del self, args, kwargs, handled  # this frame is in the traceback, too
             raise

@@ -1,7 +1,7 @@
 """Products of bfloat16 matrices on a CPU without instructions for them.
 
-There torch has plain loops, 20 to 40 times as slow as float32 products with their gradients. Here the factors are cast,
-a part of the weight at a time, and the product is rounded once: what a kernel that sums in float32 computes.
+On such a CPU torch has plain loops, 20 to 40 times as slow as float32 products with their gradients. Here the factors
+are cast, a part of the weight at a time, and the product is rounded once, as by a kernel that sums in float32.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-CAST_ELEMENTS = 2**20  # of a weight at once: 4 MiB in float32, which a core's caches hold
-FEW_ROWS = 8  # fewer cost less in torch's loops than the cast of the weight
+CAST_ELEMENTS = 2**20  # elements of a weight cast at once: 4 MiB in float32, which a core's caches hold
+FEW_ROWS = 8  # fewer rows cost less in torch's loops than the cast of the weight
 
 
 @functools.cache
 def wanted() -> bool:
-    """Whether oneDNN, which torch asks for bfloat16 products, has none for this CPU."""
+    """Return whether oneDNN, which torch uses for bfloat16 products, lacks them for this CPU."""
     return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def take_over(model: torch.nn.Module) -> None:
-    """Have the linear layers of a model that is trained on the CPU compute so, where this one wants it."""
+    """Make the linear layers of a model that is trained on the CPU compute this way, if the CPU needs it."""
     if not wanted():
         return
     for layer in model.modules():
@@ -34,7 +34,7 @@ def take_over(model: torch.nn.Module) -> None:
 
 
 def give_back(layer: torch.nn.Module) -> None:
-    """Its own forward to a layer that `take_over` may have changed."""
+    """Restore the forward of a layer that `take_over` may have changed."""
     if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
         del layer.forward
 
@@ -44,7 +44,7 @@ def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, under autocast too."""
+    """Compute `torch.nn.functional.linear`, under autocast too."""
     if not x.is_cpu or not wanted():
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:

@@ -1,6 +1,6 @@
 """NVIDIA GPUs as the system shows them, whether or not torch can use them.
 
-Imports the standard library only, and opens nothing on a GPU.
+The module imports only the standard library, and opens nothing on a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def nodes() -> list[str]:
-    """The device nodes of NVIDIA GPUs in this machine or container."""
+    """List the device nodes of NVIDIA GPUs in this machine or container."""
     return sorted(glob.glob(NODES))
 
 
 def driver_version() -> str:
-    """The kernel driver's version, such as "550.54.14"; empty: unknown."""
+    """Read the kernel driver's version, such as "550.54.14"; empty: unknown."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
     except OSError:
@@ -29,10 +29,10 @@ def driver_version() -> str:
 
 
 def why_unused(torch_version: str, cuda_version: str | None) -> str:
-    """Why torch sees none of the machine's GPUs, and what helps; empty: there is no GPU.
+    """Explain why torch finds none of the machine's GPUs, and the remedy; empty: there is no GPU.
 
     Args:
-        cuda_version: of torch's build; None: it has no CUDA.
+        cuda_version: CUDA version of torch's build; None: it has no CUDA.
     """
     found = nodes()
     if not found:

@@ -1,9 +1,9 @@
-"""Tensors of the host's page-locked memory pass through the device: the optimizer's state while it steps
+"""Transfer of tensors in the host's page-locked memory through the device: the optimizer's state while it steps
 (`offload_optimizer: stream`), and the sums of gradients (`offload_gradients`).
 
-A job is a few tensors of the host and the kernel that reads or changes them. Two buffers on the device take turns:
-while one is computed with, and goes back to the host, the other one is filled; both directions of the bus are busy at
-once.
+A job is a few tensors of the host and the kernel that reads or changes them. Two buffers on the device take turns.
+While one is computed with, and goes back to the host, the other one is filled, so both directions of the bus are busy
+at once.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-ELEMENTS = 2**23  # of a job: with 10 bytes each 84 MB, some 2 ms on the bus, beside which a launch is nothing
+ELEMENTS = 2**23  # elements per job: 84 MB of 10 bytes each, some 2 ms on the bus, far more than a launch
 BUFFERS = 2
 ALIGNED = 256  # bytes, as the allocator's blocks: kernels load 16 bytes at a time
 
-ITEMSIZE = 10  # bytes of an optimizer's state per element, at most
+ITEMSIZE = 10  # largest number of bytes of an optimizer's state per element
 
 
 class Job(NamedTuple):
     """Work on copies of host tensors."""
 
-    kernel: Callable[[Sequence[torch.Tensor]], None]  # of the copies, in this order
-    written: Sequence[torch.Tensor] = ()  # get the copies' values afterwards
-    read: Sequence[torch.Tensor] = ()  # stay as they are
+    kernel: Callable[[Sequence[torch.Tensor]], None]  # called with the copies, in this order
+    written: Sequence[torch.Tensor] = ()  # host tensors that get the copies' values afterwards
+    read: Sequence[torch.Tensor] = ()  # host tensors that stay unchanged
 
 
 def device_bytes(state: int) -> int:
-    """Bytes that a state of ``state`` bytes takes on the device while it passes through."""
+    """Return the bytes on the device of a state of ``state`` bytes while it passes through."""
     return min(state, BUFFERS * ELEMENTS * ITEMSIZE)
 
 
 class HostStream:
-    """Runs jobs of one device, in order. Elements are computed as without it, by the same kernels: the results have the
-    same bits.
+    """An executor of jobs on one device, in order. The kernels are the same as without streaming, so the results have
+    the same bits.
 
     Args:
-        apart: on a stream of their own, so that no work on the present one waits for the bus.
+        apart: run jobs on a separate stream, so that no work on the present one waits for the bus.
     """
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
@@ -51,7 +51,7 @@ class HostStream:
         self._turns = itertools.cycle(range(BUFFERS))
 
     def event(self) -> Any:
-        """What the present stream has been given so far is done."""
+        """Record an event after all work queued on the present stream so far."""
         event = self._torch.Event()
         event.record(self._torch.current_stream())
         return event
@@ -68,8 +68,8 @@ class HostStream:
         """Queue a job; the host doesn't wait.
 
         Args:
-            made: an event before which the kernel may not begin.
-            arrived: an event before which the host's tensors aren't there.
+            made: an event that the kernel waits for.
+            arrived: an event after which the host's tensors are ready.
         """
         present = self._torch.current_stream()
         computing = self._apart or present
@@ -96,23 +96,23 @@ class HostStream:
 
     @torch.no_grad()
     def send(self, place: torch.Tensor, tensor: torch.Tensor, made: Any) -> None:
-        """Queue a copy of a device's ``tensor``, which the event ``made`` completes, to its place on the host."""
+        """Queue a copy of a device's ``tensor`` to its place on the host, after the event ``made``."""
         made.wait(self.emptying)
         with self._torch.stream(self.emptying):
             place.copy_(tensor, non_blocking=True)
 
     def sent(self) -> Any:
-        """An event: all that was queued so far is on the host."""
+        """Record an event after which all queued copies so far are on the host."""
         event = self._torch.Event()
         event.record(self.emptying)
         return event
 
     def let_wait(self, event: Any) -> None:
-        """The present stream goes on after ``event``: what it frees and takes again isn't read any more."""
+        """Make the present stream wait for ``event``, so that it can't reuse freed memory that is still read."""
         event.wait(self._torch.current_stream())
 
     def wait(self) -> None:
-        """The host waits until all is done; the buffers are given back."""
+        """Make the host wait until all jobs are done, and give the buffers back."""
         self.sent().synchronize()
         self._lanes = []
 
@@ -131,13 +131,13 @@ class _Lane:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def make_room(self, host: Sequence[torch.Tensor], present: Any, filling: Any) -> None:
-        """Views for copies of ``host``, in a larger buffer where they want one."""
+        """Make views for copies of ``host``, in a larger buffer if they need one."""
         sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in host]
         if sum(sizes) > len(self._buffer):
             if len(self._buffer):
-                self.emptied.synchronize()  # before the smaller one is somebody else's memory
+                self.emptied.synchronize()  # before the smaller buffer's memory is reused
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            self.computed.record(present)  # what had this memory before is done with it by then
+            self.computed.record(present)  # earlier work on this memory is done by then
             self.computed.wait(filling)
         starts = itertools.accumulate([0, *sizes])
         self.tensors = [

@@ -1,4 +1,4 @@
-"""Quick checks that a model's or a dataset's name exists, before libraries ask for many files and try each again.
+"""Quick checks that a model's or a dataset's name exists, before libraries request many files and retry each.
 
 A folder is checked without huggingface_hub.
 """
@@ -47,7 +47,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
         raise _nothing_there(name, f"{why}, and {unknown}") from None
     except ConnectionError as error:
         raise _nothing_there(name, f"{why}, and {error}") from None
-    except Exception:  # a Hub that is busy, or a model without this file: loading tries more, and says more
+    except Exception:  # a busy Hub, or a model without this file: loading gives the better error
         return
 
 
@@ -86,10 +86,10 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
 
 
 def _ask_hub(url: str) -> None:
-    """Ask for a file's metadata.
+    """Request a file's metadata.
 
     Raises:
-        ConnectionError: the Hub can't be reached in `ATTEMPTS`.
+        ConnectionError: the Hub can't be reached in `ATTEMPTS` attempts.
     """
     import httpx
     from huggingface_hub import get_hf_file_metadata

@@ -19,12 +19,12 @@ from typing import Any
 
 
 def is_import_path(spec: str) -> bool:
-    """Whether ``spec`` is an import path, and not a plain name."""
+    """Return whether ``spec`` is an import path, and not a plain name."""
     return all(_split(spec))
 
 
 def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
-    """The object at ``spec``; modules in the current directory are found.
+    """Import the object at ``spec``; modules in the current directory are found.
 
     Args:
         what: the object's name in errors, such as ``reward function``.
@@ -37,7 +37,7 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
     # Scripts that are installed (`colograd`, `torchrun`) don't have the current directory on the path, `python -m` has.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()  # the file may be younger than the directory listing Python keeps
+    importlib.invalidate_caches()  # the file may be younger than the directory listing that Python keeps
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module does while it is imported
@@ -58,7 +58,7 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """Module and attribute; one is empty where there is no path."""
+    """Split a path into module and attribute; one is empty if there is no path."""
     module, colon, attribute = spec.partition(":")
     if not colon:
         module, _, attribute = spec.rpartition(".")
@@ -66,7 +66,7 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 def import_when_used(name: str) -> None:
-    """Let ``import name`` do nothing yet: the first use of an attribute or a submodule loads the package.
+    """Delay ``import name``: the first use of an attribute or a submodule loads the package.
 
     Does nothing if the package is imported already or not installed. (Before Python 3.12 `importlib.util.LazyLoader`
     fails for packages that import their own modules.)
@@ -101,16 +101,16 @@ def _run(package: ModuleType) -> None:
         try:
             spec.loader.exec_module(package)
         except BaseException:
-            sys.modules.pop(package.__name__, None)  # as an import that fails
+            sys.modules.pop(package.__name__, None)  # as after a failed import
             raise
 
 
 class _Below(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads a waiting package before a submodule. The package may import that submodule itself, which then must not run
-    a second time: its classes would be others."""
+    """The import of a submodule of a waiting package, which loads the package first. The package may import that
+    submodule itself; then it must not run a second time, because its classes would be others."""
 
     def __init__(self) -> None:
-        self._own: dict[str, importlib.machinery.ModuleSpec | None] = {}  # of submodules already imported
+        self._own: dict[str, importlib.machinery.ModuleSpec | None] = {}  # specs of imported submodules
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = sys.modules.get(name.partition(".")[0])
@@ -119,7 +119,7 @@ class _Below(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         _run(package)
         if (module := sys.modules.get(name)) is None:
             return None
-        # Python uses the spec of a module that is loaded by now, so it must be this one.
+        # Python uses the spec of the loaded module, so it must be this one.
         self._own[name] = module.__spec__
         module.__spec__ = importlib.machinery.ModuleSpec(name, self)
         return module.__spec__
@@ -132,12 +132,12 @@ class _Below(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets modules be imported by former paths too, which published recipes, cards and notebooks name.
+    """Imports of modules by former paths, which published recipes, cards and notebooks name.
 
     Either path gives the same module object.
 
     Args:
-        moved: the present path of each former path.
+        moved: former path -> present path.
     """
 
     def __init__(self, moved: Mapping[str, str]) -> None:
@@ -152,6 +152,7 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run; undo that Python has just given the module the spec of its former path."""
+        """Restore the module's spec, which Python has just replaced by the spec of its former path. Nothing has to
+        run."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

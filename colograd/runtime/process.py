@@ -1,6 +1,6 @@
-"""The process: threads, rank variables and quiet logs, set before torch, transformers and vLLM read them.
+"""The process: threads, rank variables and log levels, set before torch, transformers and vLLM read them.
 
-Imports the standard library only: those packages read most settings once, when they are first imported.
+The module imports only the standard library: those packages read most settings once, when they are first imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from types import TracebackType
 from . import gpus
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # the process, and its port, that gave itself the variables of rank 0 of 1
+RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # "process:port" of a process that set its own variables of rank 0 of 1
 _command_began: float | None = None
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_COMPILE_THREADS = 32  # torch's own limit
@@ -39,7 +39,7 @@ def begin_command() -> None:
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
-    """Begin the command, quietly unless it is verbose; its arguments, the process's own if none are given."""
+    """Begin the command, quietly unless it is verbose. Return its arguments; default: the process's own."""
     begin_command()
     found = list(sys.argv[1:] if argv is None else argv)
     quiet_logs(is_verbose(found))
@@ -47,7 +47,7 @@ def command_arguments(argv: Sequence[str] | None) -> list[str]:
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Whether a command's flags or its recipe set ``verbose``.
+    """Return whether a command's flags or its recipe set ``verbose``.
 
     Reads the recipe as text: a parser needs packages that read the log levels when they are imported.
     """
@@ -59,7 +59,7 @@ def is_verbose(argv: Sequence[str]) -> bool:
 
 
 def command_began() -> float | None:
-    """When the command began (`time.perf_counter`); None in the second call, and in a process that is no command."""
+    """Return when the command began (`time.perf_counter`); None in the second call, or if the process is no command."""
     global _command_began
     began, _command_began = _command_began, None
     return began
@@ -82,15 +82,15 @@ def tell_briefly() -> None:
 
 
 def local_world_size() -> int:
-    """Ranks on this machine, by the launcher's variables; 1 without a launcher."""
+    """Return the number of ranks on this machine, by the launcher's variables; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
 def cpu_threads() -> int:
-    """Threads one rank may use: the cores this process may run on, shared by the ranks of the machine."""
+    """Return the threads that one rank may use: this process's cores, shared by the ranks of the machine."""
     try:
         cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    except AttributeError:  # macOS lacks it
         cores = os.cpu_count() or 1
     return max(1, cores // local_world_size())
 
@@ -98,9 +98,9 @@ def cpu_threads() -> int:
 def prepare_threads() -> None:
     """Set OpenMP up for a process that both samples and trains.
 
-    OMP_NUM_THREADS: where it is unset, vLLM's CPU worker fixes it at one thread, and training would have one core.
+    OMP_NUM_THREADS: if it is unset, vLLM's CPU worker fixes it at one thread, and training would have one core.
     Launchers set it to 1 by default; that value is replaced. OMP_WAIT_POLICY: with spinning barriers, the default, any
-    other busy process slows a backward pass several times.
+    other busy process makes a backward pass several times slower.
     """
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
@@ -112,19 +112,19 @@ def prepare_threads() -> None:
 
 
 def given_compile_threads() -> str | None:
-    """The user's TORCHINDUCTOR_COMPILE_THREADS, asked for before vLLM is imported; None: there is none."""
+    """Return the user's TORCHINDUCTOR_COMPILE_THREADS; None if it is unset. Call it before vLLM is imported."""
     return None if "vllm" in sys.modules else os.environ.get(COMPILE_THREADS)
 
 
 def compile_with_threads(given: str | None) -> None:
-    """Let torch.compile use several processes again, once an engine is built: as ``given``, or a rank's cores.
+    """Let torch.compile use several processes again after an engine is built: ``given``, or a rank's cores.
 
-    vLLM's import sets one, for the sake of its worker processes, which may have no children. The engine here is in the
-    trainer's process, which may, and the policy's layers would be compiled one after the other.
+    vLLM's import sets one, because its worker processes may have no children. The engine here is in the trainer's
+    process, which may have children. With one process the policy's layers would be compiled one after the other.
     """
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
-    if (config := sys.modules.get("torch._inductor.config")) is not None:  # which has read it when it was imported
+    if (config := sys.modules.get("torch._inductor.config")) is not None:  # its import has read the variable
         config.compile_threads = int(number)  # type: ignore[attr-defined]
 
 
@@ -150,7 +150,7 @@ def forget_frames(error: BaseException, but: BaseException | None = None) -> Non
     A notebook keeps the last exception, and with it models and engines. Frames that still run keep their variables.
 
     Args:
-        but: an exception that was handled before, which Python counts as a cause of ``error``.
+        but: an exception that was handled before; Python counts it as a cause of ``error``.
     """
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
@@ -168,7 +168,7 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Python's garbage collector is off within the block, which makes many objects that stay.
+    """Turn Python's garbage collector off within the block, which makes many objects that stay.
 
     The collector would visit them again and again: it takes a quarter of the host's time per token that vLLM samples
     (measured with 400 sequences of 1,500), and a quarter of the time of imports.
@@ -183,16 +183,16 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on right now."""
+    """Return a TCP port of the loopback interface that nothing listens on right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def follow_launcher() -> None:
-    """Ask Linux for a SIGTERM when the launcher dies.
+    """Make Linux send a SIGTERM when the launcher dies.
 
-    `accelerate launch` of one process doesn't pass signals on: the run would go on as an orphan.
+    `accelerate launch` of one process doesn't forward signals: the run would go on as an orphan.
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
@@ -229,15 +229,15 @@ def prepare_ranks() -> None:
     """Complete the rank variables that vLLM's external launcher needs.
 
     torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
-    jobs on one machine don't meet. Variables that a parent process, such as a notebook, gave itself are replaced.
+    jobs on one machine don't meet. Variables that a parent process, such as a notebook, set for itself are replaced.
 
     Raises:
-        RuntimeError: the launcher started fewer ranks than it was to start (``accelerate launch --cpu
-            --num_processes 2`` does so without a word).
+        RuntimeError: the launcher started fewer ranks than requested (``accelerate launch --cpu --num_processes 2``
+            does so silently).
     """
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
-        # accelerate's CPU launcher sets an address only where several ranks were asked for, and then starts one.
+        # accelerate's CPU launcher sets an address only if several ranks were requested, and then starts one.
         raise RuntimeError(
             f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were asked for and "
             "one was started (`accelerate launch --cpu --num_processes N` is known for this). Start ranks on a CPU "
@@ -254,10 +254,10 @@ def prepare_ranks() -> None:
 
 
 def prepare_network() -> None:
-    """On several nodes, have gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
+    """On several nodes, make gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
 
-    gloo takes the address of this machine's host name. Where that is a loopback address, or there is none, no other
-    node would find this one.
+    gloo takes the address of this machine's host name. If that is a loopback address, or there is none, no other node
+    can reach this one.
     """
     several_nodes = local_world_size() < int(os.environ.get("WORLD_SIZE") or 1)
     if not several_nodes or "GLOO_SOCKET_IFNAME" in os.environ or not _is_loopback(_own_address()):
@@ -275,7 +275,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_address() -> str:
-    """The address of this machine's host name; loopback's if it has none."""
+    """Return the address of this machine's host name; loopback's if it has none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -286,13 +286,13 @@ def _address_of(interface: str, probe: socket.socket) -> str:
     get_interface_address = 0x8915  # SIOCGIFADDR, from linux/sockios.h
     try:
         found = fcntl.ioctl(probe.fileno(), get_interface_address, struct.pack("256s", interface.encode()[:15]))
-    except OSError:  # it has none
+    except OSError:  # the interface has no address
         return ""
     return socket.inet_ntoa(found[20:24])
 
 
 def quiet_logs(verbose: bool) -> None:
-    """Keep other packages' chatter off the terminal unless ``verbose``; warnings that matter still show."""
+    """Keep other packages' log lines off the terminal unless ``verbose``; important warnings still show."""
     if verbose:
         return
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -307,9 +307,9 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # A script has imported torch and transformers already, which read their variables then.
+    # A script may have imported torch and transformers before, so their levels are set here too.
     given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
-    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # as transformers leaves it
+    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' defaults
         theirs.setLevel(logging.ERROR)
     if (torch := sys.modules.get("torch")) is not None:
         with contextlib.suppress(OSError, AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""Names that TRL's scripts import beside the trainer and its configuration."""
+"""Names that TRL's scripts import in addition to the trainer and its configuration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NAMES = (
 
 
 def get_kbit_device_map() -> dict[str, int]:
-    """The whole model on this process's GPU. Not in every version of TRL."""
+    """Return a device map for the whole model on this process's GPU. Not in every version of TRL."""
     return {"": int(os.environ.get("LOCAL_RANK", "0"))}
 
 
 def find(name: str) -> Any:
-    """Raises ImportError where TRL isn't installed."""
+    """Return the object of this name. Raises ImportError if TRL isn't installed."""
     if name == "get_kbit_device_map":
         return get_kbit_device_map
     import trl

@@ -1,4 +1,4 @@
-"""What a command is at until its run is ready. Imports little: the first line comes before libraries that take long."""
+"""Progress lines until a run is ready. The module imports little, so its first line comes before slow imports."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 TURNING = "|/-\\"
-EVERY = 0.2  # seconds between two looks at the stage
-LONG = 5.0  # seconds after which a stage has a line, where no line turns
+EVERY = 0.2  # seconds between two reads of the stage
+LONG = 5.0  # seconds after which a stage gets a line without a terminal
 
 
 class Waiting:
-    """A block that takes long. ``first`` is said at once; then a line turns in a terminal, with the stage and the
-    seconds, and elsewhere each stage that takes long has a line.
+    """Progress lines around a slow block. ``first`` is printed at once. In a terminal a line then shows the stage and
+    the seconds; elsewhere each stage that takes long gets a line.
 
     Args:
-        stage: says what the process is at; empty: at ``first``, still.
-        shown: False on ranks that say nothing.
+        stage: returns the process's present stage; empty: still at ``first``.
+        shown: False on ranks that print nothing.
     """
 
     def __init__(self, first: str, stage: Callable[[], str], shown: bool = True) -> None:
