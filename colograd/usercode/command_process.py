@@ -12,11 +12,17 @@ import os
 import signal
 import sys
 
-with contextlib.suppress(OSError, AttributeError):  # not on Linux
-    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and commands would inherit that
-    signal.signal(number, signal.SIG_DFL)
-try:
-    os.execvp(sys.argv[1], sys.argv[1:])
-except OSError as error:
-    sys.exit(f"{sys.argv[1]}: {error.strerror}")
+
+def main() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and commands would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

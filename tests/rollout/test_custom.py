@@ -27,7 +27,7 @@ def test_masks_may_be_arrays(mask: Any) -> None:
             "env_mask": mask,
         }
 
-    engine: Any = SimpleNamespace(require=lambda version: None)
+    engine: Any = SimpleNamespace(require=lambda version: None, vocab_size=258)
     prompt = Prompt({"prompt": [{"role": "user", "content": "hi"}]}, ModelInput((1, 2)), 0)
     (group,) = CustomRollouts(engine, write, {7}).generate([prompt], Sampling(2, 10, 1.0, {}), version=1, seed=0)
     sampled = [rollout.sampled.int().tolist() for rollout in group.rollouts]

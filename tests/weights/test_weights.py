@@ -80,7 +80,8 @@ def test_policy_shares_the_engines_memory(family, tied, tmp_path, tried) -> None
             loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(probe[1:])[:, None])
         )
     torch.testing.assert_close(theirs[:, 0], logprobs, rtol=0, atol=1e-4)
-    fresh = VLLMEngine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, kv_bytes=2**22)
+    with process.rank_variables():
+        fresh = VLLMEngine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, kv_bytes=2**22)
     try:
         fresh.stamp(steps)
         assert greedy(fresh, steps) == after
