@@ -122,7 +122,8 @@ def test_device_runs_the_places_of_its_table(
     reached = Counter[str]()
     for result in (*fast, *fast_ranks, *others, *ranks, commands):
         reached |= Counter(result["reached"])
-    assert not cuda_places.listed("device") - reached, "cuda_places.toml lists places that no case runs"
+    missing = cuda_places.listed("device") - reached
+    assert not missing, f"cuda_places.toml lists places that no case runs: {dict(missing)}"
 
 
 @pytest.mark.slow
