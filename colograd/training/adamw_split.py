@@ -366,7 +366,7 @@ def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
     if args.optim not in KEEPS_MASTER:
         return None
     compiled = _compiled_from(args.optim, args.optim_args)
-    if compiled and args.on_cpu:
+    if args.on_cpu and compiled:
         logger.warning("optim_args: compiled=true has no effect on a CPU, where torch's own step is faster")
         compiled = None
     return AdamWSplit, {

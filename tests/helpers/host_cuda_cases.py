@@ -42,6 +42,7 @@ LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 REFERENCE: dict[str, Any] = {"beta": 0.1, "offload_reference": True, "sync_ref_model": True, "ref_model_sync_steps": 1}
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 EARLY: dict[str, Any] = {  # groups are trained before all are sampled
     "overlap": "auto", "prompts_per_step": 8, "max_tokens_per_microbatch": 64, "max_completion_length": 48,
     "generation_kwargs": {"stop_token_ids": [*range(3, 256, 8)]},
@@ -84,6 +85,14 @@ CASES: dict[str, dict[str, Any]] = {
         "max_completion_length": 48, "vllm_importance_sampling_mode": "token_truncate",
     },
     "asleep": {**BF16, "vllm_enable_sleep_mode": True},
+    "drafts": {
+        **BF16, "vllm_engine_kwargs": {"speculative_config": NGRAM},
+        # each step of the engine waits for the tokens that its drafts are compared with
+        "waits": {f"engine/speculation.py SeededSpeculation.{name}" for name in (
+            "_logprobs", "_sample", "_sample.<locals>.<listcomp>", "_constrained", "_draw", "forward",
+            "_constrained.<locals>.<genexpr>",
+        )},
+    },
     "planned": {
         **BF16, "sharding": "auto", "offload_optimizer": "auto", "vllm_engine_kwargs": {"enforce_eager": True},
         "reward_workers": None,
