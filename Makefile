@@ -89,7 +89,7 @@ $(STAMP): $(REQUIREMENTS) setup.cfg
 	touch "$(STAMP)"
 
 model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instruct)
-	@$(PY) -m colograd.tasks.quickstart --output $(MODEL)
+	@$(PY) -m colograd.apps.quickstart.quickstart --output $(MODEL)
 
 train: $(STAMP) model ## Train by a recipe: CONFIG=recipes/X.yaml ARGS="--any.flag value"
 	$(PY) colograd/train.py --config "$(CONFIG)" $(ARGS)

@@ -20,16 +20,29 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
 # Former import paths, which recipes, cards and notebooks name.
 MOVED = {
-    "colograd.calculator": "colograd.tasks.calculator",
+    "colograd.agents": "colograd.extensions.agents",
+    "colograd.agents.session": "colograd.extensions.agents.session",
+    "colograd.agents.sessions": "colograd.extensions.agents.sessions",
+    "colograd.calculator": "colograd.apps.quickstart.calculator",
+    "colograd.commands": "colograd.apps",
+    "colograd.commands.cli": "colograd.apps.cli",
+    "colograd.exams": "colograd.apps.exams",
+    "colograd.exams.gsm8k": "colograd.apps.exams.gsm8k",
     "colograd.logprobs": "colograd.policy.logprobs",
-    "colograd.quickstart": "colograd.tasks.quickstart",
+    "colograd.quickstart": "colograd.apps.quickstart.quickstart",
+    "colograd.replayer": "colograd.apps.replaying.replayer",
     "colograd.sampling": "colograd.engine.sampling",
+    "colograd.tasks": "colograd.apps.quickstart",
+    "colograd.tasks.calculator": "colograd.apps.quickstart.calculator",
+    "colograd.tasks.colours": "colograd.apps.quickstart.colours",
+    "colograd.tasks.quickstart": "colograd.apps.quickstart.quickstart",
+    "colograd.tasks.shop": "colograd.apps.quickstart.shop",
 }
 
 process.prepare_threads()
 import_when_used("bitsandbytes")  # peft imports it, which takes a second and warns of a CPU; few runs quantise
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints our messages
-sys.meta_path.append(MovedModules(MOVED))
+sys.meta_path.insert(0, MovedModules(MOVED))  # first, because a moved folder would find its modules itself
 
 if TYPE_CHECKING:
     from .config import GRPOConfig

@@ -111,7 +111,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 def dataset_names(script: ScriptArguments) -> list[str]:
     """Return the recipe's dataset names, and the Hub's dataset behind an exam's own loading function."""
-    from colograd.exams.catalogue import EXAMS
+    from colograd.apps.exams.catalogue import EXAMS
 
     parts = script.datasets if isinstance(script.datasets, list) else []
     names = [name for name in (script.dataset_name, *(str(part.get("path")) for part in parts)) if name]
@@ -158,8 +158,8 @@ def make_trainer(
 
 def _with_exams(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
     """Add the recipe's exams to the test split, if there is one."""
-    from colograd.exams.catalogue import EXAMS
-    from colograd.exams.exam import parse_specs
+    from colograd.apps.exams.catalogue import EXAMS
+    from colograd.apps.exams.exam import parse_specs
 
     specs = parse_specs(script.exams, EXAMS)
     if not evaluates:

@@ -18,12 +18,17 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from .agents.turn_rewards import with_turn_rewards
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .config import GRPOConfig
 from .config.policy import KEEPS_MASTER
 from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
+from .extensions.agents.turn_rewards import with_turn_rewards
+from .extensions.carry_over.rounds import CarriedRounds
+from .extensions.offload.layer_inputs import LayerInputs, inputs_on_host
+from .extensions.overlap.rules import describe as describe_overlap
+from .extensions.overlap.rules import finished_groups, why_not
+from .extensions.tools.tool_format import completion_texts
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
 from .losses.objective import Objective
@@ -31,14 +36,11 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
 from .policy.frozen import FrozenModel
-from .policy.layer_inputs import LayerInputs, inputs_on_host
 from .policy.lora import unwrap
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
-from .rollout.carried_round import CarriedRounds
 from .rollout.sampler import Purpose, Sampler
-from .rollout.tool_format import completion_texts
 from .runtime import process
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
@@ -47,8 +49,6 @@ from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_me
 from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
 from .training.muon_split import optimizer_of
-from .training.overlap_rules import describe as describe_overlap
-from .training.overlap_rules import finished_groups, why_not
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules

@@ -14,7 +14,6 @@ ranks takes the same prompts in the same step. A streamed dataset is tokenised w
 its `StreamLoader`.
 """
 
-from .curriculum import CurriculumOrder, CurriculumState
 from .loading import load_datasets
 from .order import PromptLoader, StepOrder, extra_prompts, prompt_at
 from .prompts import PromptDataset, PromptRules, tokenize_prompts

@@ -13,11 +13,11 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput, Prompt
+from ..extensions.images.data import COLUMNS as IMAGES
+from ..extensions.images.data import ImageReader, loaded
+from ..extensions.images.lengths import image_lengths
 from ..parallel import watchdog
 from .columns import by_column, check_columns, check_dataset, check_prompt_column
-from .image_lengths import image_lengths
-from .images import COLUMNS as IMAGES
-from .images import ImageReader, loaded
 from .messages import content_problem, template_messages, without_nones
 from .vocabulary import check_rows
 

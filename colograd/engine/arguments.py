@@ -10,9 +10,9 @@ from typing import Any, get_args
 import torch
 
 from ..config import GRPOConfig
+from ..extensions.images.engine.features import find_gemma3
+from ..extensions.kept_tokens.engine.kept_tokens import TELLS_KEPT
 from ..policy.lora import Adapter
-from .images import find_gemma3
-from .kept_tokens import TELLS_KEPT
 
 CPU_BLOCK = 32  # tokens per KV block. A group shares only whole blocks; with vLLM's 128 most prompts fill none
 MOST_SEQUENCES = 1024  # sequences decoded at once: vLLM's default on the largest GPUs

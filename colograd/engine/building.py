@@ -21,10 +21,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 
+from ..extensions.experts.engine.kernels import apply_experts
+from ..extensions.images.engine.whole_pictures import whole_of_known_features, whole_on_cpu
 from ..runtime import cpu_products, process
 from .cpu_layers import mend_cpu_layers
-from .experts import apply_experts
-from .whole_pictures import whole_of_known_features, whole_on_cpu
 
 # First and last release that the tests were run with, and first and last that has the code used here.
 TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
@@ -172,7 +172,7 @@ def build_conditions(
         if reads_images:
             whole_of_known_features()
         if on_cpu and reads_images:
-            from .bidirectional_images import both_ways
+            from ..extensions.images.engine.bidirectional import both_ways
 
             enter(both_ways())
             enter(whole_on_cpu())

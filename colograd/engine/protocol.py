@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..batch import FinishReason, Group, KeptTokens, ModelInput, Prompt, Rollout, RoutedExperts
+from ..extensions.quantized.layers import PackedWeight
 from ..parallel.layout import RankLayout
-from ..policy.quantized_layers import PackedWeight
 from .sampling import Sampling
 
 T = TypeVar("T")

@@ -18,23 +18,23 @@ import torch
 
 from ..batch import Group, ModelInput, Prompt
 from ..config import GRPOConfig
+from ..extensions.experts.engine.routed import RouterLog, expect_no_experts, one_prompt
+from ..extensions.images.engine import features as images
+from ..extensions.kept_tokens.engine.kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
+from ..extensions.overlap.engine.step_stream import StepStream
+from ..extensions.quantized.engine.layers import Parts, ServedLayers, served_layers
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
-from . import images
 from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
-from .kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
 from .last_outputs import last_outputs
 from .leading import follow, leading
 from .per_layer_inputs import computed_per_layer_inputs
 from .protocol import EngineTensors, Sampled, StaleWeights, T
-from .quantized_layers import Parts, ServedLayers, served_layers
-from .routed import RouterLog, expect_no_experts, one_prompt
 from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
-from .step_stream import StepStream
 from .tensors import VLLMTensors
 from .transformers_classes import classes_apart
 

@@ -10,7 +10,7 @@ import torch
 
 from ..batch import UNTAUGHT, LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
-from ..policy.routing import Routing
+from ..extensions.experts.routing import Routing
 from .mismatch import Bounds, observe
 from .token_losses import (
     MOST_LOG_RATIO,

@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config.sharding import TENSOR
-from ..runtime.host_stream import device_bytes
-from ..sharding import host_sums
+from ..extensions.offload import host_sums
+from ..extensions.offload.host_stream import device_bytes
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription

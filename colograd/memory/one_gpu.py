@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.sharding import TENSOR
-from ..policy.layer_inputs import KEPT
+from ..extensions.offload.layer_inputs import KEPT
 from .choice import best_plan, fits
 from .description import RunDescription
 from .shape import again

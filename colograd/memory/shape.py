@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..engine.arguments import MOST_SEQUENCES
+from ..extensions.images.towers import has_tower, in_tower
+from ..extensions.offload.layer_inputs import KEPT
 from ..policy.attention import IN_PLACE_FROM
-from ..policy.images import has_tower, in_tower
-from ..policy.layer_inputs import KEPT
 from ..policy.logprobs import TILE_ELEMENTS
 from ..runtime.sizes import size_of
 

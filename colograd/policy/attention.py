@@ -33,11 +33,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
+from ..extensions.sequence_parallel.forward import PACKED as NAME
+from ..extensions.sequence_parallel.forward import RowPart
 from . import cpu_attention
 from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one
 from .sending import to_device_async
-from .sequence_parallel import PACKED as NAME
-from .sequence_parallel import RowPart
 
 TOWER_NAME = "colograd_flash_tower"  # transformers passes all windows at once if the name has "flash"
 

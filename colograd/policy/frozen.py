@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import GRPOConfig
-from .teacher_head import TeacherHead
+from ..extensions.distillation.head import TeacherHead
 
 
 class FrozenModel:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..batch import KeptTokens
+from ..extensions.tensor_parallel.layers import VocabularyPart
 from ..runtime import cpu_products
 from . import attention
 from .sending import to_device_async
-from .tensor_parallel import VocabularyPart
 
 HIDDEN = -1e30  # logit of a token that isn't a candidate: probability 0, and no infinity in any product
 FLOAT32_PRODUCTS = "colograd_float32_products"  # attribute of a head, see `cast_lm_head_to_fp32`

@@ -25,11 +25,9 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
 from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
-from ..parallel.ranks import world_size
-from ..runtime import cpu_products
-from . import quantized
-from .dropout import disable_dropout, largest_dropout
-from .images import (
+from ..extensions.experts.router_replay import make_replaying
+from ..extensions.experts.routing import num_experts, tells_routing
+from ..extensions.images.towers import (
     find_processors,
     freeze_tower,
     freeze_unread,
@@ -39,15 +37,17 @@ from .images import (
     set_text_alone,
     takes_images,
 )
+from ..extensions.quantized import checkpoints as quantized
+from ..extensions.quantized.checkpoints import Quantization
+from ..extensions.quantized.layers import packed_weights, settle
+from ..extensions.tensor_parallel.layers import check_split, parts_of, trained_elements, vocabulary_size
+from ..parallel.ranks import world_size
+from ..runtime import cpu_products
+from .dropout import disable_dropout, largest_dropout
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .lora_inputs import keep_inputs_as_they_are
-from .quantized import Quantization
-from .quantized_layers import packed_weights, settle
-from .router_replay import make_replaying
-from .routing import num_experts, tells_routing
 from .row_proof import choose_rows, expect_rows
-from .tensor_parallel import check_split, parts_of, trained_elements, vocabulary_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,19 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..batch import MicroBatch, PackedRow, StepBatch
+from ..extensions.distillation.head import Spread, TeacherHead, TeacherLogits, TeacherTop, TopTokens, top_tokens
+from ..extensions.experts import router_replay
+from ..extensions.experts.routing import Routing, routing_of
+from ..extensions.images import towers as images
+from ..extensions.sequence_parallel import forward as sequence_parallel
+from ..extensions.sequence_parallel.forward import RowPart
+from ..extensions.tensor_parallel.layers import VocabularyPart
 from ..parallel import watchdog
-from . import attention, images, padded, router_replay, sequence_parallel
+from . import attention, padded
 from .exchanges import enter
 from .head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, parts, product_dtype
 from .lora import unwrap
 from .packing import collate
-from .routing import Routing, routing_of
-from .sequence_parallel import RowPart
-from .teacher_head import Spread, TeacherHead, TeacherLogits, TeacherTop, TopTokens, top_tokens
-from .tensor_parallel import VocabularyPart
 
 # Number of logits that exist at once. The forward has two float32 tensors of a tile's size. On a GPU each has 64 MiB,
 # because smaller tiles would be bound by kernel launches; on a CPU 32 MiB, because its allocator doesn't reuse all

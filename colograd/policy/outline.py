@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..config import GRPOConfig
+from ..extensions.images.towers import has_tower
+from ..extensions.quantized.layers import packed_bytes
 from ..runtime.hub import check_model_name
-from .images import has_tower
 from .lora import adapter_folder, wrap
-from .quantized_layers import packed_bytes
 
 LARGE = 1.0  # billions of parameters; a CPU trains larger models at few tokens per second
 

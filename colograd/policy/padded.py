@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..batch import UNKNOWN, MicroBatch, SegmentLayout
-from . import images
+from ..extensions.images import towers as images
 from .sending import to_device_async
 
 ROUTED = "routed_experts"  # argument of a layer with the experts of its tokens, see `router_replay`

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from ..batch import FinishReason, Group, Images, MicroBatch, ModelInput, Rollout, ScoredGroup
+from ..extensions.hybrids import recurrent
+from ..extensions.images import towers as images
+from ..extensions.tensor_parallel.layers import vocabulary_size
 from ..parallel.ranks import gather, on_all_ranks
-from . import attention, images, recurrent
+from . import attention
 from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
 from .packing import PackedSequence, pack, sequences
-from .tensor_parallel import vocabulary_size
 
 PACKABLE = {"full_attention", "sliding_attention"}
 WITH_A_STATE = {"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}  # in a model of `recurrent`

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 from ..batch import UNTAUGHT, MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
+from ..extensions.distillation.head import TeacherHead
+from ..extensions.distillation.teacher import OtherAdapter, Teacher, config_of, teacher_bytes, teacher_of
 from .loading import Policy
 from .logprobs import PolicyForward, policy_logprobs
 from .reference import reference_bytes, reference_of
-from .teacher import OtherAdapter, Teacher, config_of, teacher_bytes, teacher_of
-from .teacher_head import TeacherHead
 
 
 class SecondModel(Protocol):

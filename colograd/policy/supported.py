@@ -11,14 +11,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..config import GRPOConfig
+from ..extensions.experts.router_replay import SHARES
+from ..extensions.experts.routing import num_experts
+from ..extensions.hybrids.recurrent import mixers_of
+from ..extensions.images import towers as images
+from ..extensions.quantized.checkpoints import asked_for, check_quantized, saved_in
+from ..extensions.sequence_parallel.recurrent_heads import can_share_out
 from ..runtime.hub import check_model_name
-from . import images
 from .lora import adapter_folder, is_adapted, unwrap
-from .quantized import asked_for, check_quantized, saved_in
-from .recurrent import mixers_of
-from .recurrent_heads import can_share_out
-from .router_replay import SHARES
-from .routing import num_experts
 
 # Mixtures of experts that tests train, see docs/models.md. Others are proved when a run starts.
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")

@@ -9,10 +9,10 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..batch import Group, Images, ModelInput, RolloutId, ScoredGroup
-from ..data.images import text_of
+from ..extensions.images.data import text_of
+from ..extensions.images.thumbnails import data_url, thumbnails
 from ..policy.packing import loss_tokens
 from .completions import CompletionRow
-from .thumbnails import data_url, thumbnails
 
 MOST_TOKENS = 4096  # largest number of shown tokens of a completion
 MOST_OF_A_STEP = 32_768  # tokens of a step's shown completions together

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from ..batch import Group, Rollout
+from ..extensions.agents.turns import JUDGED, Turns, split_turns
 from ..usercode.calls import place_of
 from ..usercode.copies import own_copy
 from ..usercode.worker_process import PER_TOKEN, CallLog
 from .functions import RewardError, RewardFunction
-from .turns import JUDGED, Turns, split_turns
 
 RESERVED = (
     "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",

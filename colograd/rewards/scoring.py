@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from ..batch import Group, Logged
+from ..extensions.agents.turns import Turns, answers_in, with_judged_turns
 from ..parallel import watchdog
 from ..runtime import process
 from ..usercode.calls import (
@@ -49,7 +50,6 @@ from ..usercode.worker_process import CallLog
 from .calling import check_log, checked_values, keywords_for, parameters_of
 from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
-from .turns import Turns, answers_in, with_judged_turns
 
 MOST_WORKERS = 4  # maximum number of workers by default
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # errors of using messages

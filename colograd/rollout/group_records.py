@@ -18,12 +18,13 @@ import pyarrow as pa
 import torch
 
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts, VersionSpan
-from ..data.images import ImageReader
-from . import kept_record, pictures
+from ..extensions.images.data import ImageReader
+from ..extensions.kept_tokens import record as kept_record
+from ..extensions.kept_tokens.record import kept_bytes, with_kept
+from ..extensions.tools import pictures
+from ..extensions.tools.pictures import pictures_bytes, with_pictures
 from .group_table import TABLE
-from .kept_record import kept_bytes, with_kept
 from .marked_table import comes
-from .pictures import pictures_bytes, with_pictures
 
 # Errors that reading untrusted bytes may raise.
 NONSENSE = (

@@ -19,6 +19,12 @@ from ..engine.load import Load, after_each_step, load_after_each_step, stepping
 from ..engine.protocol import Engine
 from ..engine.queue_order import LengthHistory
 from ..engine.sampling import UNKNOWN_TOKENS, Sampling
+from ..extensions.agents.failures import Abstaining, has_failed
+from ..extensions.carry_over.rounds import CarriedRounds
+from ..extensions.overlap.finished_groups import OwnGroups
+from ..extensions.overlap.partition import Partition
+from ..extensions.tools.tool_format import with_messages, with_prompt_text
+from ..extensions.tools.toolbox import Toolbox
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
 from ..parallel.ranks import gather, on_all_ranks, world_size
@@ -26,16 +32,10 @@ from ..reporting.completion_log import CompletionLog
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
-from .carried_round import CarriedRounds
-from .failures import Abstaining, has_failed
-from .finished_groups import OwnGroups
-from .partition import Partition
 from .rounds import roll_out, sample_steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
 from .store import RewardedGroup, RolloutStore
-from .tool_format import with_messages, with_prompt_text
-from .toolbox import Toolbox
 
 
 class SamplerHooks(Protocol):

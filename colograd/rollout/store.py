@@ -35,14 +35,14 @@ import torch
 
 from ..batch import Group, Prompt
 from ..checkpoint.earlier_run import move_aside
-from ..data.images import ImageReader
+from ..extensions.agents.session_log import SessionLog
+from ..extensions.carry_over.in_flight import RoundEnd, read_round_end, write_round_end
+from ..extensions.images.data import ImageReader
+from ..extensions.overlap.partition import Partition, note_partition, read_partition
 from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
-from .in_flight import RoundEnd, read_round_end, write_round_end
-from .partition import Partition, note_partition, read_partition
 from .record_file import Record, RecordFile, read_records
-from .session_log import SessionLog
 
 FOLDER = "_journal"  # transformers doesn't push names like this to the Hub
 UNSCORED = ".unscored"  # suffix of a file with groups that are scored again

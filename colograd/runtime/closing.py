@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..runtime import process
+from . import process
 
 F = TypeVar("F", bound=Callable[..., None])
 

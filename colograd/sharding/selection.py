@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import GRPOConfig
-from .fsdp import FullySharded
-from .on_host import GradientsOnHost, OptimizerOnHost, WholeOnHost
-from .shared_rows import RowsOfSharedGradients, RowsOfSharedOptimizer, RowsOfWholeCopies
-from .strategy import ShardingStrategy
-from .tensor import (
+from ..extensions.offload.on_host import GradientsOnHost, OptimizerOnHost, WholeOnHost
+from ..extensions.sequence_parallel.shared_rows import RowsOfSharedGradients, RowsOfSharedOptimizer, RowsOfWholeCopies
+from ..extensions.tensor_parallel.strategy import (
     RowsOfTensorGradients,
     RowsOfTensorOptimizer,
     RowsOfTensorParallel,
@@ -17,6 +15,8 @@ from .tensor import (
     TensorOptimizer,
     TensorParallel,
 )
+from .fsdp import FullySharded
+from .strategy import ShardingStrategy
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 

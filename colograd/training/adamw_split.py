@@ -18,9 +18,9 @@ from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
+from ..extensions.offload.host_stream import ELEMENTS, HostStream, Job
 from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
-from ..runtime.host_stream import ELEMENTS, HostStream, Job
 from ..runtime.page_locked import host_empty
 from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants

@@ -12,17 +12,25 @@ from typing import Any
 import psutil
 import torch
 
-from ..agents.context import ChatFormat
-from ..agents.session import Limits
-from ..agents.sessions import Agent, AgentSessions, AgentSettings
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.vocabulary import size_of
 from ..engine.building import check_experts
-from ..engine.chat_api import ChatAPI
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Needs, VLLMEngine
+from ..extensions.agents.context import ChatFormat
+from ..extensions.agents.engine.chat_api import ChatAPI
+from ..extensions.agents.session import Limits
+from ..extensions.agents.session_log import SessionLog
+from ..extensions.agents.sessions import Agent, AgentSessions, AgentSettings
+from ..extensions.carry_over.source import CarryOver
+from ..extensions.distillation.teacher import check_teacher_context
+from ..extensions.experts.routing import num_experts
+from ..extensions.hybrids.recurrent import keep_uncompiled
+from ..extensions.images.towers import has_tower, reads_text_alone
+from ..extensions.tools.conversations import Conversations
+from ..extensions.tools.toolbox import Toolbox
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
@@ -30,23 +38,15 @@ from ..memory.one_gpu import cheapest
 from ..memory.shape import CacheNeed, Shape
 from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.images import has_tower, reads_text_alone
 from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
-from ..policy.recurrent import keep_uncompiled
-from ..policy.routing import num_experts
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
-from ..policy.teacher import check_teacher_context
 from ..reporting.metrics import PhaseTimes
-from ..rollout.carry_over import CarryOver
-from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
-from ..rollout.session_log import SessionLog
 from ..rollout.stages import RolloutSource
 from ..rollout.store import RolloutStore
-from ..rollout.toolbox import Toolbox
 from ..runtime import process
 from ..sharding import strategy_name
 from ..weights import (

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..apps.exams.prompts import ExamPrompts
 from ..config import GRPOConfig
 from ..config.objective import LOSSES
 from ..config.sampling import OF_LOSS
-from ..exams.prompts import ExamPrompts
 from ..rewards import RewardFunction
 from ..rewards.calling import parameters_of
 

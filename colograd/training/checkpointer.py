@@ -35,9 +35,9 @@ from ..checkpoint.stop_signal import StopSignal
 from ..checkpoint.writing import Save, Source, Writer
 from ..config import GRPOConfig
 from ..data import PromptStream
+from ..extensions.images.towers import load_weights
+from ..extensions.quantized import checkpoints as quantized
 from ..parallel.ranks import gather, on_all_ranks, rank, world_size
-from ..policy import quantized
-from ..policy.images import load_weights
 from ..sharding.weight_files import load_renamed, saved_names, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings

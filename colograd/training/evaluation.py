@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from ..apps.exams.prompts import ExamPrompts
+from ..apps.exams.results import pass_at as chance_of_pass
+from ..apps.exams.taking import metrics_of, shortened, take
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
 from ..data import PromptDataset
-from ..exams.prompts import ExamPrompts
-from ..exams.results import pass_at as chance_of_pass
-from ..exams.taking import metrics_of, shortened, take
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.packing import PackingRules

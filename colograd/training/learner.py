@@ -14,6 +14,14 @@ import torch
 from ..batch import Group, LossOutput, MicroBatch, ModelInput, PackedRow, ScoredGroup, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..engine.load import Load
+from ..extensions.distillation.head import TeacherHead, TopTokens
+from ..extensions.experts.router_replay import replay_figures
+from ..extensions.experts.routing import Routing
+from ..extensions.offload.host_stream import device_bytes
+from ..extensions.overlap.beside_decoding import BesideDecoding
+from ..extensions.overlap.finished_groups import FinishedGroups, OwnGroups
+from ..extensions.overlap.first_rows import EarlyRows, FirstRows, first_rows
+from ..extensions.overlap.sampled_ranks import train_while_others_sample
 from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
@@ -25,23 +33,15 @@ from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules, plan_rows
-from ..policy.router_replay import replay_figures
-from ..policy.routing import Routing
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..policy.supported import check_shared_rows
-from ..policy.teacher_head import TeacherHead, TopTokens
 from ..reporting.console import Console
 from ..reporting.metrics import AllocRetries, Metrics, PhaseTimes
-from ..rollout.finished_groups import FinishedGroups, OwnGroups
 from ..rollout.sampler import SampledRound
-from ..runtime.host_stream import device_bytes
 from ..sharding import ShardingStrategy
-from .beside_decoding import BesideDecoding
 from .evaluation import evaluation_step
-from .first_rows import EarlyRows, FirstRows, first_rows
 from .loss_pass import loss_pass
-from .overlap import train_while_others_sample
 from .step_batches import schedule, step_batch, trainable
 
 AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # (group, rewards [G, R]) -> scored group

@@ -8,10 +8,12 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from ..apps.exams.catalogue import EXAMS
+from ..apps.exams.exam import ExamSpec, parse_specs
+from ..apps.exams.prompts import ExamPrompts
 from ..batch import TEACHER, ModelInput
 from ..config import GRPOConfig
 from ..data import (
-    CurriculumOrder,
     CurriculumState,
     PromptDataset,
     PromptLoader,
@@ -22,14 +24,12 @@ from ..data import (
     tokenize_prompts,
 )
 from ..data.columns import check_columns, columns_of
-from ..data.images import COLUMNS as IMAGES
-from ..data.images import ImageReader
-from ..exams.catalogue import EXAMS
-from ..exams.exam import ExamSpec, parse_specs
-from ..exams.prompts import ExamPrompts
+from ..extensions.curriculum.curriculum import CurriculumOrder
+from ..extensions.images.data import COLUMNS as IMAGES
+from ..extensions.images.data import ImageReader
+from ..extensions.tools.toolbox import EMPTY, Toolbox
 from ..policy.loading import Policy
 from ..reporting.console import Console
-from ..rollout.toolbox import EMPTY, Toolbox
 
 Prompts = PromptDataset | PromptStream
 IMAGES_LOOKED_AT = 64  # rows to search for an image

@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..agents.sessions import Agent
 from ..config import GRPOConfig
 from ..config.distillation import DistillationKnobs
 from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
 from ..config.sampling import SamplingKnobs
-from ..data.images import ImageReader
+from ..extensions.agents.sessions import Agent
+from ..extensions.images.data import ImageReader
 from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 

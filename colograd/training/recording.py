@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback
 
+from ..apps.report import write_report
+from ..apps.report.payload import prompt_beginning
 from ..batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
 from ..engine.load import watched
 from ..losses.advantages import group_std
@@ -25,8 +27,6 @@ from ..memory.shape import Shape
 from ..memory.table import GIB
 from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
-from ..report import write_report
-from ..report.payload import prompt_beginning
 from ..reporting.advisor import Advisor
 from ..reporting.event_log import EventLog, events_of, histogram, plain
 from ..reporting.group_views import TokenTexts, chosen_groups, shown_notes

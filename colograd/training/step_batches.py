@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
+from ..extensions.experts.routing import active_parameters
+from ..extensions.overlap.first_rows import FirstRows
 from ..losses.objective import Objective
 from ..parallel.balance import balance, pair_cost
 from ..parallel.ranks import gather, rank
 from ..policy.loading import Policy
 from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
-from ..policy.routing import active_parameters
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import RolloutStatistics
-from .first_rows import FirstRows
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:

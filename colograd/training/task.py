@@ -12,17 +12,22 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ..agents.prompts import with_prompts
-from ..agents.sessions import Agent, agent_reward
 from ..batch import TEACHER, ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.columns import columns_of
-from ..data.images import has_images
 from ..engine.arguments import check_split
 from ..engine.building import check_vllm
-from ..engine.lora_experts import why_no_slots
 from ..engine.sampling import check_sampling
+from ..extensions.agents.prompts import with_prompts
+from ..extensions.agents.sessions import Agent, agent_reward
+from ..extensions.distillation.teacher import check_teacher
+from ..extensions.experts.engine.lora import why_no_slots
+from ..extensions.experts.routing import num_experts
+from ..extensions.images.data import has_images
+from ..extensions.quantized.checkpoints import take_quantization
+from ..extensions.tools.tool_format import ToolFormat
+from ..extensions.tools.toolbox import Toolbox, environment_reward
 from ..losses.entropy import EntropyController
 from ..losses.objective import Objective
 from ..memory.segments import expand_segments
@@ -33,17 +38,12 @@ from ..policy.layers import check_compiled
 from ..policy.liger import check_liger
 from ..policy.loading import Policy, load_policy, proven_with_images
 from ..policy.outline import note_on_cpu
-from ..policy.quantized import take_quantization
 from ..policy.reference import check_reference
-from ..policy.routing import num_experts
 from ..policy.supported import check_shared_rows, check_supported
-from ..policy.teacher import check_teacher
 from ..reporting.console import Console
 from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
 from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
-from ..rollout.tool_format import ToolFormat
-from ..rollout.toolbox import Toolbox, environment_reward
 from ..runtime import process
 from ..runtime.importing import find_object, is_import_path
 from ..sharding import check_sharding

@@ -22,6 +22,7 @@ from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..data import prompt_at
 from ..engine.queue_order import LengthHistory
+from ..extensions.carry_over.in_flight import InFlight
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
@@ -31,7 +32,6 @@ from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import OF_TEACHERS, SETTINGS, RunFacts, license_of, write_card
 from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
-from ..rollout.in_flight import InFlight
 from ..rollout.store import RolloutStore, digest_of
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host

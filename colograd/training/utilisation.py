@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from ..extensions.tensor_parallel.layers import parts_of
 from ..memory.shape import Shape
 from ..policy.lora import unwrap
-from ..policy.tensor_parallel import parts_of
 
 # FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
 PEAKS = {

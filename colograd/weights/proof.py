@@ -21,8 +21,8 @@ import torch
 
 from ..batch import ModelInput
 from ..engine.protocol import Engine
+from ..extensions.images.towers import hidden_tokens, own_inputs, sees
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.images import hidden_tokens, own_inputs, sees
 from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted, unwrap
 from ..policy.row_proof import allowed, completion_logprobs

@@ -156,13 +156,13 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from colograd import GRPOConfig
-    from colograd.agents.context import ChatFormat
-    from colograd.agents.session import Limits
-    from colograd.agents.sessions import Agent, AgentSessions, AgentSettings
     from colograd.batch import Group, Prompt
-    from colograd.engine.chat_api import ChatAPI
     from colograd.engine.sampling import Sampling
     from colograd.engine.vllm_engine import Needs, VLLMEngine
+    from colograd.extensions.agents.context import ChatFormat
+    from colograd.extensions.agents.engine.chat_api import ChatAPI
+    from colograd.extensions.agents.session import Limits
+    from colograd.extensions.agents.sessions import Agent, AgentSessions, AgentSettings
 
     config = GRPOConfig(output_dir=folder, num_generations=2, report_to="none")
     config.per_device_train_batch_size = options.sessions
@@ -241,8 +241,8 @@ def medians(runs: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
     """Tokens of made-up sessions through the model: of packed trees, and of their branches as rows of their own."""
-    from colograd.agents.tree import TokenTree
     from colograd.batch import FinishReason
+    from colograd.extensions.agents.tree import TokenTree
 
     draw = random.Random(0)
 

@@ -196,8 +196,8 @@ def _our_config(job: Job, **changes: Any) -> Any:
 
 def _replayed(job: Job, rows: Any) -> list[Step]:
     """The training phase of the recorded first step, several times; the first warms up."""
-    from colograd.replayer import Replayer
-    from colograd.training.replaying import Replay
+    from colograd.apps.replaying.recorded import Replay
+    from colograd.apps.replaying.replayer import Replayer
 
     meter, found = Meter(), list[Step]()
 
@@ -247,9 +247,9 @@ def recorded_groups(job: Job) -> list[Any]:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
+    from colograd.apps.replaying.recorded import Replay, ReplayStore
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
-    from colograd.training.replaying import Replay, ReplayStore
 
     rules = PromptRules(AutoTokenizer.from_pretrained(job.model), sys.maxsize, "error", {}, "train")
     prompts = tokenize_prompts(Dataset.from_list(job.rows), rules)

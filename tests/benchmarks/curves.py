@@ -63,9 +63,9 @@ def settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
 
 def train(trainer: str, model: str, steps: int, seed: int) -> dict[str, Any]:
     """One run in this process: the mean reward of each step, and the seconds from the first step's begin."""
+    from colograd.apps.quickstart.quickstart import sums
     from colograd.engine.building import check_vllm, live_weights
     from colograd.rewards import last_number
-    from colograd.tasks.quickstart import sums
 
     check_vllm()
     further: dict[str, Any] = {}

@@ -189,7 +189,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         "--rows-per-microbatch", str(min(sizes.group, 16)), "--steps", "2", "--repeats", str(sizes.trials), "--dtype",
         sizes.dtype,
     )  # fmt: skip
-    doctor = ("-m", "colograd.commands.cli", "doctor", "--config", recipe)
+    doctor = ("-m", "colograd.apps.cli", "doctor", "--config", recipe)
     publish = (str(HERE / "weights.py"), "--model", model, "--publishes", "5", "--eager")
     attention = (
         str(HERE / "attention.py"), "--groups", str(sizes.group), "--completions", str(sizes.completion), "--prompts",

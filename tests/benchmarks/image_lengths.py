@@ -25,7 +25,7 @@ import torch
 from figures import table
 from PIL import Image
 
-from colograd.data.images import ImageReader
+from colograd.extensions.images.data import ImageReader
 
 PROMPT = [{"role": "user", "content": "what is it?"}]
 ARGUMENTS = {"add_generation_prompt": True}

@@ -33,13 +33,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
+from colograd.extensions.tensor_parallel.layers import split  # noqa: E402
 from colograd.memory.token_budget import dummy_row  # noqa: E402
 from colograd.parallel.layout import RankLayout  # noqa: E402
 from colograd.parallel.shards import RankGroup, Shard  # noqa: E402
 from colograd.policy import attention  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import collate  # noqa: E402
-from colograd.policy.tensor_parallel import split  # noqa: E402
 from colograd.sharding import buckets  # noqa: E402
 from colograd.sharding.selection import STRATEGIES  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402

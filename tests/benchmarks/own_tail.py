@@ -29,7 +29,7 @@ from typing import Any
 from tail import parse as parse_tail
 from tail_simulation import PROMPT, Lengths, LogNormal, Rates, decode
 
-from colograd.training.beside_decoding import ENOUGH, TAIL
+from colograd.extensions.overlap.beside_decoding import ENOUGH, TAIL
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("step_time", "time/generate", "time/train", "time/ref_logprobs")

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from made_up_run import WORDS, MadeUp
 
-from colograd.report import write_report
+from colograd.apps.report import write_report
 
 # Seconds from a click (or a moved slider) until what it asked for stands on the screen: `done` holds, and a frame came.
 TIMED = """(async () => {{

@@ -33,9 +33,9 @@ from phases import versions  # noqa: E402
 from colograd import GRPOTrainer  # noqa: E402
 from colograd.batch import UNKNOWN, MicroBatch, ScoredGroup  # noqa: E402
 from colograd.engine.sampling import Sampling  # noqa: E402
+from colograd.extensions.experts.router_replay import replay_figures, routers_of  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import pack  # noqa: E402
-from colograd.policy.router_replay import replay_figures, routers_of  # noqa: E402
 
 DTYPES = ("bfloat16", "float32")
 

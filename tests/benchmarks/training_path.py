@@ -207,8 +207,8 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
     from transformers import AutoTokenizer, TrainerCallback
 
     from colograd import GRPOTrainer
-    from colograd.replayer import Replayer
-    from colograd.training.replaying import Replay
+    from colograd.apps.replaying.recorded import Replay
+    from colograd.apps.replaying.replayer import Replayer
 
     kind: Any = GRPOTrainer if options.sampled else Replayer
 
@@ -282,7 +282,7 @@ def planned(trainer: Any) -> dict[str, int]:
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train; the figures, and what is wrong with them as ``faults``."""
-    from colograd.commands.doctor import allowed
+    from colograd.apps.doctor import allowed
 
     started, watch = time.perf_counter(), Watch()
     base = 0 if watch.memory.cuda else watch.memory.now()  # on a CPU the process without the trainer

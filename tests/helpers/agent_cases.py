@@ -108,9 +108,9 @@ def run(
         calls: the model is made to call `add` in every turn; False: it samples freely.
         settings: of `AgentSettings`.
     """
-    from colograd.agents.sessions import Agent, AgentSessions
     from colograd.batch import Prompt
     from colograd.engine.sampling import Sampling
+    from colograd.extensions.agents.sessions import Agent, AgentSessions
 
     own: AgentSessions = trainer.sampler.source
     source = AgentSessions(

@@ -10,9 +10,9 @@ from datasets import Dataset
 from colograd.batch import Group, ModelInput, Prompt
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
-from colograd.rollout.conversations import Conversations
-from colograd.rollout.tool_format import ToolCall, ToolFormat
-from colograd.rollout.toolbox import Toolbox
+from colograd.extensions.tools.conversations import Conversations
+from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
+from colograd.extensions.tools.toolbox import Toolbox
 
 
 def rows(size: int = 8) -> Dataset:

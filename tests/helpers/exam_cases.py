@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from colograd.exams import Exam, Question
+from colograd.apps.exams import Exam, Question
 
 ADD = {
     "task_id": 2,

@@ -35,19 +35,19 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
+from colograd.extensions.images.towers import set_attention
+from colograd.extensions.offload import host_sums
+from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
+from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
-from colograd.policy.images import set_attention
-from colograd.policy.layer_inputs import LayerInputs, inputs_on_host
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import wrap
 from colograd.policy.lora_inputs import keep_inputs_as_they_are
 from colograd.policy.packing import dummy
 from colograd.policy.reference import FrozenCopy
 from colograd.policy.sending import to_device_async
-from colograd.sharding import host_sums
-from colograd.sharding.on_host import WholeOnHost
 from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 

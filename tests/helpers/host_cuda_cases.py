@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {**BF16, "model": "qwen3_moe", "nats": 0.1},  # of a token between two experts
     # in each micro-batch transformers asks whether a hybrid's mask hides a token, and looks for images that are padding
     "hybrid": {"model": "lfm2", "waits": {"policy/logprobs.py _states_and_routers"}},
-    "images": {"model": "idefics3", "images": True, "waits": {"policy/images.py _features"}},
+    "images": {"model": "idefics3", "images": True, "waits": {"extensions/images/towers.py _features"}},
     "lora": {**BF16, "lora": LORA},
     "merged": {**BF16, "lora": LORA, "weights": "copied"},
     "dora": {**BF16, "lora": {**LORA, "use_dora": True}},
@@ -132,9 +132,9 @@ WAITS = {
     # once in a step, or less often
     "loop.py Loop._log", "loop.py Loop._prepare", "memory/device_turns.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
-    "sharding/host_sums.py HostSums.squared_norm", "sharding/on_host.py OnHost.clip",
+    "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
     "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",
-    "sharding/tensor.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
+    "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "training/recording.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "training/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints

@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from colograd.commands import cli
+    from colograd.apps import cli
     from colograd.runtime import bus
     from colograd.usercode.threads import EnvironmentThread
 

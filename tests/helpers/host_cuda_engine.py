@@ -100,7 +100,7 @@ def _keep_weights(record: host_cuda.Record) -> None:
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     from colograd.engine.cpu_layers import mend_cpu_layers
-    from colograd.engine.experts import apply_experts
+    from colograd.extensions.experts.engine.kernels import apply_experts
 
     def keep(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear

@@ -46,11 +46,11 @@ MUTANTS = (
         "    values = values[torch.arange(len(values), device=kept[0][1].device)]\n", "bfloat16",
     ),
     Mutant(
-        "a missing wait after a non-blocking copy", "runtime/host_stream.py",
+        "a missing wait after a non-blocking copy", "extensions/offload/host_stream.py",
         "self.sent().synchronize()", "self.sent()", "streamed",
     ),
     Mutant(
-        "a buffer left behind by a move", "policy/teacher.py",
+        "a buffer left behind by a move", "extensions/distillation/teacher.py",
         "buffer.data = buffer.data.to(device)", "pass", "lora and teacher",
     ),
     Mutant(

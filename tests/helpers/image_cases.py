@@ -15,8 +15,8 @@ from paths import SCRIPTS
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
-from colograd.data.images import ImageReader
-from colograd.policy import images
+from colograd.extensions.images import towers as images
+from colograd.extensions.images.data import ImageReader
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 

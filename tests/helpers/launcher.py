@@ -41,7 +41,7 @@ from colograd.runtime import process
 PRELOADED = (
     "colograd.trainer",
     "colograd.training.assembly",
-    "colograd.commands.cli",
+    "colograd.apps.cli",
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.engine.llm_engine",

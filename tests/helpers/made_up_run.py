@@ -172,7 +172,7 @@ class MadeUp:
             "resumed": False,
             "run": {
                 "model": "models/SmolLM2-135M-Instruct" + hostile,
-                "datasets": ["colograd.tasks.quickstart:sums"],
+                "datasets": ["colograd.apps.quickstart.quickstart:sums"],
                 "reward_names": self.reward_names,
                 "reward_weights": [1.0, 0.5],
                 "ranks": self.ranks,

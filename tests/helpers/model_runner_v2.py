@@ -15,12 +15,22 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALL = (
-    "engine/test_engine.py", "engine/test_tensor_parallel.py", "weights/test_weights.py",
-    "weights/test_weights_adapter.py", "weights/test_gathered_weights.py", "weights/test_written_through.py",
-    "policy/test_lora.py", "policy/test_quantized.py", "policy/test_images.py", "policy/test_router_replay.py",
-    "policy/test_kept_tokens.py", "rollout/test_conversations.py", "rollout/test_reproducible_rollouts.py",
-    "memory/test_device_turns.py", "training/test_trainer.py",
-)  # fmt: skip
+    "engine/test_engine.py",
+    "extensions/tensor_parallel/test_tensor_parallel.py",
+    "weights/test_weights.py",
+    "weights/test_weights_adapter.py",
+    "weights/test_gathered_weights.py",
+    "weights/test_written_through.py",
+    "policy/test_lora.py",
+    "extensions/quantized/test_quantized.py",
+    "extensions/images/test_images.py",
+    "extensions/experts/test_router_replay.py",
+    "extensions/kept_tokens/test_kept_tokens.py",
+    "extensions/tools/test_conversations.py",
+    "rollout/test_reproducible_rollouts.py",
+    "memory/test_device_turns.py",
+    "training/test_trainer.py",
+)
 # Of slow tests, which train for long, these alone.
 SLOW = (
     "test_router_replay.py::", "test_weights.py::", "test_tensor_parallel.py::test_a_mixture_of_experts_in_parts",
@@ -29,7 +39,7 @@ SLOW = (
 SMALL = (
     "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
     "engine/test_engine.py::test_asynchronous_scheduling_comes_with_model_runner_v2",
-    "policy/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
+    "extensions/experts/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
 )
 # By the end of a test's name: why it says nothing with V2 in Triton's interpreter.
 SKIPPED: dict[str, str] = {

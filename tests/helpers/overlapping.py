@@ -13,8 +13,8 @@ import tiny
 import torch
 from paths import SCRIPTS
 
+from colograd.extensions.overlap.partition import FILE as PARTITION
 from colograd.rollout.figures import FILE as FIGURES
-from colograd.rollout.partition import FILE as PARTITION
 
 STEPS = 3
 # Else MKL's products depend, by their last bits, on where in memory a matrix begins.

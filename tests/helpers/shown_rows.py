@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from colograd.apps.report.samples import Samples
 from colograd.batch import ScoredGroup
-from colograd.report.samples import Samples
 from colograd.reporting.group_views import shown_notes
 from colograd.rollout.group_records import RewardedGroup, group_bytes
 from colograd.rollout.group_table import entries, shown

@@ -84,7 +84,7 @@ def test_a_model_that_cant_be_trained_is_refused_before_anything_large_is_import
         recipes[-1].write_text(json.dumps(settings | {"output_dir": str(tmp_path / "run"), "bf16": False}))
     large = ("vllm", "datasets", "trl", "transformers.trainer", "colograd.trainer", "bitsandbytes.functional")
     code = (
-        "import builtins, sys\nfrom colograd.commands import cli\nown = print\n"
+        "import builtins, sys\nfrom colograd.apps import cli\nown = print\n"
         "builtins.print = lambda *said, **to: own(*said, 'torch' in sys.modules, **to)\n"
         "assert {cli.main(['train', '--config', recipe]) for recipe in sys.argv[1:]} == {2}\n"
         f"own([name for name in {large} if name in sys.modules])"

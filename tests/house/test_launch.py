@@ -53,7 +53,7 @@ def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`colograd train --config ... --max_steps 3`, in a process whose imports are done."""
     folder = tmp_path_factory.mktemp("alone")
     flags = ("--config", recipe, f"--output_dir={folder}", "--max_steps", "3")
-    done = launcher.run("colograd.commands.cli", "train", *flags, cwd=HELPERS)
+    done = launcher.run("colograd.apps.cli", "train", *flags, cwd=HELPERS)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -108,7 +108,7 @@ def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_
     """Its random start is the same on all ranks: from the second step on, completions depend on it."""
     flags = ["--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
     flags = ["--config", str(recipe), *flags, "--max_steps", "3", "--learning_rate", "1e-2"]
-    done = run("-m", "colograd.commands.cli", "train", *flags, f"--output_dir={tmp_path / 'one'}")
+    done = run("-m", "colograd.apps.cli", "train", *flags, f"--output_dir={tmp_path / 'one'}")
     assert "weights: adapter, 28 tensors" in done.stdout
     run(
         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),

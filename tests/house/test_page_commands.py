@@ -15,7 +15,7 @@ import pytest
 import yaml
 from paths import DOCS, RECIPES, ROOT
 
-from colograd.commands import cli
+from colograd.apps import cli
 from colograd.config.parse import GROUPS, planned_settings
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -105,7 +105,7 @@ def check_program(program: str, words: Sequence[str], monkeypatch: pytest.Monkey
         script, *rest = words[1:] if words[0] == "-m" else words
     if script in TRAINERS:
         check_training(rest)
-    elif script == "colograd.commands.cli":
+    elif script == "colograd.apps.cli":
         check_colograd(rest, monkeypatch)
     elif script not in ("-", "script.py") and not script.startswith(
         "llama.cpp/"

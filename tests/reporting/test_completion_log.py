@@ -21,8 +21,8 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
+from colograd.apps.cli import main
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.commands.cli import main
 from colograd.reporting import completion_log
 from colograd.reporting.completions import NAMES_KEY, CompletionRow, logged_steps, prompt_of, read_log, write_log
 

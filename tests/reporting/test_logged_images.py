@@ -18,10 +18,11 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
 
+from colograd.apps.cli import main
+from colograd.apps.report.samples import Samples
 from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
-from colograd.commands.cli import main
-from colograd.report.samples import Samples
-from colograd.reporting import group_views, thumbnails
+from colograd.extensions.images import thumbnails
+from colograd.reporting import group_views
 from colograd.reporting.completion_log import CompletionLog
 from colograd.reporting.completion_table import prompt_text
 from colograd.reporting.completions import CompletionRow, read_log, write_log

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from colograd.apps.report.page import NAME
 from colograd.config import ScriptArguments
-from colograd.report.page import NAME
 from colograd.reporting.model_card import RunFacts, license_of, reward_plot, write_card
 from colograd.train import dataset_names
 
-GSM8K_ROWS = "colograd.exams.gsm8k:training_rows"
+GSM8K_ROWS = "colograd.apps.exams.gsm8k:training_rows"
 
 
 def make_history(length: int) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, RolloutId, ScoredGroup
 from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, load_of, watched
+from colograd.extensions.tools.tool_format import ToolCall
+from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.logprobs import policy_logprobs
 from colograd.reporting import timeline as lanes_module
 from colograd.reporting.event_log import (
@@ -39,8 +41,6 @@ from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, 
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.store import RolloutStore
-from colograd.rollout.tool_format import ToolCall
-from colograd.rollout.toolbox import Toolbox
 from colograd.training.recording import Recorder, group_row, shown
 from colograd.training.utilisation import peak_flops
 

@@ -23,8 +23,8 @@ from reward_cases import (
 )  # fmt: skip
 
 from colograd import GRPOTrainer
+from colograd.apps.cli import main
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, ScoredGroup
-from colograd.commands.cli import main
 from colograd.reporting.completions import columns, read_log, write_log
 from colograd.reporting.group_views import completion_rows
 from colograd.rewards import RewardError, Scorer

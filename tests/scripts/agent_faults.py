@@ -25,7 +25,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
-from colograd.agents import sessions
+from colograd.extensions.agents import sessions
 
 KINDS = [
     "fine", "hangs", "floods", "late",

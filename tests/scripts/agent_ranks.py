@@ -1,4 +1,4 @@
-"""Two steps with an agent, which may kill its run. Started by tests/agents/test_runs.py.
+"""Two steps with an agent, which may kill its run. Started by tests/extensions/agents/test_runs.py.
 
 agent_ranks.py MODEL OUT_DIR SETTINGS
 

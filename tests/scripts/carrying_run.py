@@ -1,6 +1,6 @@
 """Train the tiny model with `carry_over`; die by SIGKILL in a reward function's N-th call.
 
-Started by tests/rollout/test_carry_over.py.
+Started by tests/extensions/carry_over/test_carry_over.py.
 
     python carrying_run.py MODEL RUN_DIR SETTINGS.json [N]
 """

@@ -1,6 +1,6 @@
 """Six steps with a curriculum, then the last three again from the checkpoint between them.
 
-Started by tests/training/test_curriculum_resume.py.
+Started by tests/extensions/curriculum/test_curriculum_resume.py.
 
     python curriculum_ranks.py MODEL FOLDER        (or by torchrun)
 """

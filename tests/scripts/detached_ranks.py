@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 detached_ranks.py MODEL OUT_DIR
 
-Started by tests/engine/test_tensor_parallel.py. Each rank writes what was shown of the whole engine at once, and of
-each parameter that the last rank had a copy of, whether all at once or one by one it was found.
+Started by tests/extensions/tensor_parallel/test_tensor_parallel.py. Each rank writes
+what was shown of the whole engine at once, and of each parameter that the last rank had a copy of, whether all at once
+or one by one it was found.
 """
 
 from __future__ import annotations

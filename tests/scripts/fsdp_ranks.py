@@ -33,12 +33,12 @@ from colograd.batch import (
     ScoredGroup,
     StepBatch,
 )
+from colograd.extensions.distillation.head import TeacherHead
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.layers import compile_layers
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import collate, dummy, plan_rows
-from colograd.policy.teacher_head import TeacherHead
 from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
 from colograd.sharding.fsdp import FullySharded

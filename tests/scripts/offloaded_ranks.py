@@ -1,6 +1,6 @@
 """Three steps of a small policy with the optimizer's state, gradients and layers' inputs in host memory, each and all.
 
-Started by tests/sharding/test_on_host.py.
+Started by tests/extensions/offload/test_on_host.py.
 
     torchrun --nproc-per-node 2 offloaded_ranks.py OUT_DIR
 
@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fsdp_ranks import CPU, Fault, backward_pass, fresh, rows
 
+from colograd.extensions.offload import host_sums
+from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.parallel.ranks import rank, world_size
-from colograd.policy.layer_inputs import LayerInputs, inputs_on_host
 from colograd.policy.lora import unwrap
-from colograd.sharding import buckets, host_sums
+from colograd.sharding import buckets
 from colograd.sharding.selection import ON_HOST, STRATEGIES
 from colograd.training import adamw_split
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32

@@ -1,6 +1,6 @@
 """Train the tiny model on ranks of which those of the second engine sample longest, with and without `overlap`.
 
-Started by tests/training/test_overlap.py and, on one rank, test_beside_decoding.py under torchrun.
+Started by tests/extensions/overlap/test_overlap.py and, on one rank, test_beside_decoding.py under torchrun.
 
     torchrun --nproc-per-node 2 overlapping_ranks.py MODEL FOLDER MODE
 
@@ -36,12 +36,12 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
+from colograd.apps.replaying.recorded import Replay
+from colograd.apps.replaying.replayer import Replayer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
 from colograd.engine.sampling import request_seed
-from colograd.replayer import Replayer
-from colograd.rollout.partition import read_partition
-from colograd.training.replaying import Replay
+from colograd.extensions.overlap.partition import read_partition
 
 RANK = int(os.environ.get("RANK", "0"))
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])

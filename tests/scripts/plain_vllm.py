@@ -27,8 +27,8 @@ def mended() -> contextlib.AbstractContextManager[None]:
 
 def gemma() -> contextlib.AbstractContextManager[None]:
     """What an engine of Gemma with images is built with on a CPU."""
-    from colograd.engine.bidirectional_images import both_ways
-    from colograd.engine.images import find_gemma3
+    from colograd.extensions.images.engine.bidirectional import both_ways
+    from colograd.extensions.images.engine.features import find_gemma3
 
     find_gemma3()
     return both_ways()
@@ -40,7 +40,7 @@ def main(folder: str, ids: str, out: str, dtype: str, adapter: str = "", *images
     from vllm.lora.request import LoRARequest
 
     if images:
-        from colograd.policy.images import find_processors
+        from colograd.extensions.images.towers import find_processors
 
         find_processors()  # of Idefics3, for which transformers asks for torchvision
     tokens = json.loads(Path(ids).read_text())

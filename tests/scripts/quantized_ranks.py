@@ -1,6 +1,7 @@
 """Train an adapter on a quantised base on several ranks and write down what each had.
 
-For tests/policy/test_quantized.py, and with prompts that have images for tests/policy/test_quantized_images.py.
+For tests/extensions/quantized/test_quantized.py, and with prompts that have images for
+tests/extensions/images/test_quantized_images.py.
 
 torchrun --nproc-per-node 2 quantized_ranks.py MODEL RUN_DIR OUT_DIR SHARDING [TARGETS-FOR-IMAGES]
 

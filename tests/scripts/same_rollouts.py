@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
 
-Started by tests/engine/test_tensor_parallel.py. The third argument changes the configuration, and
+Started by tests/extensions/tensor_parallel/test_tensor_parallel.py. The third argument changes the configuration, and
 `{"lora": true}` trains an adapter, `{"sampled": true}` what the engine samples, `{"resume": FOLDER}` goes on from a
 checkpoint. After training, each rank's
 weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.

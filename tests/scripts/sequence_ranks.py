@@ -1,6 +1,6 @@
 """Rows whose tokens ranks share out, against whole rows: log-probabilities, entropies, losses of routers, gradients.
 
-Started by tests/sharding/test_shared_rows.py.
+Started by tests/extensions/sequence_parallel/test_shared_rows.py.
 
     torchrun --nproc-per-node S sequence_ranks.py OUT_DIR [CASE ...]
 
@@ -30,20 +30,21 @@ from row_cases import PACKED, RECURRENT, SHAPE, make, make_groups
 from saved_tensors import kept
 
 from colograd.batch import UNKNOWN, Branch, KeptTokens, PackedRow, Rollout, ScoredGroup
+from colograd.extensions.experts.router_replay import make_replaying
+from colograd.extensions.experts.routing import tells_routing
+from colograd.extensions.sequence_parallel import shared_rows
+from colograd.extensions.sequence_parallel.forward import RowGroups, share_rows, whole_rows
+from colograd.extensions.sequence_parallel.shared_rows import RowsOfSharedGradients
+from colograd.extensions.sequence_parallel.shared_rows import _unreached as unreached
 from colograd.parallel.layout import RankLayout
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, policy_logprobs, routed_logprobs
 from colograd.policy.lora import unwrap, wrap
 from colograd.policy.packing import dummy, plan_rows
-from colograd.policy.router_replay import make_replaying
-from colograd.policy.routing import tells_routing
 from colograd.policy.row_proof import choose_rows
-from colograd.policy.sequence_parallel import RowGroups, share_rows, whole_rows
-from colograd.sharding import shared_rows, zero
+from colograd.sharding import zero
 from colograd.sharding.buckets import buckets_of
-from colograd.sharding.shared_rows import RowsOfSharedGradients
-from colograd.sharding.shared_rows import _unreached as unreached
 
 CPU = torch.device("cpu")
 

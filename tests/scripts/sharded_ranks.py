@@ -22,9 +22,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from colograd.extensions.offload import host_sums
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
-from colograd.sharding import ShardingStrategy, buckets, host_sums
+from colograd.sharding import ShardingStrategy, buckets
 from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.selection import ON_HOST, STRATEGIES
 from colograd.training import adamw_split

@@ -28,16 +28,16 @@ from colograd.batch import Group, Prompt, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
+from colograd.extensions.tools.conversations import Conversations
+from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
+from colograd.extensions.tools.toolbox import Toolbox
 from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.rollout.conversations import Conversations
 from colograd.rollout.custom import CustomRollouts
 from colograd.rollout.rounds import sample_steps
 from colograd.rollout.stages import Stages
-from colograd.rollout.tool_format import ToolCall, ToolFormat
-from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

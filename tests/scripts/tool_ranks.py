@@ -1,4 +1,4 @@
-"""Two steps with a tool that hangs on rank 1 only. Started by tests/rollout/test_environments.py.
+"""Two steps with a tool that hangs on rank 1 only. Started by tests/extensions/tools/test_environments.py.
 
 torchrun --nproc-per-node 2 tool_ranks.py MODEL TEMPLATE OUT_DIR
 """

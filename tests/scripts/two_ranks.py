@@ -32,7 +32,7 @@ import torch
 from datasets import Dataset
 
 from colograd import GRPOTrainer
-from colograd.policy.images import tower_layers
+from colograd.extensions.images.towers import tower_layers
 
 RANK = int(os.environ.get("RANK", "0"))
 TRAFFIC = ("reduced", "gathered", "published")

@@ -11,9 +11,9 @@ from tool_cases import Counter
 from transformers import AutoModelForCausalLM
 
 from colograd.config import GRPOConfig
+from colograd.extensions.tools.toolbox import EMPTY, Toolbox
 from colograd.policy import attention, row_proof
 from colograd.policy.loading import load_policy
-from colograd.rollout.toolbox import EMPTY, Toolbox
 from colograd.training.prompts import train_prompts_of
 from colograd.training.task import prepared_config
 from colograd.training.transformers_seam import SeamTrainer

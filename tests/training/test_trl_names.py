@@ -12,12 +12,12 @@ import pytest
 import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
+from colograd.extensions.tools.toolbox import Toolbox
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import BONUS_ENTROPY
 from colograd.policy.reference import FrozenCopy, WithoutAdapter
 from colograd.reporting.console import Console
 from colograd.rewards import resolve_rewards
-from colograd.rollout.toolbox import Toolbox
 from colograd.training.trl_names import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
 
 LEVELS = ("INFO", "WARNING")

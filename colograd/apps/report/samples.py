@@ -1,0 +1,304 @@
+"""The completions of a step: groups that the store of rollouts shows token by token, and rows of the completions log.
+
+`Samples` knows each step's files, and reads them when a page needs them: a run of 1,000 steps records more than a page,
+or this process, should hold. Runs of older versions have `_report/samples.jsonl` instead of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ...extensions.images.thumbnails import BYTES, MOST, data_url
+from ...reporting.completions import FOLDER, IMAGES, TEXT, CompletionFile, prompt_of
+from ...rollout.group_table import shown, steps_of
+from ...rollout.record_file import positions as record_positions
+from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
+
+SAMPLES = "_report/samples.jsonl"  # older versions write it
+STORE = "_journal"
+STORED = ("rank-00000.shown", "rank-00000.records")  # the main process writes the notes; the later file counts
+LONGEST = 200_000  # characters of a completion or a prompt
+MOST_TOKENS = 4096  # tokens of a completion
+MOST_TURNS = 1024  # answers of an agent's session
+MILLI = 1000  # log-probabilities are sent in thousandths
+# A line's step is read from the line's beginning, where no logged text can imitate it.
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
+_PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
+_ROUND = re.compile(r"step-\d{8,12}(-[A-Za-z0-9_.]{1,100})?")
+_FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
+
+
+class Samples:
+    """The places of a run's completions, by step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (offset, length) in samples.jsonl
+        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # purpose -> file name in the completions log
+        self.stored: dict[int, set[str]] = defaultdict(set)  # names of the store's files
+        self.changed: dict[int, int] = {}
+        self._read: dict[str, int] = {}  # bytes already read of each file of the store
+        self._tail = Tail(folder, SAMPLES)
+        self._folder_seen = -1
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({*self.lines, *self.stored, *self.files})
+
+    def restarted(self) -> bool:
+        return self._tail.restarted()
+
+    def refresh(self, change: int) -> bool:
+        """Find new lines and files. Return whether there are any."""
+        fresh = self._refresh_files(change) | self._refresh_store(change)
+        for offset, line in self._tail.read():
+            step = _step_of(line)
+            if step is not None:
+                self.lines[step].append((offset, len(line)))
+                self.changed[step] = change
+                fresh = True
+        return fresh
+
+    def _refresh_files(self, change: int) -> bool:
+        fresh = False
+        with contextlib.suppress(OSError):
+            folder = self.folder / FOLDER
+            if (now := folder.stat().st_mtime_ns) == self._folder_seen:
+                return False
+            for path in os.scandir(folder):
+                match = _FILE.fullmatch(path.name)
+                if match and match.group(1) not in self.files[int(match.group(2))]:
+                    step, name = int(match.group(2)), match.group(1)
+                    self.files[step][name] = path.name
+                    self.changed[step] = change
+                    fresh = True
+            self._folder_seen = now
+        return fresh
+
+    def _refresh_store(self, change: int) -> bool:
+        found: dict[str, int] = {}
+        with contextlib.suppress(OSError):
+            for folder in os.scandir(self.folder / STORE):
+                for name in STORED if _ROUND.fullmatch(folder.name) else ():
+                    with contextlib.suppress(OSError):
+                        found[f"{STORE}/{folder.name}/{name}"] = os.stat(f"{folder.path}/{name}").st_size
+        fresh = False
+        for name, size in found.items():
+            if size == self._read.get(name) or (file := open_inside(self.folder, name)) is None:
+                continue
+            with file:
+                start = self._read.get(name, 0)
+                positions, end = record_positions(file, start if start <= size else 0)
+            self._read[name] = end
+            for step in steps_of(positions):
+                if whole(step) is None:
+                    continue
+                self.stored[step].add(name)
+                self.changed[step] = change
+                fresh = True
+        return fresh
+
+    def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
+        """Return a step's completions in order, whole groups while their JSON fits into about ``most_bytes``, and the
+        number of completions that don't fit.
+        """
+        groups = _by_group(self._recorded(step))
+        for found in self._logged(step):
+            groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
+        kept: list[dict[str, Any]] = []
+        total, room = sum(len(group) for group in groups.values()), most_bytes
+        for group in groups.values():  # recorded groups first, because the recorder chose them
+            size = sum(map(_size, group.values()))
+            if kept and size > room:
+                continue
+            room -= size
+            kept += [group[index] for index in sorted(group)]
+        kept.sort(key=lambda found: (found["purpose"] != "train", found["purpose"], found["position"], found["index"]))
+        return kept, total - len(kept)
+
+    def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
+        for name in sorted(self.stored.get(step, ()), reverse=True):
+            if (stored := open_inside(self.folder, name)) is not None:  # else checkpoints made it unnecessary
+                with stored, contextlib.suppress(Exception):  # an untrusted file can raise many kinds of errors
+                    yield from filter(None, map(_recorded, shown(stored, step)))
+        lines = self.lines.get(step)
+        if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
+            return
+        with file:
+            for offset, length in lines:
+                file.seek(offset)
+                entry = parse(file.read(length), b'{"step"')
+                if entry is not None and (found := _recorded(entry)) is not None:
+                    yield found
+
+    def _logged(self, step: int) -> Iterator[dict[str, Any]]:
+        for purpose, name in sorted(self.files.get(step, {}).items()):
+            if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
+                with file, contextlib.suppress(Exception):  # a file that isn't parquet raises many kinds of errors
+                    yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
+
+
+def _step_of(line: bytes) -> int | None:
+    if match := _STEP.match(line):
+        return int(match.group(1))
+    entry = parse(line, b'{"step"')
+    return None if entry is None else whole(entry.get("step"))
+
+
+def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+    """Map (purpose, position) -> index -> completion; the last recorded one counts."""
+    groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for entry in found:
+        groups.setdefault((entry["purpose"], entry["position"]), {})[entry["index"]] = entry
+    return groups
+
+
+def _size(found: dict[str, Any]) -> int:
+    return 400 + len(found["text"]) + 16 * len(found.get("tokens", ())) + sum(map(len, found.get("images", ())))
+
+
+def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that every completion has, bounded and checked."""
+    found = {
+        "position": whole(entry.get("position")) or 0,
+        "index": whole(entry.get("index")) or 0,
+        "purpose": text(entry.get("purpose"), 100) or "train",
+        "prompt": _prompt(entry.get("prompt")),
+        "text": text(entry.get("text"), LONGEST),
+        "length": whole(entry.get("length")),
+        "finish": text(entry.get("finish"), 20),
+        "reward": number(entry.get("reward")),
+        "rewards": entries(entry.get("rewards"), 64, number),
+        "advantage": number(entry.get("advantage"), 4),
+        "extra": plain(mapping(entry.get("extra"))),
+    }
+    pictures = _pictures(entry.get("images"))
+    return found | ({"images": pictures} if pictures else {})
+
+
+def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a completion token by token. Lists by token that differ in length are left out."""
+    tokens = items(entry.get("tokens"))[:MOST_TOKENS]
+    if not all(isinstance(token, str) for token in tokens):
+        return None
+    many, given = len(tokens), entry.get("advantage")
+    advantages = [number(value, 4) for value in (given[:many] if isinstance(given, list) else [given])]
+    finite = [value for value in advantages if value is not None]
+    mean = sum(finite) / len(finite) if finite else None
+    optional = {
+        "sampler": _milli(entry.get("sampler"), many),
+        "trainer": _milli(entry.get("trainer"), many),
+        "advantages": advantages if len(advantages) == many and len(set(advantages)) > 1 else None,
+        "mask": _bits(entry.get("mask"), many),
+        "sampled": _bits(entry.get("sampled"), many),
+        "messages": _prompt(entry.get("messages")) if isinstance(entry.get("messages"), list) else None,
+        "session": _session(entry.get("session")),
+        "cut": True if entry.get("cut") is True else None,
+    }
+    return {
+        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # the tokens, joined, are the text
+        "key": text(entry.get("key"), 64),
+        "tokens": [text(token, 200) for token in tokens],
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _pictures(values: Any) -> list[str] | None:
+    found = [value for value in items(values)[: 2 * MOST] if isinstance(value, str) and _PICTURE.fullmatch(value)]
+    return found or None
+
+
+def _milli(values: Any, many: int) -> list[int | None] | None:
+    given = items(values)
+    if len(given) < many or not many:
+        return None
+    found = [number(value, 12) for value in given[:many]]
+    return [None if value is None else round(max(min(value, 1e6), -1e6) * MILLI) for value in found]
+
+
+def _bits(values: Any, many: int) -> str | None:
+    """Join [1, 0, 1] into "101"; None if all are 1."""
+    given = items(values)[:many]
+    if len(given) < many or all(value == 1 for value in given):
+        return None
+    return "".join("1" if value == 1 else "0" for value in given)
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str):
+        return text(value, LONGEST)
+    return [
+        {
+            text(str(name), 50): text(part, LONGEST) if isinstance(part, str) else plain(part)
+            for name, part in list(message.items())[:16]
+        }
+        for message in items(value)[:256]
+        if isinstance(message, dict)
+    ]
+
+
+def _session(value: Any) -> list[dict[str, Any]] | None:
+    """Return an agent's answers, each with the number of its preceding answer (null: none)."""
+    turns = [mapping(turn) for turn in items(value)[:MOST_TURNS]]
+    found = []
+    for number_of_turn, turn in enumerate(turns):
+        after = whole(turn.get("after"))
+        found.append(
+            {
+                "after": after if after is not None and after < number_of_turn else None,
+                "messages": _prompt(turn.get("messages") or []),
+                "reply": _prompt([turn.get("reply")]),
+                "finish": text(turn.get("finish"), 20),
+                "trained": turn.get("trained") is not False,
+                **{name: number(turn.get(name)) for name in ("prompt_tokens", "tokens", "began", "seconds")},
+            }
+        )
+    return found or None
+
+
+def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
+    """Yield the completions of a file of the completions log, written here or by TRL."""
+    file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
+    places: dict[int, int] = defaultdict(int)  # index of the next completion, by the group's position
+    prompts: dict[str, int] = {}  # a prompt's first row, because TRL's files have no position
+    for at, row in enumerate(file.rows(pictures=True)):
+        prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
+        position = whole(row.get("position"))
+        if position is None:
+            position = prompts.setdefault(json.dumps(_prompt(prompt)), at)
+        rewards = dict(zip(file.reward_names, file.rewards(row), strict=True))
+        known = [value for value in map(number, rewards.values()) if value is not None]
+        yield _checked(
+            {
+                "position": position,
+                "index": places[position],
+                "purpose": purpose,
+                "prompt": prompt,
+                "text": written if isinstance(written, str) else _joined(_prompt(written)),
+                "length": row.get("completion_tokens"),
+                "finish": row.get("finish_reason"),
+                "reward": math.fsum(known) if len(known) == 1 else None,
+                "rewards": rewards,
+                "advantage": row.get("advantage"),
+                "extra": file.extra(row),
+                "images": [*map(data_url, _files(row.get(IMAGES)))] if file.has_images else None,
+            }
+        )
+        places[position] += 1
+
+
+def _files(values: Any) -> list[bytes]:
+    found = [mapping(value).get("bytes") for value in items(values)]
+    return [file for file in found if isinstance(file, bytes) and len(file) <= BYTES]
+
+
+def _joined(messages: list[dict[str, Any]]) -> str:
+    return "\n".join(str(message.get("content") or "") for message in messages)

@@ -1,0 +1,168 @@
+"""The live page of a run: a server that only reads the run's files.
+
+It serves `/`, `/data?after=N` and `/step?step=N`. Their only arguments are numbers: no part of a request becomes a
+path. It answers GET requests that name this machine as their host, and refuses others (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import gzip
+import ipaddress
+import re
+import socket
+import socketserver
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from ... import __version__
+from .page import compact, document
+from .payload import of_step, overview
+from .reading import RecordedRun
+
+STEP_BYTES = 8_000_000  # approximate bytes of a step's completions as JSON
+LOOK_SECONDS = 1.0  # seconds between two reads of the files, however many pages request data
+REQUEST_SECONDS = 20  # seconds until a request must have arrived
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+class Watched:
+    """A run that several pages show. Its files are read once for all pages."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.run = RecordedRun(folder)
+        self._lock = threading.Lock()
+        self._looked = -LOOK_SECONDS
+
+    def data(self, after: int) -> dict[str, Any]:
+        with self._lock:
+            if time.monotonic() - self._looked >= LOOK_SECONDS:
+                self.run.refresh()
+                self._looked = time.monotonic()
+            if 0 < after == self.run.change:
+                return {"change": after}
+            return overview(self.run, after, thin=False)
+
+    def step(self, step: int) -> dict[str, Any]:
+        with self._lock:
+            return of_step(self.run, step, STEP_BYTES)
+
+
+class Server(ThreadingHTTPServer):
+    """The server of a run's page. The run's folder may appear later. Port 0 takes a free one."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, folder: str | Path, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.watched = Watched(folder)
+        self.host = host
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's method looks up the host's full name, which may contact a name server.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.host, self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of a page that was closed in the middle of an answer."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "colograd", ""
+    timeout = REQUEST_SECONDS
+
+    def do_GET(self) -> None:
+        if not host_is_ours(self.headers.get("Host"), self.server.host):
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "This host isn't served here: open the address that colograd watch printed."
+            )
+            return
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            self._refuse(HTTPStatus.FORBIDDEN, "Another site's page may not ask here.")
+            return
+        path, _, query = self.path.partition("?")
+        try:
+            arguments = parse_qs(query, keep_blank_values=True, max_num_fields=4)
+        except ValueError:
+            arguments = {}
+        if self.path == "/":
+            self._answer(self._page(), "text/html; charset=utf-8")
+        elif path == "/data" and (after := _number(arguments, "after")) is not None:
+            self._answer(compact(self.server.watched.data(after)), "application/json")
+        elif path == "/step" and (step := _number(arguments, "step")) is not None:
+            self._answer(compact(self.server.watched.step(step)), "application/json")
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "There is /, /data?after=N and /step?step=N.")
+
+    def _only_get(self) -> None:
+        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET.")
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _only_get
+
+    def _page(self) -> str:
+        data = {"live": True, "version": __version__, "runs": [self.server.watched.data(0)]}
+        return document(data, connect="'self'")
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._answer(why + "\n", "text/plain; charset=utf-8", status)
+
+    def _answer(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        body = text.encode()
+        self.send_response(status)
+        if len(body) > 4096 and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, 1)
+            self.send_header("Content-Encoding", "gzip")
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cross-Origin-Opener-Policy": "same-origin",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no requests: pages send one every two seconds."""
+
+
+def host_is_ours(host: str | None, served: str) -> bool:
+    """Return whether a request's Host header names this machine: by a number, or a name that no foreign page can have.
+    Any port is accepted, because a tunnel's other end may have another one.
+    """
+    if host is None:
+        return False
+    name = host.strip().lower()
+    name = name[1 : name.index("]")] if name.startswith("[") and "]" in name else name.rsplit(":", 1)[0]
+    if name in ("localhost", served.lower()):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return address.is_loopback or not _only_here(served)
+
+
+def _only_here(served: str) -> bool:
+    try:
+        return ipaddress.ip_address(served).is_loopback
+    except ValueError:
+        return served == "localhost"
+
+
+def _number(arguments: dict[str, list[str]], name: str) -> int | None:
+    given = arguments.get(name, [])
+    return int(given[0]) if len(arguments) == len(given) == 1 and _NUMBER.fullmatch(given[0]) else None

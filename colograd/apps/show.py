@@ -1,0 +1,122 @@
+"""``colograd show RUN``: completions of a step, or of all with a text; without ``log_completions`` the report's."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..reporting.completion_table import print_table, prompt_text
+from ..reporting.completions import CompletionRow, logged_steps, read_log
+from .report.samples import Samples
+
+MOST_BYTES = 2**28  # bytes of a step's completions as JSON
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if not options.run.is_dir():
+        raise ValueError(f"{options.run} is no folder: give the output_dir of a run.")
+    logged, samples = logged_steps(options.run), Samples(options.run)
+    samples.refresh(1)
+    steps = sorted({*logged, *samples.stored})
+    if not steps:
+        raise ValueError(
+            f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
+        )
+    if options.step not in (None, *steps):
+        raise ValueError(f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
+    if options.step is not None:
+        steps = [options.step]
+    elif options.grep is None and options.group is None:
+        steps = steps[-1:]
+    found: list[tuple[CompletionRow, dict[str, float]]] = []  # (row, its rewards by function)
+    total, groups = 0, set[int]()
+    for step in steps:
+        rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
+        total, groups = total + len(rows), groups | {row.position for row in rows}
+        found += [(row, dict(zip(names, row.rewards, strict=True))) for row in rows if _fits(row, options)]
+    which = f"step{'s' * (len(steps) > 1)} {_ranges(steps)}"
+    if not found:
+        raise ValueError(f"none of the {total} completions of {which} fits; the groups are {_ranges(sorted(groups))}.")
+    names = list(dict.fromkeys(name for _, rewards in found for name in rewards))
+    rows = [replace(row, rewards=tuple(rewards.get(name, math.nan) for name in names)) for row, rewards in found]
+    if options.worst or options.best:  # an evaluation's rows have no advantage: their summed rewards replace it
+        rows.sort(key=_merit, reverse=options.best)
+    limit = min(options.limit or len(rows), len(rows))
+    shown = f", {limit} of {total} completions" if limit < total else ""
+    print_table(rows, names, f"{which.capitalize()}{shown}", limit, options.unique_prompts, options.width)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="colograd show", description="Completions of a run, as a table.")
+    add = parser.add_argument
+    add("run", type=Path, help="a run's output_dir")
+    add("--step", type=int, help="optimizer step, from 1; default: the last, of --grep and --group all")
+    add("--group", type=int, help="one prompt's completions, by its place in the stream of prompts")
+    add("--grep", type=_pattern, help="a regular expression that prompt or completion contains")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest advantages first")
+    order.add_argument("--worst", action="store_true", help="lowest advantages first")
+    add("--limit", type=int, default=16, help="rows at most, one of each prompt before the second of any; 0: all")
+    add("--unique-prompts", action="store_true", help="one completion per prompt")
+    add("--width", type=int, help="characters; default: the terminal's, also in a pager")
+    return parser
+
+
+def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
+    """Return a training step's completions from the store of rollouts, and the names of their rewards."""
+    found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
+    names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
+    rows = [
+        CompletionRow(
+            step=step,
+            position=entry["position"],
+            prompt=entry["prompt"],
+            text="".join(entry["tokens"]).encode(),
+            prompt_tokens=0,  # not shown
+            completion_tokens=entry["length"],
+            finish_reason=entry["finish"],
+            rewards=tuple(math.nan if value is None else value for value in map(entry["rewards"].get, names)),
+            advantage=math.nan if entry["advantage"] is None else entry["advantage"],
+            extra=entry["extra"],
+        )
+        for entry in found
+    ]
+    return rows, names
+
+
+def _fits(row: CompletionRow, options: argparse.Namespace) -> bool:
+    """Return whether a row is of the requested group, and has the requested pattern."""
+    if options.group not in (None, row.position):
+        return False
+    pattern = options.grep
+    return pattern is None or any(map(pattern.search, (row.completion, prompt_text(row.prompt))))
+
+
+def _merit(row: CompletionRow) -> float:
+    if not math.isnan(row.advantage):
+        return row.advantage
+    return sum(reward for reward in row.rewards if not math.isnan(reward))
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error})") from None
+
+
+def _ranges(steps: Iterable[int]) -> str:
+    """Format [1, 2, 3, 7] as "1-3, 7"."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][1] + 1:
+            parts[-1][1] = step
+        else:
+            parts.append([step, step])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,23 @@
+"""Features outside the core. Each has a folder here and a line below; a folder can be deleted without a trace.
+
+The core never imports an extension. It asks `runtime.registry.hooks` for what the extensions offer at one of its seams.
+An extension's `__init__.py` names these offers in ``HOOKS``: seam -> "module:attribute" in its folder, or several.
+"""
+
+# The order of the names is the order of the hooks of one seam.
+EXTENSIONS = (
+    "agents",
+    "carry_over",
+    "curriculum",
+    "distillation",
+    "experts",
+    "hybrids",
+    "images",
+    "kept_tokens",
+    "offload",
+    "overlap",
+    "quantized",
+    "sequence_parallel",
+    "tensor_parallel",
+    "tools",
+)

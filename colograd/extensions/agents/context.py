@@ -1,0 +1,391 @@
+"""From a request's messages to the token ids that the model reads: tokens in, tokens out.
+
+The chat template writes the messages as text. If that text begins with the session's text after an earlier turn, the
+request continues that turn's exact ids, and only the rest is tokenised. If the template or the agent has rewritten
+history (dropped reasoning, a compacted context), the context begins anew. The parts of the model's turns that it still
+contains keep their sampled ids.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...usercode.untrusted import parse_json
+
+PROBE = "colograd-probe-7f3a"  # a message's content that no template contains
+MARK = "Zq7mark"  # a mark that no template or message contains
+DISTINCT = 8  # minimum characters of a text to search for: a shorter text may occur anywhere
+REASONING = ("reasoning", "reasoning_content", "thinking")  # names of the reasoning's field in chat templates
+
+
+class UnreadableMessages(ValueError):
+    """The chat template can't write these messages."""
+
+
+class TooLong(UnreadableMessages):
+    """The messages have more characters than the context has room for as tokens."""
+
+
+class Template(Protocol):
+    """A tokenizer's interface: its chat template, and texts to ids and back."""
+
+    name_or_path: str
+    all_special_ids: Sequence[int]
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+    def decode(self, ids: list[int], **kwargs: Any) -> str: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The model's input for one request."""
+
+    ids: list[int]
+    text: str  # text written by the template
+    messages: list[dict[str, Any]]  # messages in the template's format
+    arguments: dict[str, Any]  # the template's arguments
+    after: int | None  # number of the turn that the ids continue; None: no turn
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A reply of the model, and the conversation up to it."""
+
+    # Beginnings of requests that continue this turn: the text that was read and sampled, and the conversation as the
+    # template writes it, up to the place where tokenising the next message begins.
+    texts: tuple[str, ...]
+    ids: list[int]  # ids of the conversation including the reply, as read and sampled
+    wrote: list[int]  # ids of the reply, the last ones of `ids`
+    message: dict[str, Any]  # the reply
+    key: str  # `_key` of the reply
+    place: int  # index of the reply among the conversation's messages
+
+
+class ChatFormat:
+    """A tokenizer's chat template, with the beginnings and ends of its turns. All sessions of a run share one.
+
+    Args:
+        arguments: the template's arguments, such as ``enable_thinking``. A request's arguments override them.
+        ends: tokens that end a turn.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or its template doesn't write an assistant's message.
+    """
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Sequence[int]) -> None:
+        self.tokenizer: Template = tokenizer
+        self.arguments, self.ends = dict(arguments), frozenset(ends)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("an agent needs a chat template, which the tokenizer hasn't: set chat_template_path.")
+        asked = [{"role": "user", "content": "asked"}]
+        answered = [*asked, {"role": "assistant", "content": PROBE}]
+        try:
+            self.write(asked, {})
+            text = self.write(answered, {}, begins=False)
+        except UnreadableMessages as error:
+            raise ValueError(f"an agent needs a chat template that writes a conversation, but {error}") from None
+        if PROBE not in text:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} doesn't write an assistant's message: set "
+                "chat_template_path."
+            )
+        self.end = text[text.index(PROBE) + len(PROBE) :]  # text behind a turn's content
+        self._end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
+
+    def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
+        """Return the messages as text.
+
+        Args:
+            begins: whether the text ends with the beginning of the model's turn.
+
+        Raises:
+            UnreadableMessages: the template can't write them.
+        """
+        given = self.arguments | {name: value for name, value in arguments.items() if value is not None}
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [*messages], tokenize=False, add_generation_prompt=begins, **given
+            )
+        except Exception as error:  # a template may raise anything for messages that it wasn't made for
+            raise UnreadableMessages(
+                f"the chat template of {self.tokenizer.name_or_path} can't write these messages: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+        return str(text)
+
+    def places(
+        self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str
+    ) -> Iterator[tuple[int, slice, slice | None]]:
+        """Yield the places of the assistant's messages in the conversation's ``text``.
+
+        Each item is the message's index, the slice between its neighbours' contents, and the slice of its own content
+        (None: not found). Yield nothing if marks in the messages change the template's other text.
+        """
+        marked, halves = list(messages), dict[int, tuple[str, str]]()
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, str) and (stripped := content.strip()):
+                half = content.index(stripped) + (len(stripped) + 1) // 2
+                halves[index] = content[:half].lstrip(), content[half:].rstrip()
+                marked[index] = {**message, "content": f"{content[:half]}{MARK}{index}{MARK}{content[half:]}"}
+        try:
+            shown = self.write(marked, arguments)
+        except UnreadableMessages:
+            return
+        if re.sub(f"{MARK}[0-9]+{MARK}", "", shown) != text:
+            return
+        contents, removed = dict[int, slice](), 0
+        for match in re.finditer(f"{MARK}([0-9]+){MARK}", shown):
+            index, at = int(match[1]), match.start() - removed
+            removed += len(match[0])
+            before, behind = halves[index]
+            if index in contents or not (text.endswith(before, 0, at) and text.startswith(behind, at)):
+                before = behind = ""  # the template writes it twice, or changes it
+            contents[index] = slice(at - len(before), at + len(behind))
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                start = max((part.stop for i, part in contents.items() if i < index), default=0)
+                end = min((part.start for i, part in contents.items() if i > index), default=len(text))
+                own = contents.get(index)
+                yield index, slice(start, end), own if own is not None and own.stop > own.start else None
+
+    def encode(self, text: str, behind: int | None = None) -> list[int]:
+        """Return a text's ids behind the token ``behind``. A tokenizer may encode the start of a text differently."""
+        if not text:
+            return []
+        if behind in self._end_texts:
+            before = self.tokenizer.encode(self._end_texts[behind], add_special_tokens=False)
+            whole = self.tokenizer.encode(self._end_texts[behind] + text, add_special_tokens=False)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def said(self, ids: Sequence[int]) -> tuple[str, bool]:
+        """Return a turn's text without its end token, and whether it has an end token."""
+        ended = bool(ids) and ids[-1] in self.ends
+        return self.decode(ids[:-1] if ended else ids), ended
+
+    def sampled_of(self, text: str, at: int, last: int) -> int:
+        """Return the number of characters of ``text`` from ``at`` on that belong to the last sampled token.
+
+        In some templates the token that ends a turn is also the beginning of the next message.
+        """
+        end = self._end_texts.get(last, "")
+        return len(end) if end and not text.endswith(end, 0, at) and text.startswith(end, at) else 0
+
+    def read_up_to(self, text: str, ids: Sequence[int]) -> int:
+        """Return the index in a conversation's text where the ids of its last turn end.
+
+        That is behind the turn's end token if it has one, else before the template's end of a turn.
+        """
+        last = ids[-1] if ids else None
+        start = len(text) - len(self.end) if text.endswith(self.end) else len(text)
+        if last not in self.ends:
+            return start
+        at = text.rfind(self._end_texts[last], min(start, len(text) - 1))
+        return start if at < 0 else at + len(self._end_texts[last])
+
+
+class SessionContexts:
+    """The contexts of one session's requests."""
+
+    def __init__(self, form: ChatFormat) -> None:
+        self.form = form
+        self.turns: list[Turn | None] = []  # None: the turn's request had no messages
+        self._by_key: dict[str, list[Turn]] = {}  # turns by the key of their replies
+
+    def context(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
+    ) -> Context:
+        """Return the context of a request's messages.
+
+        Args:
+            arguments: the template's arguments, including ``tools``.
+            most: maximum number of characters; None: no limit.
+
+        Raises:
+            UnreadableMessages: the template can't write the messages, or they are too long.
+        """
+        written = [as_written(message) for message in messages]
+        text = self.form.write(written, arguments)
+        if most is not None and len(text) > most:
+            raise TooLong(f"{len(text)} characters")
+        keys = [_key(message) if message.get("role") == "assistant" else "" for message in written]
+        known = [
+            (len(begun), number)
+            for number, turn in enumerate(self.turns)
+            if turn is not None
+            and turn.place < len(keys)
+            and keys[turn.place] == turn.key  # not another reply with the same beginning
+            for begun in turn.texts
+            if text.startswith(begun)
+        ]
+        at, after = max(known, default=(0, None))
+        ids: list[int] = []
+        if after is not None:
+            turn = self.turns[after]
+            assert turn is not None
+            ids = list(turn.ids)
+            at += self.form.sampled_of(text, at, ids[-1])
+        for piece in self._pieces(written, arguments, text, at):
+            ids += piece if isinstance(piece, list) else self.form.encode(piece, ids[-1] if ids else None)
+        return Context(ids, text, written, dict(arguments), after)
+
+    def add(self, context: Context | None, wrote: Sequence[int], reply: Mapping[str, Any], whole: bool = True) -> int:
+        """Record a turn. Return its number.
+
+        Args:
+            context: the context that the turn answered; None: the request had no messages, so no request continues it.
+            wrote: the sampled ids.
+            reply: the message that the program got.
+            whole: whether the reply contains all sampled text; False: a stop string was cut off.
+        """
+        self.turns.append(None)
+        number = len(self.turns) - 1
+        if context is None or not wrote:
+            return number
+        message, key = as_written(reply), _key(reply)
+        try:
+            text = self.form.write([*context.messages, message], context.arguments, begins=False)
+        except UnreadableMessages:  # a template may require answers behind calls
+            return number
+        texts = [context.text + self.form.decode(wrote)]
+        if whole:
+            texts.append(text[: self.form.read_up_to(text, wrote)])
+        turn = self.turns[number] = Turn(
+            tuple(texts), [*context.ids, *wrote], list(wrote), message, key, len(context.messages)
+        )
+        self._by_key.setdefault(key, []).append(turn)
+        return number
+
+    def _pieces(
+        self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str, at: int
+    ) -> Iterator[str | list[int]]:
+        """Yield a text from ``at`` on in pieces: sampled ids for turns of the model, and the texts between them."""
+        turns = self._turns_of(messages)
+        if at < len(text) and turns:
+            for index, around, content in self.form.places(messages, arguments, text):
+                turn = turns.get(index)
+                if turn is None or around.stop <= at:
+                    continue
+                around = slice(max(around.start, at), around.stop)
+                for first, ids in self._runs(turn, text, around, content):
+                    if first >= at:
+                        yield text[at:first]
+                        yield ids
+                        at = first + len(self.form.decode(ids))
+        yield text[at:]
+
+    def _turns_of(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, Turn]:
+        """Return message index -> the recorded turn. Among equal messages the last one is the newest turn."""
+        found: dict[int, Turn] = {}
+        left = {key: [*turns] for key, turns in self._by_key.items()}
+        for index in reversed(range(len(messages))):
+            if messages[index].get("role") == "assistant" and (turns := left.get(_key(messages[index]))):
+                found[index] = turns.pop()
+        return found
+
+    def _runs(self, turn: Turn, text: str, around: slice, content: slice | None) -> Iterator[tuple[int, list[int]]]:
+        """Yield the parts of a turn that a text still contains: their place in the text, and their sampled ids.
+
+        Args:
+            around: slice of the text with the turn's message.
+            content: slice of the text with the message's content; None: the message has no content.
+        """
+        said, ended = self.form.said(turn.wrote)
+        ids = turn.wrote[:-1] if ended else turn.wrote
+        for whole, of_whole in ((self.form.decode(turn.wrote), turn.wrote), (said, ids)):
+            if len(whole) >= DISTINCT and (first := text.find(whole, around.start, around.stop)) >= 0:
+                yield first, of_whole
+                return
+        places = [*_places(self.form, ids)]
+
+        def kept(part: str, inside: int, first: int) -> Iterator[tuple[int, list[int]]]:
+            """Yield the place and ids of the tokens that lie completely in a part of the turn's text."""
+            low = bisect.bisect_left(places, inside)
+            high = bisect.bisect_right(places, inside + len(part)) - 1
+            if first >= 0 and low < high:
+                start, end = (first + places[i] - inside for i in (low, high))
+                if self.form.decode(ids[low:high]) == text[start:end]:
+                    yield start, ids[low:high]
+
+        parts, at = [], 0  # reasoning and content, each with its place in the turn's text
+        for name in ("reasoning", "content"):
+            part = str(turn.message.get(name) or "").strip()
+            found = said.find(part, at) if part else -1
+            parts.append((part, found) if found >= 0 else ("", at))
+            at = found + len(part) if found >= 0 else at
+        calls = said[at:].strip() if turn.message.get("tool_calls") else ""
+        (reasoning, of_reasoning), (own, of_own) = parts
+        after = around.start if content is None else content.stop
+        shown = text.find(calls, after, around.stop) if len(calls) >= DISTINCT else -1
+        if len(reasoning) >= DISTINCT:
+            before = content.start if content is not None else shown if shown >= 0 else around.stop
+            yield from kept(reasoning, of_reasoning, text.rfind(reasoning, around.start, before))
+        if content is not None and own:
+            yield from kept(own, of_own, content.start)
+        if shown >= 0:
+            yield from kept(calls, said.index(calls, at), shown)
+
+
+def _places(form: ChatFormat, ids: Sequence[int]) -> Iterator[int]:
+    """Yield each token's start in the ids' text, then the end. All tokens of one character start where it starts."""
+    yield 0
+    text, start = "", 0  # the text of whole characters, and the index of the token after it
+    for index in range(len(ids)):
+        piece = form.decode(ids[start : index + 1])
+        if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
+            text, start = text + piece, index + 1
+        yield len(text)
+
+
+def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of the API in the format of chat templates.
+
+    Content parts become one text, arguments of calls become objects, reasoning gets all its names, and nulls are
+    dropped.
+    """
+    found = {name: value for name, value in message.items() if value is not None}
+    content = found.get("content")
+    if isinstance(content, list):
+        found["content"] = "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+    found.setdefault("content", "")
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _parsed(call["function"].get("arguments"))}}
+            for call in calls
+        ]
+    else:
+        found.pop("tool_calls", None)
+    reasoning = next((found[name] for name in REASONING if found.get(name)), None)
+    for name in REASONING:
+        found.pop(name, None)
+        if reasoning is not None:
+            found[name] = reasoning
+    return found
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments if arguments is not None else {}
+    try:
+        return parse_json(arguments) if arguments.strip() else {}
+    except ValueError:
+        return arguments
+
+
+def _key(message: Mapping[str, Any]) -> str:
+    """Return a key of a message. A reply and the program's copy of it have equal keys, with or without reasoning."""
+    written = as_written(message)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in written.get("tool_calls", ())]
+    return json.dumps([str(written["content"]).strip(), calls], sort_keys=True, default=str)

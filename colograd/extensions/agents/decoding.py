@@ -1,0 +1,147 @@
+"""Requests from the endpoint's thread to the engine. The engine's own thread runs them between its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ...engine.protocol import Engine, Sampled
+from ...engine.sampling import Sampling
+from .engine.chat_api import BadRequest
+
+PAUSE = 0.02  # seconds without a new request after which no more are expected
+FIRST_STEP = 0.5  # assumed seconds of the first step
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A request of a session. Its ``future`` belongs to the endpoint's event loop.
+
+    ``more``, unless None, is called in that loop with all tokens so far, whenever new tokens come.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+    more: Callable[[list[int]], object] | None = None
+    future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def finish(self, samples: list[Sampled]) -> None:
+        self._tell(lambda: None if self.future.done() else self.future.set_result(samples))
+
+    def go_on(self, ids: list[int]) -> None:
+        if (more := self.more) is not None:
+            self._tell(lambda: more(ids))
+
+    def fail(self, error: BaseException) -> None:
+        self._tell(lambda: None if self.future.done() else self.future.set_exception(error))
+
+    def _tell(self, then: object) -> None:
+        loop = self.future.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(then)  # type: ignore[arg-type]
+
+
+class WorkQueue:
+    """New requests for the engine, and dropped requests, which nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._new: list[Work] = []
+        self._dropped: list[Work] = []
+        self._woken = False
+
+    def put(self, work: Work) -> None:
+        with self._changed:
+            self._new.append(work)
+            self._changed.notify()
+
+    def drop(self, work: Work) -> None:
+        with self._changed:
+            self._dropped.append(work)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Make `wait` return."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a new request, a dropped request or `wake`, for at most ``seconds``."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._new or self._dropped or self._woken), seconds)
+            self._woken = False
+
+    def gather(self, count: int, seconds: float) -> None:
+        """Wait for new requests, until there are ``count``, or none has come for `PAUSE` seconds."""
+        until, seen = time.monotonic() + seconds, 0
+
+        def another() -> bool:
+            return len(self._new) > seen
+
+        with self._changed:
+            while another() and len(self._new) < count and (left := until - time.monotonic()) > 0:
+                seen = len(self._new)
+                self._changed.wait_for(another, min(PAUSE, left))
+
+    def take(self) -> tuple[list[Work], list[Work]]:
+        """Return the new requests and the dropped requests since the last call."""
+        with self._changed:
+            new, dropped = self._new, self._dropped
+            self._new, self._dropped = [], []
+        return [work for work in new if work not in dropped], [work for work in dropped if work not in new]
+
+
+class Decoder:
+    """Runs the requests of a `WorkQueue` in an engine, in the thread that owns the engine."""
+
+    def __init__(self, engine: Engine, queue: WorkQueue) -> None:
+        self.engine, self.queue = engine, queue
+        self._running: dict[str, Work] = {}
+        self._step_seconds = FIRST_STEP  # seconds of the last step
+
+    def step(self, idle_seconds: float, sessions: int) -> None:
+        """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly for one.
+
+        Sessions that begin together send their requests together. A step for the first request alone would take as
+        long as a step for all, and would slow down reading the other requests. So an idle engine waits for the others,
+        at most for the length of a step.
+
+        Args:
+            idle_seconds: maximum seconds to wait without requests.
+            sessions: number of running programs. Each may send a request.
+        """
+        if not self._running:
+            self.queue.gather(sessions, self._step_seconds)
+        new, dropped = self.queue.take()
+        if gone := [name for name, work in self._running.items() if work in dropped]:
+            for name in gone:
+                del self._running[name]
+            self.engine.abort(gone)
+        for work in new:
+            try:
+                name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
+                self._running[name] = work
+            except Exception as error:  # not every version of vLLM raises ValueError for invalid requests
+                work.fail(BadRequest(f"the engine refuses the request: {error}"))
+        if not self._running:
+            self.queue.wait(idle_seconds)
+            return
+        began = time.monotonic()
+        finished_requests = self.engine.advance()
+        self._step_seconds = time.monotonic() - began
+        for name, ids in self.engine.written():
+            if (running := self._running.get(name)) is not None:
+                running.go_on(list(ids))
+        for name, samples in finished_requests:
+            if (finished := self._running.pop(name, None)) is not None:
+                finished.finish(samples)
+
+    def close(self) -> None:
+        """Abort the running requests."""
+        self.engine.abort([*self._running])
+        self._running.clear()

@@ -1,0 +1,304 @@
+"""The endpoint that programs call: OpenAI's chat completions, completions and models, and Anthropic's messages.
+
+A request's API key identifies its session. A streamed request for one answer gets the tokens as they come. A streamed
+request for several answers gets them at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ...batch import FinishReason
+from ...engine.protocol import Sampled
+from ...engine.sampling import Sampling, request_seed
+from ...usercode.untrusted import CHARACTERS, parse_json
+from .context import Context, TooLong, UnreadableMessages
+from .decoding import Work, WorkQueue
+from .engine.chat_api import BadRequest, Call, ChatAPI, Choice
+from .engine.chat_stream import Stream
+from .session import Session
+
+T = TypeVar("T")
+APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
+
+
+class ClientGone(Exception):
+    """The program has closed the connection."""
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. ``closing`` is closed at the end, also if sending fails."""
+
+    def __init__(self, events: Iterable[str] | AsyncIterator[str], closing: contextlib.ExitStack) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._closing:
+            await super().__call__(scope, receive, send)
+
+
+class Endpoint:
+    """Answers the requests of one generation's sessions.
+
+    Args:
+        sampling: sampling settings of the run or the evaluation.
+        seeds: the run's seed, and the purpose (`train` or `eval`).
+        context: maximum number of tokens in a sequence.
+        refuses: whether a request with other sampling settings is an error; False: it is answered, but not trained on.
+    """
+
+    def __init__(
+        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seeds: tuple[int, str], context: int, refuses: bool
+    ) -> None:  # fmt: skip
+        self.api, self.queue, self.sampling, self.context, self.refuses = api, queue, sampling, context, refuses
+        self._seed, self._purpose = seeds
+        self.sessions: dict[str, Session] = {}  # by API key, including ended sessions
+        routes = [Route(path, self._answering(api_name), methods=["POST"]) for path, api_name in APIS.items()]
+        routes.append(Route("/v1/models", self._models, methods=["GET"]))
+        handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
+
+    # -- routes
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._session_of(request)
+        except BadRequest as error:
+            return self._failed("chat", error)
+        return JSONResponse(self.api.models(self.context))
+
+    async def _no_such_path(self, request: Request, error: Exception) -> Response:
+        return self._failed(
+            "chat",
+            BadRequest(
+                f"{request.method} {request.url.path} isn't served here: there are POST {', '.join(APIS)} and GET "
+                "/v1/models.",
+                404,
+                "not_found",
+            ),
+        )
+
+    def _answering(self, api: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await self._answer(api, request)
+            except BadRequest as error:
+                return self._failed(api, error)
+            except ClientGone:
+                return Response(status_code=499)
+            except Exception as error:  # an error of the endpoint must not end the session
+                return self._failed(api, BadRequest(f"{type(error).__name__}: {error}", 500, "internal_error"))
+
+        return answer
+
+    def _failed(self, api: str, error: BadRequest) -> Response:
+        return JSONResponse(self.api.error(api, error.status, error.code, str(error)), error.status)
+
+    def _session_of(self, request: Request) -> Session:
+        key = request.headers.get("x-api-key", "")
+        bearer = request.headers.get("authorization", "")
+        if bearer.lower().startswith("bearer "):
+            key = bearer[7:].strip()
+        session = self.sessions.get(key)
+        if session is None:
+            raise BadRequest("the API key is no session's: use the api_key that the program was given.", 401, "no_key")
+        return session
+
+    async def _answer(self, api: str, request: Request) -> Response:
+        began = time.perf_counter()
+        session = self._session_of(request)
+        body = await _body(request, session.limits.body)
+        call = self.api.read(api, body, self.sampling)
+        if call.shaping and self.refuses:
+            raise BadRequest(_why_refused(call, self.sampling), 400, "sampling_settings")
+        count = call.n * max(len(call.prompts), 1)
+        session.begin(count)
+        with contextlib.ExitStack() as closing:
+            closing.callback(session.end, count)
+            contexts = self._contexts(session, call)
+            works = [self._work(session, call, ids) for ids, _ in contexts]
+            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # None: the answer is complete, or has failed
+            if call.stream and count == 1:
+                works[0].more = news.put_nowait
+            closing.enter_context(self._in_the_queue(session, works))
+            done = asyncio.gather(*(work.future for work in works))
+            done.add_done_callback(lambda _: news.put_nowait(None))
+            first = await _unless_gone(request, news.get())
+            read = sum(len(ids) for ids, _ in contexts)
+
+            def choices() -> list[Choice]:
+                found: list[Choice] = []
+                for (ids, context), samples in zip(contexts, done.result(), strict=True):
+                    own = [self._choice(call, sample, session) for sample in samples]
+                    session.record(call, context, ids, samples, own, began)
+                    found += own
+                return found
+
+            if first is None and not call.stream:
+                return JSONResponse(self.api.response(call, choices(), read))
+            if first is None:
+                stream = Stream(self.api, call, read)
+                return _Events([*stream.begin(), *stream.end(choices())], closing.pop_all())
+            return _Events(self._streamed(Stream(self.api, call, read), first, news, choices), closing.pop_all())
+
+    async def _streamed(
+        self, stream: Stream, first: list[int], news: asyncio.Queue[list[int] | None],
+        choices: Callable[[], list[Choice]],
+    ) -> AsyncIterator[str]:  # fmt: skip
+        """Yield an answer's events as its tokens come."""
+        ids: list[int] | None = first
+        for event in stream.begin():
+            yield event
+        while ids is not None:
+            for event in stream.more(ids):
+                yield event
+            ids = await news.get()
+        try:
+            for event in stream.end(choices()):
+                yield event
+        except BadRequest as error:  # the session has ended
+            told = self.api.error(stream.call.api, error.status, error.code, str(error))
+            yield f"event: error\ndata: {json.dumps(told)}\n\n"
+
+    # -- a request
+
+    def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
+        """Return the ids that the model reads for each prompt, with its context if the request has messages."""
+        pairs: list[tuple[list[int], Context | None]]
+        try:
+            if call.messages is None:
+                pairs = [(self._prompt_ids(session, prompt), None) for prompt in call.prompts]
+            else:
+                context = session.contexts.context(call.messages, call.arguments, CHARACTERS * self.context)
+                pairs = [(context.ids, context)]
+        except TooLong as error:
+            raise self._too_long(str(error)) from None
+        except (BadRequest, UnreadableMessages) as error:
+            raise BadRequest(str(error)) from None
+        except Exception as error:  # messages of an unknown shape may cause any error
+            raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
+        for ids, _ in pairs:
+            if not ids:
+                raise BadRequest("the prompt has no tokens.")
+            if len(ids) >= self.context:
+                raise self._too_long(f"{len(ids)} tokens")
+        return pairs
+
+    def _too_long(self, length: str) -> BadRequest:
+        return BadRequest(
+            f"the prompt has {length}, but the context has {self.context} tokens, of which one is to be written: "
+            "shorten it (or raise vllm_max_model_length).",
+            400,
+            "context_length_exceeded",
+        )
+
+    def _prompt_ids(self, session: Session, prompt: str | list[int]) -> list[int]:
+        tokenizer = session.form.tokenizer
+        if isinstance(prompt, str):
+            if len(prompt) > CHARACTERS * self.context:
+                raise TooLong(f"{len(prompt)} characters")
+            return tokenizer.encode(prompt)
+        if strange := [token for token in prompt if not 0 <= token < len(tokenizer)]:
+            raise BadRequest(f"the prompt has the token {strange[0]}, but the tokenizer has {len(tokenizer)} tokens.")
+        return prompt
+
+    def _work(self, session: Session, call: Call, ids: list[int]) -> Work:
+        seed = request_seed(self._seed, session.prompt.position, f"{self._purpose}/{session.seed_text(ids)}")
+        sampling = dataclasses.replace(
+            self.sampling,
+            n=call.n,
+            max_tokens=min(call.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens),
+            temperature=self.sampling.temperature if call.temperature is None else call.temperature,
+            options=self.sampling.options | call.options,
+        )
+        return Work(ids, sampling, seed)
+
+    @contextlib.contextmanager
+    def _in_the_queue(self, session: Session, works: list[Work]) -> Iterator[None]:
+        """Queue the requests in the engine, and drop the unfinished ones when the context ends."""
+        session.working.update(works)
+        for work in works:
+            self.queue.put(work)
+        if not session.is_open:  # another thread has closed it and didn't see these requests
+            self.close(session, session.why_closed)
+        try:
+            yield
+        finally:
+            session.working.difference_update(works)
+            for work in works:
+                if not work.future.done():
+                    work.future.cancel()
+                    self.queue.drop(work)
+
+    def _choice(self, call: Call, sample: Sampled, session: Session) -> Choice:
+        length = sample.finish_reason is not FinishReason.STOP
+        return self.api.choice(call, sample.ids, sample.logprobs, length, session.form.ends)
+
+    def close(self, session: Session, why: str) -> None:
+        """End a session and fail its open requests. Any thread may call this."""
+        session.close(why)
+        for work in session.working.copy():  # a copy, as the endpoint's thread changes the set
+            self.queue.drop(work)
+            work.fail(BadRequest(f"this session is over: {why}.", 410, "session_over"))
+
+
+async def _body(request: Request, most: int) -> Any:
+    """Read the request's JSON.
+
+    Raises:
+        BadRequest: the body isn't JSON, or has more than ``most`` bytes.
+    """
+    found = bytearray()
+    async for part in request.stream():
+        found += part
+        if len(found) > most:
+            raise BadRequest(f"the request has more than {most} bytes.", 413, "too_large")
+    try:
+        return parse_json(bytes(found), finite=True)
+    except ValueError as error:
+        raise BadRequest(f"the body isn't JSON: {error}") from None
+
+
+async def _unless_gone(request: Request, found: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine, unless the program disconnects first.
+
+    Raises:
+        ClientGone: the program has disconnected.
+    """
+    gone, coming = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(found)
+    both: list[asyncio.Future[Any]] = [gone, coming]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():
+            raise ClientGone
+        return coming.result()
+    finally:
+        gone.cancel()
+        coming.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _why_refused(call: Call, sampling: Sampling) -> str:
+    name, value = next(iter(call.shaping.items()))
+    own = sampling.temperature if name == "temperature" else sampling.options.get(name, "not set")
+    return (
+        f"{name} is {value!r}, but this run samples with {own!r}: tokens drawn otherwise would bias the update. Leave "
+        "it out, or set agent_sampling: untrained in the run, which answers such requests without training on them."
+    )

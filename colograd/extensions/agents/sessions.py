@@ -1,0 +1,344 @@
+"""`AgentSessions`: a rollout source that runs the user's program, which calls the model over HTTP.
+
+Each completion of a group is a session: the program runs once for it, with its own API key. Hundreds of sessions decode
+in one batch, because their requests go into the engine's one queue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import numbers
+import os
+import reprlib
+import shlex
+import shutil
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...batch import Group, Prompt, Rollout
+from ...engine.protocol import Engine
+from ...engine.sampling import Sampling
+from ...parallel import watchdog
+from ...rewards.functions import code_digest
+from ...usercode.calls import Outcome, place_in
+from ...usercode.copies import own_copy
+from ...usercode.programs import CommandProgram, FunctionProgram, Program
+from ...usercode.untrusted import clean
+from .context import ChatFormat
+from .decoding import Decoder, WorkQueue
+from .endpoint import Endpoint
+from .engine.chat_api import ChatAPI
+from .failures import FAILURE
+from .server import served
+from .session import Limits, Session
+from .session_log import SessionLog
+from .turn_rewards import problem_with
+from .turns import JUDGED, SESSION
+
+POLL = 0.05  # seconds between two looks at the clock while there are no requests
+REWARD = "agent_reward"  # the rollout's column with the program's reward
+TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # status of a terminated command, and of a shell
+GIVEN = ("base_url", "api_key", "model", "row")  # parameters that a function may take
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The user's program: a function, or a command.
+
+    A function gets base_url, api_key, model and row (a dict, the dataset's row), as far as it has these parameters. A
+    command has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its
+    environment, and the row as JSON on its standard input.
+    """
+
+    name: str
+    function: Callable[..., Any] | None
+    command: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: Any) -> Agent:
+        """Make an agent from a function or a command line.
+
+        Raises:
+            ValueError: the value is neither, the command is empty, or the function has an unknown parameter.
+        """
+        if isinstance(given, str):
+            command = tuple(shlex.split(given))
+            if not command:
+                raise ValueError("agent is empty, but must be a function's import path or a command line.")
+            return cls(os.path.basename(command[-1]), None, command)
+        if not callable(given):
+            raise ValueError(f"agent is {given!r}, but must be a function, its import path, or a command line.")
+        parameters = _parameters(given)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARS]
+        if unknown := [name for name in needed if name not in GIVEN]:
+            raise ValueError(
+                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but is given {', '.join(GIVEN)}: "
+                "rename the parameter, or give it a default (the dataset's columns are in `row`)."
+            )
+        return cls(getattr(given, "__name__", type(given).__name__), given)
+
+    def digest(self) -> str:
+        """Return a digest of the program.
+
+        For a function it covers the source, like the digest of a reward function. For a command it covers the words
+        and the files that they name. The program's own file counts if it is a script, not an interpreter of megabytes.
+        """
+        if self.function is not None:
+            return code_digest(self.function)
+        found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
+        program = shutil.which(self.command[0])
+        if program and os.path.getsize(program) <= LARGEST_SCRIPT:
+            found.update(Path(program).read_bytes())
+        for word in self.command[1:]:
+            if os.path.isfile(word):
+                found.update(Path(word).read_bytes())
+        return found.hexdigest()
+
+    def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> Program:
+        """Run the program once."""
+        given = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": own_copy(dict(row))}
+        if self.function is None:
+            environment = {
+                "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,
+                "ANTHROPIC_API_KEY": key, "COLOGRAD_MODEL": model,
+            }  # fmt: skip
+            return CommandProgram(self.command, environment, dict(row))
+        parameters = _parameters(self.function)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            given = {p.name: given[p.name] for p in parameters if p.name in given}
+        return FunctionProgram(self.function, given)
+
+
+LARGEST_SCRIPT = 2**20  # maximum bytes of a program's file in the digest: larger files are interpreters
+_STARS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [*inspect.signature(function).parameters.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """The settings of an agent's sessions."""
+
+    timeout: float | None  # maximum seconds of a session; None: no limit
+    at_once: int  # maximum number of sessions at once
+    limits: Limits
+    refuses: bool  # whether requests with other sampling settings are errors
+    raises: bool  # whether a failed session ends the run; False: its group isn't trained
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    session: Session
+    program: Program
+    deadline: float
+
+
+class AgentSessions:
+    """A rollout source that writes groups as sessions of an agent.
+
+    Args:
+        log: returns the current record of finished sessions, which aren't run again, or None.
+    """
+
+    def __init__(
+        self, engine: Engine, agent: Agent, api: ChatAPI, form: ChatFormat, settings: AgentSettings,
+        log: Callable[[], SessionLog | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
+        self.log = log
+        self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time.
+
+        Raises:
+            RuntimeError: a session failed, unless `agent_on_error: abstain` is set.
+        """
+        self.engine.require(version)
+        if not prompts:  # in an evaluation a rank may have no prompts
+            return
+        queue = WorkQueue()
+        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
+        with ExitStack() as closing:
+            decoder = Decoder(self.engine, queue)
+            closing.callback(decoder.close)
+            address = closing.enter_context(served(endpoint.app))
+            running = _RunningSessions(self, endpoint, address, version)
+            closing.callback(running.close)
+            yield from running.open(prompts, sampling.n)
+            while running.unfinished:
+                running.start()
+                decoder.step(POLL, running.count)
+                watchdog.progress("agents' sessions")
+                yield from running.finished()
+
+    def take_counts(self) -> dict[str, float]:
+        """Return the sums of ``agent/...`` since the last call."""
+        taken = dict(self.counts)
+        self.counts.clear()
+        return taken
+
+
+class _RunningSessions:
+    """The sessions of one call of `AgentSessions.generate`."""
+
+    def __init__(self, parent: AgentSessions, endpoint: Endpoint, address: str, version: int) -> None:
+        self.agent, self.settings, self.counts, self.form = parent.agent, parent.settings, parent.counts, parent.form
+        self.model, self.endpoint, self.address, self.version = parent.api.model, endpoint, address, version
+        self._log = parent.log()
+        self._waiting: list[Session] = []
+        self._running: list[_Running] = []
+        self._over: dict[int, dict[int, Rollout]] = {}  # prompt's position -> index in the group
+        self._again: set[tuple[int, int]] = set()  # sessions that run a second time
+        self._size = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def count(self) -> int:
+        """Number of running programs."""
+        return len(self._running)
+
+    def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
+        """Queue the sessions of all prompts. Yield the groups that are recorded completely."""
+        self._size = size
+        for prompt in prompts:
+            known = self._log.recall(prompt) if self._log is not None else {}
+            done = self._over[prompt.position] = {i: rollout for i, rollout in known.items() if i < size}
+            self._waiting += [Session(prompt, i, self.form, self.settings.limits) for i in range(size) if i not in done]
+            if len(done) == size:
+                yield self._group(prompt)
+
+    def _group(self, prompt: Prompt) -> Group:
+        rollouts = tuple(rollout for _, rollout in sorted(self._over.pop(prompt.position).items()))
+        return Group(prompt.example, rollouts, prompt.position)
+
+    def start(self) -> None:
+        """Start waiting sessions, as many as `at_once` allows."""
+        while self._waiting and len(self._running) < self.settings.at_once:
+            session = self._waiting.pop(0)
+            self.endpoint.sessions[session.key] = session
+            session.began = time.perf_counter()
+            program = self.agent.start(self.address, session.key, self.model, session.prompt.example)
+            program.future.add_done_callback(lambda _: self.endpoint.queue.wake())
+            limit = self.settings.timeout
+            self._running.append(_Running(session, program, math.inf if limit is None else session.began + limit))
+
+    def finished(self) -> Iterator[Group]:
+        """End the finished and late sessions. Yield the groups that are complete now."""
+        now = time.perf_counter()
+        ended = [each for each in self._running if each.program.future.done() or now > each.deadline]
+        self._running = [each for each in self._running if each not in ended]
+        for each in ended:
+            session, prompt = each.session, each.session.prompt
+            if self._runs_again(each):
+                continue
+            done = self._over[prompt.position]
+            done[session.index] = self._end(each)
+            if self._log is not None:
+                self._log.add(prompt, session.index, done[session.index])
+            if len(done) == self._size:
+                yield self._group(prompt)
+
+    def _runs_again(self, each: _Running) -> bool:
+        """Run a session again, once, if SIGTERM ended its command. A scheduler may send it to all processes of a job.
+
+        Return whether the session runs again.
+        """
+        session, future = each.session, each.program.future
+        place = session.prompt.position, session.index
+        if not future.done() or place in self._again:
+            return False
+        outcome = future.result()
+        if outcome.kind != "died" or outcome.value[0] not in TERMINATED:
+            return False
+        self._again.add(place)
+        self.endpoint.close(session, "its program was terminated")
+        each.program.stop()
+        self._waiting.insert(0, Session(session.prompt, session.index, self.form, self.settings.limits))
+        return True
+
+    def _end(self, each: _Running) -> Rollout:
+        session, future = each.session, each.program.future
+        if future.done():
+            outcome = future.result()
+            self.endpoint.close(session, "its program has ended")
+        else:
+            outcome = Outcome("late", None, self.settings.timeout or 0.0)
+            self.endpoint.close(session, f"agent_timeout ({outcome.seconds:g} s) is over")
+            self.counts["agent/timeouts"] += 1
+        each.program.stop()  # also ends processes that the command has left behind
+        columns, failure = returned(outcome)
+        failure = failure or problem_with(columns, len(session.turns))
+        self.counts["agent/sessions"] += 1
+        self.counts["agent/requests"] += len(session.turns)
+        self.counts["agent/seconds"] += time.perf_counter() - session.began
+        if failure:
+            self.counts["agent/failures"] += 1
+            if self.settings.raises:
+                raise RuntimeError(
+                    f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: {failure} "
+                    "Mend it, or set agent_on_error: abstain, which leaves such a session's group out of training."
+                )
+        return session.rollout(self.version, {**columns, SESSION: session.turns, FAILURE: failure})
+
+    def close(self) -> None:
+        """End the running sessions."""
+        for each in self._running:
+            self.endpoint.close(each.session, "the generation was aborted")
+            each.program.stop()
+
+
+def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
+    """Return a program's value as columns for reward functions, and the reason of a failure, or ""."""
+    none: dict[str, Any] = {REWARD: None}
+    if outcome.kind == "late":
+        return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
+    if outcome.kind == "died":
+        status, printed = outcome.value
+        return none, f"its command ended with status {status}. The end of what it printed:\n{printed}\n"
+    if outcome.kind != "value":
+        line, traceback = outcome.value
+        place = place_in(traceback)
+        return none, f"it raised {line}{f' ({place})' if place else ''}. Its traceback:\n{traceback}"
+    try:
+        value = clean(outcome.value)
+    except ValueError as error:
+        return none, f"it returned a value whose {error}."
+    further = {}
+    if isinstance(value, Mapping):
+        further = {str(name): each for name, each in value.items() if name != "reward"}
+        value = value.get("reward")
+    if taken := {REWARD, FAILURE, SESSION, JUDGED} & further.keys():
+        return none, f"it returned {taken.pop()!r}, which is the trainer's own name: rename it."
+    if value is None:
+        return {**none, **further}, ""
+    try:
+        reward = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        reward = math.nan
+    if not math.isfinite(reward):
+        return none, (
+            f"it returned {reprlib.repr(value)}, but must return a finite number (the reward), None (reward functions "
+            "decide), or a dict with `reward` and columns for them."
+        )
+    return {REWARD: reward, **further}, ""
+
+
+def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:
+    """Return the rewards that the sessions' programs returned. None: reward functions decide."""
+    return list(agent_reward)

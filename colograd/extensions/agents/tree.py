@@ -1,0 +1,156 @@
+"""The tokens of a session as a tree: its requests' contexts and the model's answers, with shared beginnings once.
+
+    request 1 reads    p p p          and the model writes    a a
+    request 2 reads    p p p a a t    and the model writes    b
+    request 3 reads    p p s          and the model writes    c         (its context was compacted)
+
+is the prompt p p p with the branches [a a], [t b] behind [a a], and [s c], which sees the prompt's first two tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...batch import Branch, FinishReason, ModelInput, Rollout
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Consecutive tokens, either all sampled or all read, and the nodes that follow them."""
+
+    ids: array[int]
+    logprobs: array[float] | None  # None: the model read the tokens
+    trained: bool  # whether the tokens were sampled with the run's settings
+    children: list[Node] = field(default_factory=list)
+    number: int | None = None  # number of the answer that begins with this node
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens. The rest becomes the only child and gets the previous children."""
+        logprobs = self.logprobs
+        rest = Node(self.ids[length:], None if logprobs is None else logprobs[length:], self.trained, self.children)
+        self.ids, self.logprobs = self.ids[:length], None if logprobs is None else logprobs[:length]
+        self.children = [rest]
+
+
+class TokenTree:
+    """The contexts and answers of one session's requests.
+
+    Args:
+        prompt: ids that the first request read.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.places: dict[int, int] = {}  # number of an answer -> its first index in the completion
+        self._roots: list[Node] = []
+        self._prompt = array("i", prompt)
+        self._read(self._prompt)
+
+    def add(
+        self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True,
+        number: int | None = None,
+    ) -> None:  # fmt: skip
+        """Add a request's context and answer, after the requests that it continues.
+
+        The context joins equal tokens that are already in the tree. The answer never does: two equal samples remain
+        two, and each is trained.
+
+        Args:
+            logprobs: log-probabilities of the answer's tokens, in nats.
+            number: key of the answer in `places`.
+        """
+        children = self._read(array("i", read))
+        if len(wrote):
+            children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
+
+    def _read(self, ids: array[int]) -> list[Node]:
+        """Follow or add the tokens of a context. Return the list of nodes behind it."""
+        children, at = self._roots, 0
+        while at < len(ids):
+            shared, node = max(((_shared(node, ids, at), node) for node in children), key=_first, default=(0, None))
+            if node is None or not shared:
+                node, shared = Node(ids[at:], None, False), len(ids) - at
+                children.append(node)
+            elif shared < len(node.ids):
+                node.cut(shared)
+            children, at = node.children, at + shared
+        return children
+
+    def rollout(self, version: int, finish_reason: FinishReason, **further: Any) -> Rollout | None:
+        """Return the session as a rollout, with the first request's context as its prompt.
+
+        Return None if there are no tokens behind the prompt.
+        """
+        asked, ids, logprobs = self._prompt, array("i"), array("f")
+        sampled: list[bool] = []
+        branches: list[Branch] = []
+
+        def take(run: Sequence[Node], after: int | None, seen: int) -> int:
+            for node in run:
+                if node.number is not None:
+                    self.places[node.number] = len(ids)
+                ids.extend(node.ids)
+                logprobs.extend(node.logprobs if node.logprobs is not None else [0.0] * len(node.ids))
+                sampled.extend([node.trained] * len(node.ids))
+            branches.append(Branch(sum(len(node.ids) for node in run), after, seen))
+            return len(branches) - 1
+
+        # A loop, not recursion, because contexts may be thousands of turns deep. Each entry: the node, the index of the
+        # branch before it, and the number of prompt tokens before it (-1: it is behind a branch).
+        todo: list[tuple[Node, int | None, int]] = [(node, None, 0) for node in reversed(self._roots)]
+        while todo:
+            node, after, seen = todo.pop()
+            if seen >= 0 and node.logprobs is None and asked[seen : seen + len(node.ids)] == node.ids:
+                seen += len(node.ids)  # a part of the prompt
+                todo += [(child, None, seen) for child in reversed(node.children)]
+                continue
+            run = [node]
+            while len(run[-1].children) == 1:
+                run += run[-1].children
+            branch = take(run, after, max(seen, 0) if after is None else 0)
+            todo += [(child, branch, -1) for child in reversed(run[-1].children)]
+        if not ids:
+            return None
+        return Rollout(
+            input=ModelInput(tuple(asked)),
+            completion_ids=ids,
+            sampler_logprobs=torch.frombuffer(logprobs, dtype=torch.float32),
+            sampled=torch.tensor(sampled, dtype=torch.bool),
+            finish_reason=finish_reason,
+            policy_version=version,
+            branches=() if branches == [Branch(len(ids), None, len(asked))] else tuple(branches),
+            **further,
+        )
+
+    @staticmethod
+    def nothing(version: int, asked: ModelInput, token: int, **further: Any) -> Rollout:
+        """Return the rollout of a session without requests: one token that isn't trained."""
+        return Rollout(
+            input=asked,
+            completion_ids=array("i", [token]),
+            sampler_logprobs=torch.zeros(1),
+            sampled=torch.zeros(1, dtype=torch.bool),
+            finish_reason=FinishReason.ABORT,
+            policy_version=version,
+            **further,
+        )
+
+
+def _first(pair: tuple[int, Node]) -> int:
+    return pair[0]
+
+
+def _shared(node: Node, ids: array[int], at: int) -> int:
+    """Return the number of the node's first tokens that ``ids`` has from ``at`` on."""
+    own, count = node.ids, min(len(node.ids), len(ids) - at)
+    if own[:count] == ids[at : at + count]:
+        return count
+    low, high = 0, count  # the first `low` tokens are equal, the first `high` aren't
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if own[:middle] == ids[at : at + middle] else (low, middle)
+    return low

@@ -1,0 +1,296 @@
+"""Groups in flight: the unfinished groups of a round with `carry_over`. The next round continues them.
+
+    round at step 7    draws 10 prompts, trains the 8 groups that are done first, carries 2
+    round at step 8    continues these 2, draws 8 new prompts, ...
+
+Each group is trained once, whole. Each token is sampled once. The bytes of the groups are in a checkpoint, and after
+each round in the rollout log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ...batch import FinishReason, Group, KeptTokens, ModelInput, Prompt, Rollout, VersionSpan
+from ...config import GRPOConfig
+from ...engine.protocol import Sampled
+from ...rollout.group_records import NONSENSE, JournalError, digest_of_example
+from ...rollout.record_file import Record, RecordFile, read_records
+
+FILE = "in_flight_{rank}.records"  # file name in a checkpoint
+HEAD = 0  # position of the first record: it has the number of groups that follow, one per record
+ROWS = pa.schema(
+    [
+        ("since", pa.int64()),
+        ("prompt", pa.string()),  # digests of the dataset's row and of the prompt's tokens
+        ("ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("spans", pa.list_(pa.int64())),  # length, version, length, version ...
+        ("finish_reason", pa.string()),  # null: unfinished
+        ("kept_ids", pa.list_(pa.int32())),  # null: all tokens were drawn from the whole vocabulary
+        ("kept_counts", pa.list_(pa.int32())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialCompletion:
+    """The tokens sampled so far of one completion, unfinished or whole."""
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # [T], by the weights that sampled the token
+    spans: tuple[VersionSpan, ...] = ()  # weight versions of all ids
+    kept: KeptTokens | None = None
+    finish_reason: FinishReason | None = None  # None: unfinished
+
+    def extended(self, part: Sampled, version: int) -> PartialCompletion:
+        """Return the completion with the tokens of a request appended."""
+        ended = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
+        spans = (*self.spans, VersionSpan(len(part.ids), version)) if part.ids else self.spans
+        kept = KeptTokens.joined([(self.kept, len(self.ids)), (part.kept, len(part.ids))])
+        return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, kept, ended)
+
+    def rollout(self, prompt: ModelInput, version: int) -> Rollout:
+        """Return the rollout of a whole completion, in the round at step ``version``."""
+        assert self.finish_reason is not None
+        whole = Sampled(self.ids, self.logprobs, self.finish_reason, kept=self.kept).rollout(prompt, version)
+        if all(span.version == version for span in self.spans):
+            return whole
+        return dataclasses.replace(whole, spans=self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInFlight:
+    """A group that isn't trained yet: some completions are unfinished, or it ended when its round had enough groups."""
+
+    prompt: Prompt
+    completions: tuple[PartialCompletion, ...]  # [G]
+    since: int  # step of the round that began the group
+
+    @property
+    def has_begun(self) -> bool:
+        return any(completion.ids or completion.finish_reason for completion in self.completions)
+
+    @property
+    def is_whole(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def group(self, version: int) -> Group:
+        """Return the whole group, in the round at step ``version``."""
+        rollouts = tuple(completion.rollout(self.prompt.input, version) for completion in self.completions)
+        return Group(self.prompt.example, rollouts, self.prompt.position)
+
+
+class RoundEnd(NamedTuple):
+    """The end of a round with `carry_over` on a rank."""
+
+    done: tuple[int, ...]  # positions of the groups that the round trains
+    carried: tuple[GroupInFlight, ...]  # the oldest first
+
+
+class InFlight:
+    """The groups that a rank carries from round to round.
+
+    Args:
+        takes: number of groups that a round trains.
+        size: number of groups that are sampled at once.
+        max_age: maximum number of optimizer steps that a group is carried.
+        completions: number of completions in a group.
+        longest: maximum number of tokens in a completion.
+    """
+
+    def __init__(self, takes: int, size: int, max_age: int, completions: int, longest: int) -> None:
+        self.takes, self.size, self.max_age = takes, size, max_age
+        self.completions, self.longest = completions, longest
+        self.groups: tuple[GroupInFlight, ...] = ()  # the oldest first
+
+    @classmethod
+    def of(cls, config: GRPOConfig) -> Self | None:
+        """Return the groups in flight of a run, empty at first, or None if its rounds wait for all groups."""
+        if config.carry_over is None:
+            return None
+        assert config.num_generations is not None and config.max_completion_length is not None
+        age, longest = config.carry_over_max_age * config.round_length, config.max_completion_length
+        return cls(config.groups_per_round, config.groups_in_flight, age, config.num_generations, longest)
+
+    def pool(self, new: Sequence[Prompt], more_prompts: Callable[[int, int], list[Prompt]]) -> list[Prompt]:
+        """Return the prompts of a round: the carried groups' prompts, the new ones, and further ones up to `size`.
+
+        Args:
+            more_prompts: (number drawn so far, number wanted) -> further prompts.
+        """
+        lacking = self.size - len(self.groups) - len(new)
+        more = more_prompts(0, lacking) if lacking > 0 else []
+        return [*(group.prompt for group in self.groups), *new, *more]
+
+    def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
+        """Return the groups of a round's prompts in their state before the round."""
+        begun = {group.prompt.position: group for group in self.groups if group.has_begun}
+        new = (PartialCompletion(),) * self.completions
+        return [begun.get(prompt.position) or GroupInFlight(prompt, new, since=version) for prompt in prompts]
+
+    def due(self, groups: Sequence[GroupInFlight], version: int) -> set[int]:
+        """Return the positions of groups that can't be carried any further."""
+        old = [group.prompt.position for group in groups if version - group.since >= self.max_age]
+        return set(old[: self.takes])
+
+    # -- in a checkpoint
+
+    def save(self, folder: str | Path, rank: int, ranks: int) -> None:
+        write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
+
+    def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
+        """Load this rank's groups, or its share of all groups if the number of ranks has changed.
+
+        Returns: a warning that groups are missing, or "".
+
+        Raises:
+            JournalError: a prompt isn't the one that was sampled, or a group has another number of completions.
+        """
+        own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
+        if own is None:
+            files = [*Path(folder).glob(FILE.format(rank="*"))]
+            ends = [read_round_end(path, prompt_at, ranks=len(files)) for path in files]
+            if None in ends:
+                self.groups = ()
+                return f"carry_over: {folder} lacks the groups in flight of some of its ranks: they aren't trained."
+            carried = [group for end in ends if end is not None for group in end.carried]
+            own = RoundEnd((), tuple(sorted(carried, key=lambda each: (each.since, each.prompt.position))[rank::ranks]))
+        self.groups = tuple(self._fitting(group, folder) for group in own.carried)
+        return ""
+
+    def _fitting(self, group: GroupInFlight, folder: str | Path) -> GroupInFlight:
+        """Return the group adapted to this run's settings: completions that have reached `longest` end."""
+        if len(group.completions) != self.completions:
+            raise JournalError(
+                f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
+                f"{self.completions}: set it back, or leave them out by ignore_data_skip: true."
+            )
+        completions = [
+            dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
+            if each.finish_reason is None and len(each.ids) >= self.longest
+            else each
+            for each in group.completions
+        ]
+        return dataclasses.replace(group, completions=tuple(completions))
+
+
+# -- the bytes of groups in flight
+
+
+def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
+    """Write the end of a round to a file, replacing an older file.
+
+    Args:
+        ranks: number of ranks that share a round's prompts.
+
+    Raises:
+        OSError: the disk is full, or away.
+        ValueError: a group is larger than a record may be.
+    """
+    path.unlink(missing_ok=True)
+    file = RecordFile(path)
+    head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
+    try:
+        file.append(Record(HEAD, json.dumps(head).encode()))
+        for group in end.carried:
+            file.append(Record(group.prompt.position, _bytes(group)))
+        file.flush()
+    finally:
+        file.close()
+
+
+def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
+    """Read the file that `write_round_end` wrote.
+
+    Return None if there is no file, if it is torn, if the number of ranks differs, or if a position has no prompt.
+
+    Raises:
+        JournalError: a prompt isn't the one that was sampled, or the bytes are nonsense.
+    """
+    records = list(read_records(path)) if path.is_file() else []
+    if not records:
+        return None
+    try:
+        head: dict[str, Any] = json.loads(records[0].content)
+        if head["ranks"] != ranks or head["groups"] != len(records) - 1:
+            return None
+        groups = []
+        for record in records[1:]:
+            prompt = prompt_at(record.position)
+            if prompt is None:
+                return None
+            groups.append(_group(record.content, prompt, path))
+        return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
+    except JournalError:
+        raise
+    except (pa.ArrowException, *NONSENSE) as error:
+        raise JournalError(f"{path} can't be read ({type(error).__name__}: {error}): move it away.") from None
+
+
+def _digest(prompt: Prompt) -> str:
+    tokens = np.asarray(prompt.input.ids, dtype=np.int64).tobytes()
+    return f"{digest_of_example(prompt.example)} {hashlib.blake2b(tokens, digest_size=16).hexdigest()}"
+
+
+def _bytes(group: GroupInFlight) -> bytes:
+    parts = group.completions
+
+    def numbers(name: str, values: list[Any]) -> pa.Array:
+        return pa.array(values, ROWS.field(name).type)
+
+    columns = [
+        numbers("since", [group.since] * len(parts)),
+        numbers("prompt", [_digest(group.prompt)] * len(parts)),
+        numbers("ids", [np.frombuffer(each.ids, dtype=np.int32) for each in parts]),
+        numbers("logprobs", [np.frombuffer(each.logprobs, dtype=np.float32) for each in parts]),
+        numbers("spans", [[n for span in each.spans for n in (span.length, span.version)] for each in parts]),
+        numbers("finish_reason", [each.finish_reason and each.finish_reason.value for each in parts]),
+        numbers("kept_ids", [None if each.kept is None else each.kept.ids.numpy() for each in parts]),
+        numbers("kept_counts", [None if each.kept is None else each.kept.counts.numpy() for each in parts]),
+    ]
+    table = pa.table(columns, schema=ROWS)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _group(content: bytes, prompt: Prompt, path: Path) -> GroupInFlight:
+    table = pa.ipc.open_stream(content).read_all()
+    table.validate(full=True)
+    rows = [{name: table[name][index] for name in ROWS.names} for index in range(len(table))]
+    if any(row["prompt"].as_py() != _digest(prompt) for row in rows):
+        raise JournalError(
+            f"{path} has a group in flight of another prompt at position {prompt.position}: the dataset, its order, or "
+            "the chat template has changed. Put it back, or leave out what is in flight by ignore_data_skip: true."
+        )
+    return GroupInFlight(prompt, tuple(map(_completion, rows)), rows[0]["since"].as_py())
+
+
+def _completion(row: dict[str, pa.Scalar]) -> PartialCompletion:
+    def numbers(name: str) -> np.ndarray[Any, Any]:
+        return row[name].values.to_numpy()
+
+    ids, logprobs = array("i", numbers("ids").tobytes()), array("f", numbers("logprobs").tobytes())
+    pairs = numbers("spans").reshape(-1, 2).tolist()
+    spans = tuple(VersionSpan(*pair) for pair in pairs)
+    assert len(ids) == len(logprobs) == sum(span.length for span in spans), "lengths differ"
+    kept = None
+    if row["kept_counts"].is_valid:
+        ids_kept, counts = (torch.from_numpy(numbers(name).copy()) for name in ("kept_ids", "kept_counts"))
+        assert len(counts) == len(ids) and int(counts.sum()) == len(ids_kept), "the kept tokens don't fit"
+        kept = KeptTokens(ids_kept, counts)
+    reason = row["finish_reason"].as_py()
+    return PartialCompletion(ids, logprobs, spans, kept, None if reason is None else FinishReason(reason))

@@ -1,0 +1,104 @@
+"""`CarryOver`: a rollout source that ends a round before its last completion ends.
+
+More groups are in flight than a round takes. When the round has its groups, the others stop where they are. The next
+round continues them: their tokens are kept, with the log-probabilities of the weights that sampled them. A round waits
+for a group that was carried long enough, so that no token is older than `carry_over_max_age` allows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from ...batch import Group, Prompt
+from ...engine.protocol import Engine
+from ...engine.sampling import Sampling, request_seed
+from .in_flight import GroupInFlight, InFlight, PartialCompletion
+
+
+class CarryOver:
+    """A rollout source that keeps its unfinished groups in ``in_flight``."""
+
+    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
+        self.engine, self.in_flight = engine, in_flight
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """Yield the first `InFlight.takes` groups of a training round, or all groups of an evaluation.
+
+        See `RolloutSource.generate`.
+        """
+        if purpose != "train":
+            yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
+            return
+        self.engine.require(version)
+        groups = self.in_flight.begin(prompts, version)
+        round_ = _Round(self.engine, groups, self.in_flight.due(groups, version), self.in_flight.takes)
+        round_.submit(sampling, seed, purpose, self.in_flight.size)
+        try:
+            while round_.lacks:
+                yield from round_.hand_over(version)
+                if round_.lacks:
+                    round_.advance(version)
+            self.in_flight.groups = round_.stop(version)
+        finally:
+            self.engine.abort(round_.requests)
+
+
+class _Round:
+    """The groups of one round: unfinished groups, and whole groups that wait to be handed over.
+
+    Args:
+        due: positions of the groups that the round must wait for.
+        takes: number of groups that the round hands over.
+    """
+
+    def __init__(self, engine: Engine, groups: Sequence[GroupInFlight], due: set[int], takes: int) -> None:
+        self.engine, self.due, self.lacks = engine, due, takes
+        self.groups = {group.prompt.position: group for group in groups}  # not handed over yet, by position
+        self.whole = [group.prompt.position for group in groups if group.is_whole]  # positions, as they end
+        self.requests: dict[str, tuple[int, int]] = {}  # request -> the group's position, the completion's index
+
+    def submit(self, sampling: Sampling, seed: int, purpose: str, size: int) -> None:
+        """Queue each unfinished completion of the ``size`` oldest groups. (A resumed run may have more groups, if its
+        share or its number of ranks has changed.)"""
+        for position, group in itertools.islice(self.groups.items(), size):
+            for index, each in enumerate(group.completions):
+                if each.finish_reason is not None:
+                    continue
+                own = request_seed(seed, position, purpose) + index  # as in one request of n completions
+                if each.ids:  # repeating the random numbers would make the new tokens depend on the earlier ones
+                    own = request_seed(seed, position, f"{purpose}/{index}/{len(each.ids)}")
+                read = group.prompt.input.followed_by(each.ids)
+                request = self.engine.submit(read, sampling, own, n=1, spent=len(each.ids))
+                self.requests[request] = position, index
+
+    def hand_over(self, version: int) -> Iterator[Group]:
+        """Yield the whole groups, but reserve a place in the round for each group that is due."""
+        for position in [*self.whole]:
+            if position in self.due or self.lacks > len(self.due):
+                self.due.discard(position)
+                self.whole.remove(position)
+                self.lacks -= 1
+                yield self.groups.pop(position).group(version)
+
+    def advance(self, version: int) -> None:
+        """Run one step of the engine."""
+        for request, (part,) in self.engine.advance():
+            position, index = self.requests.pop(request)
+            self._extend(position, index, self.groups[position].completions[index].extended(part, version))
+            if self.groups[position].is_whole:
+                self.whole.append(position)
+
+    def stop(self, version: int) -> tuple[GroupInFlight, ...]:
+        """End all requests. Return the groups that the next round continues."""
+        for request, (part,) in self.engine.stop(self.requests):
+            position, index = self.requests.pop(request)
+            self._extend(position, index, self.groups[position].completions[index].extended(part, version))
+        return tuple(self.groups.values())
+
+    def _extend(self, position: int, index: int, completion: PartialCompletion) -> None:
+        group = self.groups[position]
+        completions = (*group.completions[:index], completion, *group.completions[index + 1 :])
+        self.groups[position] = GroupInFlight(group.prompt, completions, group.since)

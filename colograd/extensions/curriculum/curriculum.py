@@ -1,0 +1,244 @@
+"""Prompts chosen by their pass rates: a pure function of the seed, the round, and the record of earlier rounds.
+
+The record holds three values per prompt: its number of draws, the round of its last draw, and the pass rate of that
+draw. All ranks have the same record, because they exchange a round's pass rates (`Sampler.collect`). A checkpoint holds
+the record (`prompts.json`), so that a resumed run, a replay and any number of ranks draw the same prompts.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...config import GRPOConfig
+from ...config.curriculum import LEVELS, Curriculum
+from ...data.columns import listed
+from ...data.order import StepOrder, seed_of
+
+HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
+
+
+class CurriculumState:
+    """The choice of each round's prompts, and the record that it depends on.
+
+    Args:
+        dataset: the kept rows, as `PromptDataset.dataset`.
+
+    Raises:
+        ValueError: the dataset lacks a column of the curriculum, or a column has values without a share.
+    """
+
+    def __init__(self, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> None:
+        self.settings, self.rows = curriculum, len(dataset)
+        self.round_size = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
+        self.rounds_per_epoch = max(1, self.rows // self.round_size)
+        self._seed, self._shuffle, self._round_length = (
+            seed_of(config),
+            bool(config.shuffle_dataset),
+            config.round_length,
+        )
+        self._names = list(curriculum.shares or ())
+        self._pools = None if curriculum.column is None else _pools(curriculum, dataset)
+        self._difficulty = None if curriculum.difficulty is None else _numbers(dataset, curriculum.difficulty)
+        self.load({})
+
+    # -- the record
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's record; ``{}`` begins a new one.
+
+        Raises:
+            ValueError: the record is of another dataset.
+        """
+        self.rounds = int(state.get("rounds", 0))  # number of rounds in the record
+        if state and state.get("rows") != self.rows:
+            raise ValueError(
+                f"The checkpoint's curriculum is of {state.get('rows', 'an unknown number of')} prompts, but there are "
+                f"{self.rows}: give the run's own dataset, or set ignore_data_skip: true to begin the record anew."
+            )
+        self.drawn = self._array(state, "drawn", np.int32, 0)  # int32 [rows], number of draws
+        self.last = self._array(state, "last", np.int32, -1)  # int32 [rows], round of the last draw
+        self.rate = self._array(state, "rate", np.float32, np.nan)  # float32 [rows], pass rate of the last judged draw
+        self._begun = self.rounds  # a resumed run skips the rounds before this one
+        self._present: list[int] = []  # rows of the round that is being sampled
+
+    def _array(self, state: dict[str, Any], name: str, kind: Any, empty: float) -> np.ndarray:
+        if not state:
+            return np.full(self.rows, empty, dtype=kind)
+        return np.frombuffer(zlib.decompress(base64.b64decode(state[name])), dtype=kind).copy()
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The record, for a checkpoint."""
+        arrays = {"drawn": self.drawn, "last": self.last, "rate": self.rate}
+        packed = {name: base64.b64encode(zlib.compress(a.tobytes(), 1)).decode() for name, a in arrays.items()}
+        return {"rounds": self.rounds, "rows": self.rows, **packed}
+
+    def record(self, passes: Iterable[tuple[int, float]]) -> None:
+        """Add the sampled round to the record.
+
+        Args:
+            passes: (position, pass rate) of the round's prompts on all ranks. NaN means unjudged: the old rate stays.
+        """
+        by_position = dict(passes)
+        first = self.rounds * self.round_size
+        for position, rate in sorted(by_position.items()):
+            row = self._present[position - first]
+            self.drawn[row] += 1
+            self.last[row] = self.rounds
+            if rate == rate:
+                self.rate[row] = rate
+        self.rounds += 1
+
+    def counts(self) -> dict[str, float]:
+        """Count, over all prompts, the resting ones and the never drawn ones."""
+        return {
+            "curriculum/resting": float(self._resting(self.rounds).sum()),
+            "curriculum/never_drawn": float((self.drawn == 0).sum()),
+        }
+
+    # -- the draw
+
+    def skips(self, number: int) -> bool:
+        """Return whether round ``number`` of the run was trained before the checkpoint."""
+        return number < self._begun
+
+    def choose(self, number: int) -> list[int]:
+        """Choose the rows of round ``number`` by the record of the rounds before."""
+        self.rounds = number
+        step, count = number * self._round_length, self.round_size
+        ties = self._ties(number)
+        turn = np.lexsort((ties, self.drawn))  # least often drawn first
+        rests, shut = self._resting(number), self._shut(step)
+        able = ~rests & ~shut
+        chosen: list[int] = []
+        taken = np.zeros(self.rows, dtype=bool)
+
+        def take(rows: np.ndarray, most: int) -> None:
+            found = rows[~taken[rows]][: max(most, 0)]
+            taken[found] = True
+            chosen.extend(found.tolist())
+
+        for pool, wanted in self._quotas(able, step, count, number):
+            take(turn[able[turn] & pool[turn]], wanted)
+        take(turn[able[turn]], count - len(chosen))  # a pool had too few
+        by_rest = np.lexsort((ties, self.last))
+        take(by_rest[~shut[by_rest]], count - len(chosen))  # resting rows, longest at rest first
+        if self._difficulty is not None:
+            by_difficulty = np.lexsort((ties, self._difficulty))
+            take(by_difficulty, count - len(chosen))
+        if self._shuffle:
+            chosen.sort(key=lambda row: ties[row])
+        self._present = chosen
+        return chosen
+
+    def _ties(self, number: int) -> np.ndarray:
+        """Return tie-breakers, int64 [rows]: a permutation of this round if rows are shuffled, else row numbers."""
+        if not self._shuffle:
+            return np.arange(self.rows)
+        digest = hashlib.sha256(f"{self._seed} curriculum {number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randperm(self.rows, generator=generator).numpy()
+
+    def _resting(self, number: int) -> np.ndarray:
+        """Return a mask of the solved rows that are not yet due again, bool [rows]."""
+        if self.settings.solved_at is None:
+            return np.zeros(self.rows, dtype=bool)
+        due = self.last + self.settings.revisit_after * self.rounds_per_epoch
+        with np.errstate(invalid="ignore"):  # NaN: never judged
+            return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
+
+    def _shut(self, step: int) -> np.ndarray:
+        """Return a mask of the rows that are still too difficult at this step, bool [rows]."""
+        until = self.settings.difficulty_until
+        if self._difficulty is None or until is None:
+            return np.zeros(self.rows, dtype=bool)
+        return self._difficulty > until.at(step)
+
+    def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield each pool's mask and number of rows in the round: its share, rounded so that it holds on average."""
+        shares = self.settings.shares
+        if shares is None:
+            return
+        labels = self._levels() if self._pools is None else self._pools
+        pools = [labels == index for index in range(len(self._names))]
+        given = zip(shares.values(), pools, strict=True)
+        weights = [share.at(step) if (able & pool).any() else 0.0 for share, pool in given]
+        total = sum(weights)
+        if total <= 0:
+            return
+        digest = hashlib.sha256(f"{self._seed} shares {number}".encode()).digest()
+        offset, before, end = int.from_bytes(digest[:4], "big") / 2**32, 0, 0.0
+        for pool, weight in zip(pools, weights, strict=True):
+            end += weight / total * count
+            upto = min(count, int(end + offset))
+            yield pool, upto - before
+            before = upto
+
+    def _levels(self) -> np.ndarray:
+        """Return the index in ``shares`` of each row's level; -1 if the level has no share."""
+        with np.errstate(invalid="ignore"):
+            level = np.select(
+                [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY], [LEVELS.index(n) for n in LEVELS[:3]], 3
+            )
+        places = np.array([self._names.index(name) if name in self._names else -1 for name in LEVELS])
+        return places[level]
+
+
+class CurriculumOrder(StepOrder):
+    """A `StepOrder` that lets a curriculum draw each round just before its first step."""
+
+    state: CurriculumState
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        per_rank = self.prompts_per_step // self.data_size
+        for round_index in range(self.num_rounds):
+            number = self.epoch * self.num_rounds + round_index
+            rows = None if self.state.skips(number) else self.state.choose(number)
+            start = number * self.state.round_size
+            for _ in range(self.num_iterations):
+                for step in range(self.steps_per_generation):
+                    first = step * self.prompts_per_step + self.data_rank * per_rank
+                    places = range(first, first + per_rank)
+                    yield [] if rows is None else [(rows[place], start + place) for place in places]
+
+
+def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
+    """Return the index in ``shares`` of each row's value; every value must have a share."""
+    assert curriculum.shares is not None
+    values = [str(value) for value in _column(dataset, curriculum.column)]
+    names = list(curriculum.shares)
+    if other := sorted({*values} - {*names}):
+        raise ValueError(
+            f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares has "
+            f"{listed(names)}): give it one; 0 keeps it out while others last."
+        )
+    if absent := [name for name in names if name not in set(values)]:
+        raise ValueError(
+            f"curriculum: shares has {absent[0]!r}, but the column {curriculum.column!r} has only "
+            f"{listed(sorted({*values}))}: remove it."
+        )
+    place = {name: index for index, name in enumerate(names)}
+    return np.array([place[value] for value in values])
+
+
+def _numbers(dataset: Any, column: str) -> np.ndarray:
+    try:
+        found = np.array([float(value) for value in _column(dataset, column)])
+    except (TypeError, ValueError):
+        raise ValueError(f"curriculum: the column {column!r} must have a number in each row, of difficulty.") from None
+    if np.isnan(found).any():
+        raise ValueError(f"curriculum: the column {column!r} has a row without a number: give each one a difficulty.")
+    return found
+
+
+def _column(dataset: Any, column: str | None) -> list[Any]:
+    if column not in dataset.column_names:
+        raise ValueError(f"curriculum: the dataset has no column {column!r}; it has {listed(dataset.column_names)}.")
+    return list(dataset[column])

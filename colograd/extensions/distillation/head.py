@@ -1,0 +1,251 @@
+"""Divergence of the policy from a teacher, one tile of the vocabulary at a time.
+
+It is computed from the teacher's logits next to the policy's (`distillation_kl: exact`), or from the teacher's most
+probable tokens (`top_k`). A divergence has three parts: running sums over the policy's tiles (`sums`), their result,
+and its part of each tile's gradient (`spread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...batch import MicroBatch
+from ...policy.head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, parts, product_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHead:
+    """Head of a teacher, for logits next to the policy's. In a larger vocabulary these are only the policy's tokens."""
+
+    weight: torch.Tensor  # (V, hidden), a constant
+    bias: torch.Tensor | None
+    transform: dict[str, Any]
+    wide: bool
+
+    @classmethod
+    def of(cls, model: Any) -> TeacherHead:
+        head = model.get_output_embeddings()
+        bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
+        return cls(head.weight.detach(), None if bias is None else bias.detach(), logit_transform(model), wide)
+
+    def copied_to(self, device: torch.device) -> TeacherHead:
+        """Copy the head into separate memory on ``device``, for a model that leaves the device or is cut."""
+        bias = None if self.bias is None else self.bias.to(device, copy=True)
+        return TeacherHead(self.weight.to(device, copy=True), bias, self.transform, self.wide)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of the head's products, and so of its input states."""
+        return product_dtype(self.weight, device, self.wide)
+
+    def beside(self, micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherLogits:
+        """Return the teacher's logits for a micro-batch's labels, from the `teacher_states` of its rows."""
+        assert micro_batch.teacher_states is not None, "the teacher has read every row that is trained on"
+        return self.logits(micro_batch.teacher_states, temperature, kept)
+
+    def logits(self, states: torch.Tensor, temperature: float, kept: Kept | None = None) -> TeacherLogits:
+        """Return the logits for hidden states.
+
+        Args:
+            states: (N, hidden) last hidden states of the teacher's model, on the head's device.
+            kept: candidate tokens of the labels; None: the whole vocabulary.
+        """
+        head = Head(temperature, dtype=self.dtype(states.device), wide=self.wide, kept=kept, **self.transform)
+        return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherLogits:
+    """Logits of the teacher for the policy's N labels. One tile exists at a time."""
+
+    states: torch.Tensor  # (N, hidden)
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    head: Head
+
+    def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Compute a tile (n, c) of the logits that the teacher would sample from."""
+        part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
+        tile = self.head.logits(self.states[row], part, bias)
+        tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
+        return self.head.hide_(tile, row, vocabulary)
+
+    def sums(self, like: torch.Tensor) -> DivergenceSums:
+        return DivergenceSums(self, like)
+
+    def spread(
+        self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
+    ) -> Spread:
+        """Add the divergence's part of a tile's gradient to ``first``."""
+        divergence, of_teacher = saved
+        logq = self.tile(*place).sub_(of_teacher[:, None])
+        return Spread.joined(first, gradient, divergence, logq.mul_(gradient[:, None]))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Gradient spread over the vocabulary: p (slope log p - constant - logq) for each logit."""
+
+    slope: torch.Tensor  # (n,)
+    constant: torch.Tensor  # (n,)
+    logq: torch.Tensor | None = None  # (n, c)
+    more: tuple[torch.Tensor, torch.Tensor] | None = None  # (n, K) columns, and (n, K) summands for them
+
+    @classmethod
+    def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> Spread:
+        return cls(-gradient, gradient * entropy)
+
+    @classmethod
+    def joined(
+        cls, first: Spread | None, gradient: torch.Tensor, divergence: torch.Tensor, logq: torch.Tensor
+    ) -> Spread:
+        """Add the divergence's part to ``first``. ``logq`` is the teacher's log-probabilities times the gradient."""
+        slope, constant = gradient, gradient * divergence
+        if first is not None:
+            slope, constant = slope + first.slope, constant + first.constant
+        return cls(slope, constant, logq)
+
+
+class DivergenceSums:
+    """KL(policy || teacher) of N labels' distributions over the vocabulary, added up tile by tile.
+
+    With logits x of the policy and y of the teacher it is E_policy[x - y] - log sum e^x + log sum e^y.
+    """
+
+    def __init__(self, teacher: TeacherLogits, like: torch.Tensor) -> None:
+        self.teacher = teacher
+        self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)  # (N,) running sums, see `add`
+        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
+
+    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Return x - y (n, c) for the policy's finished ``tile``, and update the teacher's running sum."""
+        other = self.teacher.tile(row, vocabulary)
+        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
+        self.total[row] *= (self.maximum[row] - largest).exp()
+        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
+        self.maximum[row] = largest
+        return other.neg_().add_(tile)
+
+    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
+        """Update the policy's sum of e^(x - max) (x - y).
+
+        ``power`` is e^(x - max). ``decay`` rescales the sum so far from the former maximum.
+        """
+        self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
+
+    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence (N,) and the teacher's log sum e^y (N,).
+
+        ``total`` is the policy's sum of e^(x - max), ``normaliser`` its log sum e^x.
+        """
+        theirs = self.maximum + self.total.log()
+        return self.gap / total - normaliser + theirs, theirs
+
+
+REST = 1e-6  # minimum probability of all tokens outside the top K: 1 minus the top's sum has a rounding error
+
+
+class TopTokens:
+    """Replacement of a `TeacherHead` that only reads a micro-batch's most probable tokens of the teacher."""
+
+    @staticmethod
+    def beside(micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherTop:
+        assert micro_batch.teacher_top is not None, "the teacher has read every row that is trained on"
+        ids, logprobs = micro_batch.teacher_top.unbind(1)
+        return TeacherTop(ids.long(), logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherTop:
+    """Most probable K tokens of the teacher for each of N labels."""
+
+    ids: torch.Tensor  # (N, K) int64
+    logprobs: torch.Tensor  # (N, K)
+
+    def sums(self, like: torch.Tensor) -> TopSums:
+        return TopSums(self, like)
+
+    def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's column in the tile (n, K), and whether the tile has the token (n, K).
+
+        The column of other tiles' tokens is 0.
+        """
+        ids = self.ids[row]
+        inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
+        return (ids - vocabulary.start).where(inside, 0), inside
+
+    def spread(
+        self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
+    ) -> Spread:
+        """Add the divergence's part of a tile's gradient to ``first``.
+
+        It is p (gap of the rest - KL) for each token. The teacher's top tokens have their own gap instead of the
+        rest's.
+        """
+        divergence, of_teacher = saved
+        own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
+        slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
+        if first is not None:
+            slope, constant = slope + first.slope, constant + first.constant
+        index, inside = self.columns(*place)
+        return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
+
+
+class TopSums:
+    """KL(policy || teacher) with all tokens outside the teacher's top K counted as one token: a lower bound."""
+
+    def __init__(self, teacher: TeacherTop, like: torch.Tensor) -> None:
+        self.teacher = teacher
+        self.logits = like.new_full(teacher.ids.shape, HIDDEN)  # the policy's logits of these tokens (N, K)
+
+    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
+        """Read the top tokens' logits from the policy's finished ``tile``. There are no gaps for `add`."""
+        index, inside = self.teacher.columns(row, vocabulary)
+        self.logits[row] = torch.where(inside, tile.gather(1, index), self.logits[row])
+
+    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
+        """Do nothing: `gaps` has read the logits."""
+
+    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence (N,), and (N, K + 1): p (gap - gap of the rest) of each token, and the rest's gap."""
+        logp, logq = self.logits - normaliser[:, None], self.teacher.logprobs.to(self.logits)
+        p, gap = logp.exp(), logp - logq
+        here = logq.exp().where(self.logits > HIDDEN / 2, 0.0)  # tokens without a policy logit count as rest
+        rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
+        of_rest = rest.log() - theirs.log()
+        found = torch.linalg.vecdot(p, gap) + rest * of_rest
+        return found, torch.cat([p * (gap - of_rest[:, None]), of_rest[:, None]], dim=1)
+
+
+def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
+    """Compute each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32.
+
+    Args:
+        tile: rows and columns of the logits that exist at once.
+    """
+    found = []
+    for row in parts(len(logits.states), tile[0]):
+        states = logits.states[row]
+        best, ids = (
+            states.new_empty((len(states), 0), dtype=logits.head.exact),
+            states.new_empty((len(states), 0)).long(),
+        )
+        total = torch.zeros_like(best.sum(1))
+        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)  # see `_LabelLogprobs`
+        for vocabulary in parts(len(logits.weight), tile[1]):
+            values = logits.tile(row, vocabulary)
+            largest = torch.maximum(maximum, values.amax(1))
+            total = total * (maximum - largest).exp() + (values - largest[:, None]).exp().sum(1)
+            maximum, top = largest, values.topk(min(k, values.shape[1]))
+            best, ids = torch.cat([best, top.values], 1), torch.cat([ids, top.indices + vocabulary.start], 1)
+            order = best.topk(min(k, best.shape[1])).indices
+            best, ids = best.gather(1, order), ids.gather(1, order)
+        found.append(torch.stack([ids.float(), (best - (maximum + total.log())[:, None]).float()], 1))
+    return torch.cat(found)

@@ -1,0 +1,345 @@
+"""Teacher of on-policy distillation: load it, and reject unsuitable ones. One of the `second_models`.
+
+another model                       loaded in addition to the policy; any size or architecture with the policy's tokens
+an adapter on another base, or      that base with the adapter, not merged
+of another shape
+an adapter of the shape that the    no second model: the policy's own model, with the teacher's values exchanged for
+policy trains, on the policy's      the trained ones while the teacher runs
+base
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer
+
+from ...config import GRPOConfig
+from ...policy.frozen import FrozenModel, offloads, values_in_place
+from ...policy.loading import Policy, from_name
+from ...policy.logprobs import evaluation_mode, products_in_float32
+from ...policy.lora import adapter_folder, unwrap
+from ...policy.outline import outline, to_pack
+from ...policy.row_proof import choose_rows
+from ...runtime import cpu_products
+from ..quantized import checkpoints as quantized
+from ..quantized.layers import packed_weights, settle
+from .head import TeacherHead
+
+SCALE = (
+    "lora_alpha",
+    "r",
+    "use_rslora",
+    "use_dora",
+    "alpha_pattern",
+    "rank_pattern",
+)  # fields of an adapter's configuration that determine the scale of its values
+
+
+class Teacher(FrozenModel):
+    """Teacher with its own model.
+
+    Args:
+        top: number of most probable tokens kept per distribution, with `distillation_kl: top_k`.
+    """
+
+    of_policy = False
+
+    def __init__(
+        self, name: str, model: torch.nn.Module, device: torch.device, offload: bool, head: TeacherHead | None = None,
+        top: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(model, device, offload)
+        self.name, self.head, self.top = name, head, top
+
+    def describe(self) -> str:
+        dtype, packed = str(self.model.dtype).removeprefix("torch."), len(packed_weights(unwrap(self.model)))
+        also = f", {packed} matrices quantised" if packed else ""
+        size = f"{unwrap(self.model).num_parameters() / 1e6:,.0f} M parameters, {dtype}{also}"
+        return f"teacher: {self.name}, {size}, {self.where()}"
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
+        """Save nothing: the next start loads the same teacher."""
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Load nothing, because `save` writes nothing."""
+
+
+class OtherAdapter:
+    """Teacher that is the policy's model with another adapter's values, exchanged in while the teacher runs."""
+
+    of_policy = True
+
+    def __init__(self, name: str, model: Any, values: dict[str, torch.Tensor], top: int = 0) -> None:
+        self.name, self.model, self.head, self.top = name, model, TeacherHead.of(unwrap(model)), top
+        parameters = dict(model.named_parameters())
+        self.values = [(parameters[key], value.to(parameters[key])) for key, value in values.items()]
+
+    def describe(self) -> str:
+        nbytes = sum(value.nbytes for _, value in self.values)
+        return f"teacher: the policy's base with the adapter {self.name}, {nbytes / 2**20:,.1f} MiB"
+
+    @contextmanager
+    def present(self) -> Iterator[Any]:
+        with values_in_place(self.values), evaluation_mode(self.model):
+            yield self.model
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
+        """Save nothing: the next start loads the same teacher."""
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Load nothing, because `save` writes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Location of a teacher, and the settings for loading it."""
+
+    name: str  # name in the configuration
+    base: str  # folder or Hub id of the model
+    adapter: str  # folder of the adapter on it; empty: none
+    loading: GRPOConfig  # configuration with the teacher's loading settings in place of the policy's
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """Quantisation in the form of a checkpoint's config.json; None: the weights aren't quantised."""
+        saved = quantized.saved_in(self.configuration())
+        return saved or quantized.asked_for(self.loading, self.adapter or self.base)
+
+    def configuration(self) -> Any:
+        return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
+
+    def outline(self) -> Any:
+        """Return the teacher's model on the meta device, from a cache after the first call."""
+        dtype = self.loading.torch_dtype()
+        if not isinstance(dtype, torch.dtype):
+            dtype = getattr(self.configuration(), "dtype", None) or torch.float32
+        return _outline(self.base, dtype, self.trust, self.revision)
+
+    @property
+    def revision(self) -> str | None:
+        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
+        return given.get("revision")
+
+    @property
+    def trust(self) -> bool:
+        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
+        return bool(given.get("trust_remote_code", self.loading.trust_remote_code))
+
+
+_outline = functools.lru_cache(maxsize=8)(outline)
+
+
+def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
+    """Return the teacher's location and loading settings.
+
+    Raises:
+        ValueError: the folder has an adapter that names no base.
+    """
+    name = str(config.teacher_model_name_or_path)
+    loading, given = copy.copy(config), dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
+    if given.get("dtype") is None and given.get("torch_dtype") is None:
+        given["dtype"] = str(policy.model.dtype).removeprefix("torch.")
+    if config.teacher_model_revision is not None:
+        given["revision"] = config.teacher_model_revision
+    loading.model_init_kwargs = given
+    saved = adapter_folder(name)
+    if saved is None:
+        return _Source(name, name, "", loading)
+    base = str(saved.get("base_model_name_or_path") or "")
+    if not base:
+        raise ValueError(
+            f"teacher_model_name_or_path {name!r} holds an adapter that doesn't name its base: set "
+            "base_model_name_or_path in its adapter_config.json."
+        )
+    return _Source(name, base, name, loading)
+
+
+def check_teacher(config: GRPOConfig, policy: Policy) -> None:
+    """Check that the teachers can score the policy's samples, before their weights are read.
+
+    Raises:
+        ValueError: a teacher can't; with the value, the rule and the remedy.
+    """
+    for name in config.teachers:
+        _check_one(config_of(config, name), policy)
+
+
+def config_of(config: GRPOConfig, name: str) -> GRPOConfig:
+    """Return the configuration with only the named one of several teachers; unchanged if ``name`` is empty."""
+    if not name:
+        return config
+    own = copy.copy(config)
+    own.teacher_model_name_or_path = config.teachers[name]
+    return own
+
+
+def _check_one(config: GRPOConfig, policy: Policy) -> None:
+    source = _source_of(config, policy)
+    found = source.outline()
+    _check_tokens(source, found, policy)
+    kind, own = found.config.model_type, unwrap(policy.model).config.model_type
+    if policy.processor is not None and kind != own:
+        raise ValueError(
+            f"The policy reads images as {own} does, and the teacher {source.name!r} is a {kind}, for which they would "
+            f"have to be made anew: choose a teacher of {own}."
+        )
+    settings = source.quantization
+    quantized.check_quantized(source.configuration(), source.loading, source.adapter or source.base, has_adapter=True)
+    if settings is not None and config.offload_teacher:
+        raise ValueError(
+            "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
+        )
+    if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
+        what = "quantised" if settings is not None else "an adapter on its base"
+        raise ValueError(
+            f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: gradients, "
+            "or choose a teacher that is a whole model."
+        )
+
+
+def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
+    """Raise a ValueError if a sequence may be longer than a teacher's context."""
+    for name in config.teachers:
+        _check_context(config_of(config, name), policy, tokens)
+
+
+def _check_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
+    source = _source_of(config, policy)
+    most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        raise ValueError(
+            f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
+            f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
+        )
+
+
+def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
+    """Raise a ValueError if a token of the policy has another meaning, or none, for the teacher."""
+    own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, found))
+    if rows < own:
+        raise ValueError(
+            f"The teacher {source.name!r} has {rows:,} tokens in its vocabulary and the policy {own:,}, so that the "
+            "policy may sample one that the teacher doesn't know: choose a teacher with at least as many."
+        )
+    if source.base == policy.path and source.revision is None:
+        return
+    has_own = bool(source.adapter) and os.path.isfile(os.path.join(source.adapter, "tokenizer_config.json"))
+    try:
+        theirs = AutoTokenizer.from_pretrained(
+            source.adapter if has_own else source.base,
+            revision=None if has_own else source.revision,
+            trust_remote_code=source.trust,
+        ).get_vocab()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The teacher {source.name!r} has no tokenizer that can be loaded ({reason}), and so it isn't known "
+            "whether its tokens are the policy's: put the tokenizer's files into its folder."
+        ) from None
+    ours = policy.tokenizer.get_vocab()
+    others = [token for token, index in ours.items() if theirs.get(token) != index]
+    if others:
+        first = min(others, key=ours.__getitem__)
+        there = "isn't among its" if first not in theirs else f"is {theirs[first]} of its"
+        raise ValueError(
+            f"The teacher {source.name!r} has another tokenizer: of the policy's {len(ours):,} tokens {len(others):,} "
+            f"have another number there, such as {first!r}, number {ours[first]} of the policy's, which {there} "
+            f"{len(theirs):,}. It scores the policy's tokens as they are: choose a teacher of the same family."
+        )
+
+
+def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
+    """Return the teacher's bytes on the policy's device before it is cut."""
+    source = _source_of(config, policy)
+    if _values_for(source, policy) is not None:
+        return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
+    found, exact = source.outline(), config.distillation_kl == "exact"
+    head = TeacherHead.of(found).nbytes if exact else 0  # its copy stays on the device if the model doesn't
+    if offloads(config, config.offload_teacher):
+        return head
+    packed = to_pack(found, source.quantization or {})
+    whole = sum(packed.get(parameter, parameter.nbytes) for parameter in found.parameters())
+    return whole + head * config.world_size if config.cuts_weights else whole
+
+
+def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
+    """Load the teacher of a policy that is on its device. All ranks load the same teacher."""
+    source = _source_of(config, policy)
+    values = _values_for(source, policy)
+    if values is not None:
+        return OtherAdapter(source.name, policy.model, values, config.distillation_top_k)
+    try:
+        model: Any = from_name(source.base, source.loading, adapter=source.adapter)
+    except ValueError as error:
+        raise ValueError(f"teacher_model_name_or_path {source.name!r} can't be loaded: {error}") from None
+    if packed_weights(model):
+        settle(model)
+    if source.adapter:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, source.adapter)
+    if config.on_cpu:
+        cpu_products.take_over(model)
+    if config.cast_lm_head_to_fp32:
+        products_in_float32(model)
+    model.requires_grad_(False).eval()
+    if config.on_cpu:
+        choose_rows(model)  # on a GPU the rows are proved later, on the device
+    offload = offloads(config, config.offload_teacher)
+    _bring(model, config.device, stays=offload or config.cuts_weights)
+    head = TeacherHead.of(unwrap(model)) if config.distillation_kl == "exact" else None
+    if head is not None and (offload or config.cuts_weights):
+        head = head.copied_to(config.device)
+    if offload:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.pin_memory()
+    return Teacher(source.name, model, config.device, offload, head, config.distillation_top_k)
+
+
+def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:
+    """Move the model to ``device``; if it ``stays``, only its buffers, because nothing else will move them there."""
+    if not stays:
+        model.to(device)
+        return
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
+    """Return an adapter's values by the policy's parameter names; None: the adapter needs its own model.
+
+    The adapter must have the same base and the same shape as the policy's adapter.
+    """
+    file = os.path.join(source.adapter, "adapter_model.safetensors")
+    if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
+        return None
+    if source.loading.teacher_model_init_kwargs or source.revision is not None:
+        return None
+    name = policy.adapter.name
+    saved, own = adapter_folder(source.adapter) or {}, policy.model.peft_config[name].to_dict()
+    if any((saved.get(field) or None) != (own.get(field) or None) for field in SCALE):
+        return None
+    values = _adapter_values(file)
+    if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
+        return None  # the head is read while the policy's own adapter is in its place
+    known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
+    if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
+        return None
+    return {known[key][0]: value for key, value in values.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _adapter_values(file: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(file))

@@ -1,0 +1,135 @@
+"""Router replay: in the trainer's forward a token goes to the experts that the engine chose for it.
+
+Trainer and engine round differently, so that tokens with nearly equal scores would go to other experts (rollout routing
+replay, R3, arXiv 2510.11370). Only the choice is replayed: the experts' shares come from the trainer's own logits, and
+its router gets its gradient. If a token's experts in the engine are unknown, the policy's router chooses them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...batch import UNKNOWN, MicroBatch
+from ...policy.layers import decoder_layers
+from ...policy.lora import unwrap
+from ...policy.packing import NOBODY
+from ...policy.padded import ROUTED
+
+
+def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return shares from the probabilities over all experts, in most families normalised to a sum of 1."""
+    shares = logits.softmax(-1, dtype=torch.float).gather(1, chosen)
+    return shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares
+
+
+def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return shares from each expert's own score, without the correction bias, which only affects the choice."""
+    shares = logits.sigmoid().gather(1, chosen)
+    if router.norm_topk_prob:
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    return shares * router.routed_scaling_factor
+
+
+def chosen_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return shares from a softmax over the chosen experts."""
+    return logits.gather(1, chosen).softmax(1, dtype=logits.dtype)
+
+
+# Function of each family's router: (T, E) logits and (T, K) chosen experts -> (T, K) shares.
+SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
+    "gpt_oss": chosen_shares,
+    **dict.fromkeys(("flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"), softmax_shares),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next"), softmax_shares),
+}
+
+
+def make_replaying(model: Any) -> None:
+    """Let the model's layers take the experts of their tokens (`ROUTED`). Without them the layers don't change.
+
+    Raises:
+        ValueError: the routers compute shares in an unknown way, or transformers is too new.
+    """
+    if "__call__" not in vars(GradientCheckpointingLayer):
+        raise ValueError(
+            "router_replay is true, but with transformers 5.23 or later a checkpointed layer is computed again without "
+            "the experts of its row: install transformers below 5.23, or set router_replay: false."
+        )
+    model, place = unwrap(model), 0
+    kind = model.config.get_text_config().model_type
+    for layer in decoder_layers(model):
+        routers = routers_of(layer)
+        for router in routers:
+            _prove(kind, router)
+            router.replayed, router.apart = None, None
+            router.register_forward_hook(functools.partial(_replay, SHARES[kind]))
+        assert len(routers) <= 1, "a layer has one router"
+        layer.register_forward_pre_hook(functools.partial(_hand_out, routers, place), with_kwargs=True)
+        place += len(routers)
+    model.replays_routing = True
+
+
+def routers_of(module: torch.nn.Module) -> list[Any]:
+    """Return the routers in a model or a layer, in their order."""
+    return [part for part in module.modules() if type(part).__name__.lower().endswith("topkrouter")]
+
+
+def _prove(kind: str, router: Any) -> None:
+    """Raise a ValueError unless `SHARES` gives the router's own shares for the router's own choice."""
+    weight: torch.Tensor = router.weight
+    states = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.no_grad():
+        logits, shares, own = router(states)
+        same = torch.equal(SHARES[kind](router, logits, own).to(shares.dtype), shares)
+    if not same:
+        raise ValueError(
+            f"router_replay is true, but {type(router).__name__} of this version of transformers shares a token out "
+            "among its experts in a way that isn't known: set router_replay: false."
+        )
+
+
+def replays(model: Any) -> bool:
+    return getattr(unwrap(model), "replays_routing", False)
+
+
+def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Pass a layer's part of the experts (T, L, K) to its router, also when a checkpoint recomputes the layer."""
+    routed = kwargs.pop(ROUTED, None)
+    for router in routers:
+        router.replayed = None if routed is None else routed[:, place]
+        router.apart = None
+    return args, kwargs
+
+
+def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: Any) -> Any:
+    """Replace a router's choice by the engine's choice, if that is known."""
+    if router.replayed is None:
+        return None
+    logits, shares, own = output
+    known = router.replayed[:, :1] != UNKNOWN
+    chosen = torch.where(known, router.replayed.long(), own)
+    with torch.no_grad():
+        strange = (chosen[:, :, None] != own[:, None, :]).all(-1)
+        router.apart = torch.stack([strange.sum(), known.sum() * chosen.shape[1]])
+    return logits, share(router, logits, chosen).to(shares.dtype), chosen
+
+
+@torch.no_grad()
+def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, Any]]:
+    """Return sums and counts of the last forward: tokens with replayed experts, and choices unlike the trainer's.
+
+    A choice is one expert of a token in a layer.
+    """
+    if all(identity.position == NOBODY for identity in micro_batch.rollouts):
+        return {}
+    tokens = micro_batch.layout.num_tokens
+    if micro_batch.experts is None:
+        return {"router/replayed": (0.0, tokens)}
+    strange, choices = torch.stack([router.apart for router in routers_of(unwrap(model))]).sum(0)
+    told = (micro_batch.experts[:, 0, 0] != UNKNOWN).sum()
+    return {"router/replayed": (told, tokens), "router/disagreement": (strange, choices)}

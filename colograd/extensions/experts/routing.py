@@ -1,0 +1,117 @@
+"""Routing statistics of a mixture of experts for one row: the spread of its tokens over experts, differentiable.
+
+A prompt that a row holds once counts once per completion, as if each sequence had a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...batch import MicroBatch
+from ...policy.packing import NOBODY
+from ...policy.sending import to_device_async
+from ...runtime.sizes import size_of
+from ..sequence_parallel.forward import RowPart
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Sums over a row's tokens. L layers have E experts each."""
+
+    tokens: torch.Tensor  # (), number of tokens of all sequences
+    loads: torch.Tensor  # (L, E), number of tokens that each expert got
+    probabilities: torch.Tensor  # (E,), sum of the routers' probabilities over tokens and layers; differentiable
+    entropy: torch.Tensor  # (), sum of the routers' entropies over tokens and layers, nats
+
+    @property
+    def balance_loss(self) -> torch.Tensor:
+        """Load-balancing loss: E times the sum over experts of (share of tokens) times (mean probability).
+
+        All layers are pooled. An even spread with K experts per token gives K. Switch Transformer, arXiv 2101.03961,
+        equations 4 to 6, as in transformers' `load_balancing_loss_func`. Differentiable in the probabilities.
+        """
+        rows = self._rows
+        return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
+
+    @property
+    def largest_load(self) -> torch.Tensor:
+        """Largest load of a layer's experts divided by their mean load, averaged over layers, (); 1: even."""
+        loads = self.loads
+        return (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean()
+
+    @property
+    def mean_entropy(self) -> torch.Tensor:
+        """Mean entropy of a token in a layer, (), nats."""
+        return self.entropy / self._rows
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        return (self.tokens * len(self.loads)).clamp(min=1)
+
+
+def num_experts(model_config: Any) -> int:
+    """Return the number of a layer's experts that routers choose from; 0: no mixture of experts."""
+    found = size_of(model_config, "num_experts", "num_local_experts", "n_routed_experts")
+    return found if experts_per_token(model_config) or found > 1 else 0
+
+
+def experts_per_token(model_config: Any) -> int:
+    """Return the number of experts per token; 0: not in the configuration."""
+    return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+
+
+def active_parameters(model: Any) -> int:
+    """Return the number of parameters that a token uses: of a mixture's experts only the chosen ones count."""
+    total, experts = int(model.num_parameters()), num_experts(model.config)
+    if not experts:
+        return total
+    idle = 1 - (experts_per_token(model.config) or experts) / experts
+    return total - int(idle * sum(p.numel() for name, p in model.named_parameters() if ".experts." in name))
+
+
+def tells_routing(model: Any) -> bool:
+    """Return whether the model can return its routers' logits."""
+    return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
+        getattr(model, "_can_record_outputs", None) or {}
+    )
+
+
+def routing_of(
+    router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch, part: RowPart | None = None
+) -> Routing:
+    """Compute the statistics from each layer's ``router_logits`` (T, E) in the packed row's order.
+
+    Args:
+        chosen: number of experts per token.
+        part: this rank's part of the row, if the logits are only of that part's tokens.
+    """
+    weights = token_weights(micro_batch)
+    weights = weights if part is None else part.own_weights(weights)
+    loads, probabilities, entropy = [], [], []
+    for logits in router_logits:
+        logprobs = logits.float().log_softmax(-1)
+        of_experts = logprobs.exp()
+        probabilities.append(weights @ of_experts)
+        with torch.no_grad():
+            picked = of_experts.topk(chosen, dim=-1).indices.flatten()
+            loads.append(torch.zeros_like(of_experts[0]).index_add(0, picked, weights.repeat_interleave(chosen)))
+            entropy.append(weights @ torch.special.entr(of_experts).sum(-1))
+    sums = weights.sum(), torch.stack(loads), torch.stack(probabilities).sum(0), torch.stack(entropy).sum()
+    return Routing(*(sums if part is None else map(part.sum, sums)))
+
+
+def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
+    """Return (T,) float32, the number of the row's sequences that contain each token; 0 for dummies."""
+    layout = micro_batch.layout
+    counts = [0] * len(layout.lengths)
+    within = {segment for seen in layout.attends_to for segment in seen}
+    if any(identity.position != NOBODY for identity in micro_batch.rollouts):  # dummies are whole rows
+        for end in set(range(len(counts))) - within:
+            for segment in (*layout.attends_to[end], end):
+                counts[segment] += 1
+    weights = torch.tensor(counts, dtype=torch.float32).repeat_interleave(torch.tensor(layout.lengths))
+    return to_device_async(weights, micro_batch.input_ids.device)

@@ -1,0 +1,220 @@
+"""Layers that carry a state along a sequence (Gated DeltaNet, Mamba-2, short convolutions) over a `SegmentLayout`.
+
+Each completion starts from the state at its prompt's end, and gradients flow through this state into the prompt.
+
+The mixing is transformers' own code with its kernels. It continues from a cache, and nothing changes the cache's
+tensors in place. A prompt runs by itself. Completions run together from their prompts' states, padded on the right. If
+ranks share out a row's tokens, each rank mixes all tokens for a part of the heads (`recurrent_heads`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...batch import SegmentLayout
+from ...policy.layers import decoder_layers
+from ...policy.sending import to_device_async
+from ..sequence_parallel import recurrent_heads
+
+# Possible names of a mixer's cache argument; the first one since transformers 5.24.
+CACHES = ("cache", "cache_params", "past_key_values")
+SHORTEST = 0.75  # minimum length of a run as a fraction of its batch's longest: at most a quarter is padding
+
+
+def make_segmented(model: torch.nn.Module) -> None:
+    """Let the model's layers with a state take packed rows; other calls of these layers don't change."""
+    for layer in decoder_layers(model):
+        if (mixers := [*mixers_of(layer)]) and not any("forward" in mixer.__dict__ for mixer in mixers):
+            for mixer in mixers:
+                kind: Any = type(mixer)
+                mixer.layout = mixer.row_part = None
+                # A bound method: a copy of the mixer gets one that is bound to it.
+                mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
+            layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
+
+
+def keep_uncompiled(model: torch.nn.Module) -> None:
+    """Exclude the mixers from compilation: each layout would make another long graph. Call before compiling layers."""
+    for mixer in mixers_of(model):
+        mixer.forward = MethodType(torch.compiler.disable(mixer.forward.__func__), mixer)
+
+
+def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the submodules that mix tokens by a causal convolution and usually a state, without attention."""
+    for part in module.modules():
+        kind: Any = type(part)
+        if any(isinstance(child, torch.nn.Conv1d) for child in part.children()) and _cache_name(kind):
+            yield part
+
+
+@functools.cache
+def _cache_name(kind: Any) -> str:
+    """Return the name of a mixer's cache argument; empty: it takes no cache, or is an attention."""
+    names = inspect.signature(kind.forward).parameters
+    return "" if "position_embeddings" in names else next((name for name in CACHES if name in names), "")
+
+
+def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Pass the row's layout and this rank's part to a layer's mixers, also when a checkpoint recomputes the layer."""
+    for mixer in mixers:
+        mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
+
+
+def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # Since transformers 5.23 a checkpoint recomputes a layer without `_hand_out`, but passes the kwargs down to here.
+    layout, row_part = kwargs.pop("layout", mixer.layout), kwargs.pop("row_part", mixer.row_part)
+    if layout is None:
+        return own(mixer, hidden_states, *args, **kwargs)
+    run = functools.partial(_over_segments, own, cache, layout)
+    if row_part is not None:
+        return recurrent_heads.mix(mixer, hidden_states, row_part, run)
+    return run(mixer, hidden_states)
+
+
+def _over_segments(own: Any, cache: str, layout: SegmentLayout, mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Run a mixer's own forward over the row's tokens, (1, T, C)."""
+    plan = _plan(layout, inputs.device)
+    states: dict[int, _States] = {}
+    outputs = []
+    for batch in plan.batches:
+        tokens = inputs[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
+        carried = _States.of([states[p] for p in batch.parents])
+        outputs.append(own(mixer, tokens, **{cache: carried}).flatten(0, 1))
+        if batch.is_parent:
+            states[batch.segments[0]] = carried
+    return torch.cat(outputs).index_select(0, plan.places)[None]
+
+
+class _States:
+    """States of a layer for B sequences, with the interface of transformers' caches."""
+
+    record_past = True  # if False, a mixer would change the convolution's inputs in place
+
+    def __init__(self) -> None:
+        self.conv_states: dict[int, torch.Tensor] = {}  # (B, channels, K), last inputs of the convolution
+        self.recurrent_states: dict[int, torch.Tensor] = {}
+        self.continues = False
+
+    @classmethod
+    def of(cls, parents: list[_States]) -> _States:
+        """Make the states of sequences that continue from ``parents``, one each; empty: sequences at their start."""
+        found = cls()
+        found.continues = bool(parents)
+        for name in ("conv_states", "recurrent_states") if parents else ():
+            kept = [getattr(parent, name) for parent in parents]
+            setattr(found, name, {index: torch.cat([states[index] for states in kept]) for index in kept[0]})
+        return found
+
+    @property
+    def layers(self) -> _States:
+        return self
+
+    def __getitem__(self, layer: int) -> _States:
+        return self
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.continues
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.conv_states[state_idx] if self.continues else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.recurrent_states[state_idx] if self.continues else None
+
+    def update_conv_state(
+        self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """Save the convolution's last inputs, and return all of its inputs (B, channels, at least K)."""
+        kernel = conv_kernel_size or inputs.shape[-1]
+        if self.continues:
+            inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)
+        inputs = F.pad(inputs, (max(kernel - inputs.shape[-1], 0), 0))
+        self.conv_states[state_idx] = inputs[..., -kernel:]
+        return inputs
+
+    def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        self.recurrent_states[state_idx] = states
+        return states
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Segments that go through a mixer one after the other, from the state at another run's end."""
+
+    segments: tuple[int, ...]  # indices of the segments; only the last one's outputs are used
+    parent: int  # segment with the starting state; -1: no state
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Runs that go through a mixer together. A run with children is alone: padding would change its end state."""
+
+    segments: tuple[int, ...]  # last segment of each run
+    parents: tuple[int, ...]  # parent segment of each run; empty: no run has one
+    is_parent: bool  # whether other runs continue from this one
+    tokens: torch.Tensor  # (B * L,) index of each token in the row; arbitrary for padding
+
+
+class _Plan:
+    """Batches of a layout, parents before their children, and the place of each token in the batches' outputs."""
+
+    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
+        self.layout, self.starts = layout, layout.starts
+        runs = [self._run_of(segment) for segment in range(len(layout.lengths))]
+        parents = {run.parent for run in runs} - {-1}
+        batches = [[runs[segment]] for segment in sorted(parents)]
+        ends = (run for segment, run in enumerate(runs) if segment not in parents)
+        for run in sorted(ends, key=lambda run: (run.parent < 0, -self._length(run))):
+            longest = batches[-1][0] if batches else run
+            alike = (run.parent < 0) == (longest.parent < 0) and longest.segments[-1] not in parents
+            if batches and alike and self._length(run) >= SHORTEST * self._length(longest):
+                batches[-1].append(run)
+            else:
+                batches.append([run])
+        self.batches, first = [], 0
+        places = torch.empty(layout.num_tokens, dtype=torch.int64)
+        for batch in batches:
+            length, tokens = max(2, *map(self._length, batch)), []  # mixers change their state in place for one token
+            if batch[0].parent < 0:
+                length = max(map(self._length, batch))
+            for run in batch:
+                own, last = [self._tokens(segment) for segment in run.segments], run.segments[-1]
+                tokens.append(F.pad(torch.cat(own), (0, length - self._length(run))))
+                behind = first + self._length(run) - layout.lengths[last]
+                places[own[-1]] = behind + torch.arange(layout.lengths[last])
+                first += length
+            begun = tuple(run.parent for run in batch if run.parent >= 0)
+            ends_of = tuple(run.segments[-1] for run in batch)
+            at = to_device_async(torch.cat(tokens), device)
+            self.batches.append(_Batch(ends_of, begun, ends_of[0] in parents, at))
+        self.places = to_device_async(places, device)
+
+    def _run_of(self, segment: int) -> _Run:
+        seen = self.layout.attends_to[segment]
+        for at, earlier in enumerate(seen):
+            assert self.layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
+        # Kernels of one token have no gradient. So a run repeats its parent if that is one token with a parent itself.
+        kept = len(seen)
+        while kept > 1 and self.layout.lengths[seen[kept - 1]] == 1:
+            kept -= 1
+        return _Run((*seen[kept:], segment), seen[kept - 1] if kept else -1)
+
+    def _length(self, run: _Run) -> int:
+        return sum(self.layout.lengths[s] for s in run.segments)
+
+    def _tokens(self, segment: int) -> torch.Tensor:
+        return self.starts[segment] + torch.arange(self.layout.lengths[segment])
+
+
+_plan = functools.lru_cache(maxsize=16)(_Plan)

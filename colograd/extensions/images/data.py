@@ -1,0 +1,313 @@
+"""Images in prompts and in tools' answers: parts of a conversation, and the processor's inputs for the model.
+
+As TRL has it, a row's images are in its column ``images`` (a list) or ``image`` (one), and their places are the parts
+``{"type": "image"}`` of its conversation; where no message has any, they stand before the first user message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from ...batch import PER_TOKEN, Images, ModelInput
+from ...data.messages import without_nones
+from ...data.vocabulary import check_rows
+
+COLUMNS = ("images", "image")
+TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
+
+
+class ImageReader:
+    """The conversion of a row's conversation and images into the inputs of the model and the engine.
+
+    Args:
+        processor: of transformers, with an image processor, a tokenizer and a chat template.
+        image_token: the id of the tokens that an image's features replace.
+        rows: number of rows of the model's embedding; 0: unknown.
+    """
+
+    def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
+        self.processor, self.image_token, self.rows = processor, image_token, rows
+        self.most = 0  # the largest number of images of a prompt so far
+
+    def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
+        """Convert a row into its prompt: the tokens, with one per image feature, and the images.
+
+        Args:
+            row: of the dataset; its ``prompt`` is a conversation.
+            arguments: of the chat template.
+            where: the row's name in messages.
+
+        Raises:
+            ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
+        """
+        with _refusals(row, where):
+            return self.made(*self._messages(row, where), arguments)
+
+    def made(
+        self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> ModelInput:
+        """Convert a conversation and its pictures with the processor.
+
+        Args:
+            messages: with all contents as parts.
+            pictures: PIL images in RGB, in the order of their places in the messages.
+
+        Raises:
+            REFUSALS: the template or the processor failed, or the text has an image token without a picture.
+        """
+        text, special = self._text(messages, arguments)
+        engine_ids = self._placeholders(text, special, len(pictures))
+        if not pictures:
+            return ModelInput(engine_ids)
+        made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt", add_special_tokens=special)
+        ids = tuple(made["input_ids"][0].tolist())
+        places = tuple(place for place, token in enumerate(ids) if token == self.image_token)
+        inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+        return ModelInput(
+            ids, Images(digest_of(pictures), engine_ids, tuple(pictures), inputs, places, self.placeholder)
+        )
+
+    def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+        """Return a conversation without images as text and as tokens. An image token in it counts as a token."""
+        text, special = self._text(messages, arguments)
+        return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+
+    def made_up(self) -> ModelInput:
+        """Return a prompt with an image that belongs to no dataset."""
+        from PIL import Image
+
+        picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+        row = {"prompt": [{"role": "user", "content": "What is it?"}], "image": picture}
+        return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
+
+    def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
+        """Rebuild the `Images` of pictures that were read before."""
+        text = self.processor.image_token * len(pictures)
+        made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
+        inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+        for name, value in inputs.items():
+            if name in PER_TOKEN:
+                inputs[name] = value.new_zeros(1, places[-1] + 1)
+                inputs[name][0, [*places]] = 1
+        return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
+
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for a picture before the processor has seen it. (Gemma's image tokens are others.)"""
+        return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
+
+    def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
+        """Count the tokens of the prompt that `read` will make, by the images' sizes, without their pixels. None: the
+        processor can't compute it.
+
+        Raises:
+            ValueError: as `read`, except for problems that show only when pixels are processed.
+        """
+        with _refusals(row, where):
+            messages, pictures = self._messages(row, where)
+            text, special = self._text(messages, arguments)
+            placeholders = len(self._placeholders(text, special, len(pictures)))
+            if not pictures:
+                return placeholders
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
+                text = text.replace(self.processor.boi_token, whole)
+                return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM calls it too
+                return None
+            sizes = [(picture.height, picture.width) for picture in pictures]
+            each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks these
+            return placeholders + sum(tokens - 1 + around for tokens in each)
+
+    def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return a row's conversation, and its images in RGB."""
+        messages, pictures = with_images(row["prompt"], images_of(row, where), where)
+        self.most = max(self.most, len(pictures))
+        return messages, pictures
+
+    def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
+        """Return the text's tokens, with one placeholder for each picture.
+
+        Raises:
+            ValueError: the text has an image token without a picture, or a token without a row in the embedding.
+        """
+        ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+        own = self.placeholder, self.image_token
+        if self.rows:
+            check_rows((token for token in ids if token not in own), self.rows, self.processor.tokenizer, "the text")
+        written = sum(token in own for token in ids)
+        if written != pictures:
+            raise ValueError(
+                f"there are {written} image token(s) in the text and {pictures} image(s): remove those that stand "
+                'for none, or write {"type": "image"} parts and give as many images.'
+            )
+        return ids
+
+    def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return a conversation as text with a placeholder per image, and whether the tokenizer must add its own."""
+        text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
+        start = self.processor.tokenizer.bos_token
+        return text, not (start and text.startswith(start))
+
+
+class Unreadable(ValueError):
+    """A row that can't be read; the message has its name and the reason."""
+
+
+@contextlib.contextmanager
+def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
+    try:
+        yield
+    except Unreadable:
+        raise
+    except REFUSALS as error:
+        raise ValueError(f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}") from error
+
+
+def loaded(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the row with its image columns decoded.
+
+    Raises:
+        ValueError: see `images_of`.
+    """
+    found = images_of(row, where)
+    return {**row, "images": found or None, "image": None}
+
+
+def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
+    """Return the row's images in RGB, from its column ``images`` or ``image``.
+
+    Raises:
+        ValueError: both columns have some, or one isn't an image.
+    """
+    several, one = row.get("images"), row.get("image")
+    if several and one is not None:
+        raise Unreadable(f"{where}: it has both `images` and `image`: leave one of the columns out.")
+    if several is not None and not isinstance(several, (list, tuple)):
+        raise Unreadable(
+            f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into `image`."
+        )
+    given = [*several] if several else [] if one is None else [one]
+    return [in_rgb(image, where) for image in given]
+
+
+def in_rgb(image: Any, where: str) -> Any:
+    """Convert a datasets image (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB.
+
+    The camera's orientation tag is applied, as datasets and transformers do.
+
+    Raises:
+        ValueError: the value is no image, or can't be read.
+    """
+    from PIL import ExifTags, Image, ImageOps
+
+    if isinstance(image, Mapping):
+        image = io.BytesIO(image["bytes"]) if image.get("bytes") else image.get("path")
+    try:
+        if not isinstance(image, Image.Image):
+            image = Image.open(image)
+        image.load()  # a truncated file fails here
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except Exception as error:  # a broken file raises many kinds of errors
+        raise Unreadable(
+            f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path (seen "
+            f"from {os.getcwd()}), or a column of `datasets.Image`."
+        ) from None
+
+
+def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the conversation with all contents as parts that hold no image, and the images in their order.
+
+    Raises:
+        ValueError: the prompt is no conversation, or has more or fewer places than there are images.
+    """
+    if not isinstance(prompt, list):
+        raise Unreadable(
+            f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
+            '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}].'
+        )
+    contents = [[*_parts(message["content"])] for message in prompt]
+    places = [part for content in contents for part in content if part["type"] == "image" and not part.get("image")]
+    if images and not places:
+        first = next((i for i, m in enumerate(prompt) if m["role"] == "user" and isinstance(m["content"], str)), None)
+        if first is not None:
+            contents[first] = [*({"type": "image"} for _ in images), *contents[first]]
+            places = [*images]
+    if len(places) != len(images):
+        raise Unreadable(
+            f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
+            f"{len(images)} image(s): give as many of one as of the other."
+        )
+    waiting, found = iter(images), []
+    messages = []
+    for message, content in zip(prompt, contents, strict=True):
+        parts = []
+        for part in content:
+            if part["type"] == "image":
+                own = part.get("image")
+                found.append(in_rgb(own, where) if own else next(waiting))
+                part = {"type": "image"}
+            parts.append(part)
+        messages.append({**without_nones({**message, "content": None}), "content": parts})
+    return messages, found
+
+
+def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the row's conversation with its images in their parts.
+
+    Raises:
+        ValueError: see `with_images`.
+    """
+    messages, images = with_images(row["prompt"], images_of(row, where), where)
+    waiting = iter(images)
+    return [
+        {**m, "content": [p | {"image": next(waiting)} if p["type"] == "image" else p for p in m["content"]]}
+        for m in messages
+    ]
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Return a message's content as parts. A struct column fills the keys that a part doesn't have with None."""
+    if not isinstance(content, list):
+        return [{"type": "text", "text": content or ""}]
+    return [
+        {key: value for key, value in part.items() if value is not None}
+        if isinstance(part, dict)
+        else {"type": "text", "text": str(part)}
+        for part in content
+    ]
+
+
+def text_of(prompt: Any) -> Any:
+    """Return the prompt without its pictures, for display and logs."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {**m, "content": [{k: v for k, v in p.items() if k != "image"} for p in _parts(m["content"])]}
+        if isinstance(m, dict) and isinstance(m.get("content"), list)
+        else m
+        for m in prompt
+    ]
+
+
+def has_images(columns: Sequence[str]) -> bool:
+    return bool({*COLUMNS} & {*columns})
+
+
+def digest_of(pictures: Sequence[Any]) -> str:
+    """Return a digest of the pictures' sizes and pixels."""
+    found = hashlib.blake2b(digest_size=16)
+    for picture in pictures:
+        found.update(repr(picture.size).encode())
+        found.update(picture.tobytes())
+    return found.hexdigest()

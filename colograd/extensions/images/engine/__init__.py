@@ -1,0 +1,1 @@
+"""The part of this extension that touches vLLM."""

@@ -1,0 +1,149 @@
+"""Images in vLLM: prompts with images, checks that vLLM reads them as the trainer does, and removal of old features.
+
+vLLM gets the images, and a prompt with one placeholder per image. It replaces each placeholder by as many image tokens
+as its own processor makes from the image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from ....batch import STAND_IN, ModelInput
+
+
+def find_gemma3() -> None:
+    """Register vLLM's class of Gemma 3 if torchvision isn't installed.
+
+    Its module imports a processor that needs torchvision, but uses it only in annotations.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    from vllm.model_executor.models import ModelRegistry
+
+    package, architecture = "transformers.models.gemma3", "Gemma3ForConditionalGeneration"
+    pil = importlib.import_module(f"{package}.image_processing_pil_gemma3")
+    named = types.ModuleType(f"{package}.image_processing_gemma3")
+    named.Gemma3ImageProcessor = pil.Gemma3ImageProcessorPil  # type: ignore[attr-defined]
+    sys.modules[named.__name__] = named
+    try:
+        found = importlib.import_module("vllm.model_executor.models.gemma3_mm")
+    finally:
+        del sys.modules[named.__name__]
+    # vLLM inspects unregistered classes in another process, where the import would fail.
+    ModelRegistry.register_model(architecture, getattr(found, architecture))
+
+
+def prompt_with_images(core: Any, asked: ModelInput) -> Any:
+    """Return a prompt with images in the form that `LLMEngine.add_request` takes.
+
+    vLLM would read a placeholder token that the model or a tool wrote as an image. So `Images.engine_ids` has another
+    token there. This function lets vLLM insert the image tokens, then restores the written placeholders.
+
+    Raises:
+        RuntimeError: see `check_expanded`.
+    """
+    images = asked.images
+    assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
+    prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
+    written = _written_placeholders(asked)
+    if not written:
+        return prompt
+    rendered = core.renderer.render_cmpl([prompt])[0]
+    found = list(rendered["prompt_token_ids"])
+    if len(found) == len(asked):
+        for place in written:
+            found[place] = asked.ids[place] if found[place] == STAND_IN else found[place]
+    check_expanded(asked, found)
+    return {**rendered, "prompt_token_ids": found}
+
+
+def _written_placeholders(asked: ModelInput) -> list[int]:
+    """Return the places of placeholder tokens that stand for no image."""
+    images = asked.images
+    assert images is not None
+    if images.engine_ids.count(STAND_IN) == asked.ids.count(STAND_IN):
+        return []
+    places = {*images.places}
+    return [at for at, token in enumerate(asked.ids) if token == images.placeholder and at not in places]
+
+
+def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
+    """Raise a RuntimeError if vLLM read other tokens than the trainer's row has."""
+    if asked.images is None or tuple(found) == asked.ids:
+        return
+    token = asked.ids[asked.images.places[0]]
+    raise RuntimeError(
+        f"vLLM read a prompt of {len(found)} tokens, {list(found).count(token)} of them image tokens, but the "
+        f"trainer's row has {len(asked.ids)} tokens with {len(asked.images.places)} image tokens: their processors "
+        "disagree about the images, and what is trained wouldn't be what was sampled. Use the processor that was saved "
+        "with the model, and versions of vLLM and transformers that belong together."
+    )
+
+
+def check_same_processor(model_config: Any, processor: Any) -> None:
+    """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting.
+
+    Also raise it if vLLM counts an image's tokens by another setting of the model (Gemma 4).
+    """
+    from vllm.transformers_utils.processor import cached_processor_from_config
+
+    # Load by class: for some names (InternVL's) vLLM also has its own class, for older checkpoints.
+    theirs = cached_processor_from_config(model_config, processor_cls=type(processor)).image_processor.to_dict()
+    ours = processor.image_processor.to_dict()
+    for name in sorted(theirs.keys() | ours.keys()):
+        if _plain(theirs.get(name)) != _plain(ours.get(name)):
+            raise ValueError(
+                f"The processor's {name} is {ours.get(name)!r}, but vLLM, which loads the processor from the model's "
+                f"folder, has {theirs.get(name)!r}: save the processor into that folder, or give no processing_class."
+            )
+    counted = getattr(getattr(model_config.hf_config, "vision_config", None), "default_output_length", None)
+    most = ours.get("max_soft_tokens")
+    if None not in (counted, most) and counted != most:
+        raise ValueError(
+            f"The processor's max_soft_tokens is {most}, but vLLM counts an image's tokens by the model's "
+            f"vision_config.default_output_length, which is {counted}: make them equal in the model's folder."
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Convert a setting into dicts and lists, so that the class that holds it doesn't matter."""
+    if hasattr(value, "items"):
+        return {key: _plain(of) for key, of in value.items() if of is not None}
+    return [*value] if isinstance(value, tuple) else value
+
+
+def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
+    """Raise a RuntimeError if this vLLM's CPU attention can't be bidirectional within an image, as the model's is."""
+    if not (on_cpu and getattr(core.vllm_config.model_config, "is_mm_prefix_lm", False)):
+        return
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    if "mm_req_doc_ranges" not in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}:
+        from vllm import __version__ as found
+
+        raise RuntimeError(
+            f"vLLM {found} doesn't tell its attention on a CPU which tokens of a prompt are an image's, and those of "
+            "this model see each other both ways: install vLLM 0.31, or train it on a GPU."
+        )
+
+
+def check_forgets(core: Any) -> None:
+    """Raise a RuntimeError if this vLLM can't drop image features of older weights, or take rendered prompts."""
+    if not (hasattr(core, "reset_encoder_cache") and hasattr(getattr(core, "renderer", None), "render_cmpl")):
+        from vllm import __version__ as found
+
+        raise RuntimeError(
+            f"vLLM {found} can't forget the features of images, which older weights made, or isn't given prompts with "
+            "images as this version does it: install vLLM 0.31."
+        )
+
+
+def forget_features(core: Any) -> None:
+    """Drop vLLM's image features, so that it encodes images anew. Processed pixels stay: they depend on no weights."""
+    core.reset_encoder_cache()

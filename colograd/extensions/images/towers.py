@@ -1,0 +1,480 @@
+"""Images in a forward: find the models that take them, and put a row's pictures into its hidden states.
+
+The features of a row's pictures are computed together and replace the embeddings of the pictures' tokens. The places
+come from `Images.places`, never from a search: in a completion the image token is a token like any other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...batch import PER_TOKEN, Images, MicroBatch
+from ...policy import attention
+from ...policy.sending import to_device_async
+
+# transformers' model types that can be trained on images.
+FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
+TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # families trained like text models in a run without images
+TOWERS = ("visual", "vision_model", "vision_tower")  # vision towers; the projectors map their features to text space
+PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector", "embed_vision")
+HEARS = ("audio_tower", "embed_audio")  # audio towers: neither trained nor in the engine
+
+
+def takes_images(model_config: Any) -> bool:
+    return getattr(model_config, "model_type", None) in FAMILIES
+
+
+def see_both_ways(model_config: Any) -> str:
+    """Return the layers that let a picture's tokens attend to each other both ways: `all`, `window` or `` (none).
+
+    `window` are the layers with a sliding window. For Gemma 4 the configuration decides: its small models have none.
+    """
+    asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
+    return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
+
+
+def hidden_tokens(model_config: Any) -> tuple[int, ...]:
+    """Return the tokens that the model itself always reads as padding: Gemma 4's placeholders of images, video, audio.
+
+    Here and in vLLM a placeholder without a picture, in a prompt or sampled, is a token like any other.
+    """
+    if getattr(model_config, "model_type", None) != "gemma4":
+        return ()
+    found = (getattr(model_config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return tuple(int(token) for token in found if token is not None)
+
+
+def find_processors() -> None:
+    """Register Idefics3's image processor without torchvision; transformers wrongly requires torchvision for it."""
+    import transformers
+
+    name = "Idefics3ImageProcessorPil"
+    package = importlib.import_module("transformers.models.idefics3")
+    if getattr(getattr(package, name, None), "is_dummy", False):
+        found = getattr(importlib.import_module("transformers.models.idefics3.image_processing_pil_idefics3"), name)
+        for place in (package, transformers):
+            setattr(place, name, found)
+
+
+def has_tower(model_config: Any) -> bool:
+    """Return whether the model reads images or audio."""
+    return any(getattr(model_config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
+def reads_text_alone(model: Any) -> bool:
+    """Return whether a model that could read more than text is trained on text alone.
+
+    That is a model outside `FAMILIES`, or one of `TEXT_FIRST` in a run without images (`set_text_alone`).
+    """
+    config = getattr(model, "config", None)
+    return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
+
+
+def set_text_alone(model: Any, has_images: bool) -> None:
+    """Record before training that a model of `TEXT_FIRST` is trained on text alone if the run has no images."""
+    model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
+
+
+def read_parameters(model: Any) -> set[int] | None:
+    """Return the ids of the parameters that the run's rows use; None: the rows use all parameters."""
+    if reads_text_alone(model):
+        head = model.get_output_embeddings()
+        return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+    if not hears(getattr(model, "config", None)):
+        return None
+    return {id(parameter) for name, parameter in model.named_parameters() if not {*name.split(".")} & {*HEARS}}
+
+
+def hears(model_config: Any) -> bool:
+    return getattr(model_config, "audio_config", None) is not None
+
+
+def freeze_unread(model: Any) -> None:
+    """Freeze the parameters that no row uses."""
+    if (read := read_parameters(model)) is None:
+        return
+    for parameter in model.parameters():
+        if id(parameter) not in read:
+            parameter.requires_grad_(False)
+
+
+def freeze_tower(model: Any) -> int:
+    """Freeze the vision tower, but not its projector. Return the number of frozen elements."""
+    frozen = 0
+    for name, parameter in model.named_parameters():
+        if in_tower(name):
+            parameter.requires_grad_(False)
+            frozen += parameter.numel()
+    keep_gradients_out(tower_layers(model))
+    return frozen
+
+
+def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
+    """Stop gradients before frozen layers, even if checkpointing has made their inputs require gradients."""
+
+    def detach(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
+
+    if layers:
+        layers[0].register_forward_pre_hook(detach)
+
+
+@torch.no_grad()
+def load_weights(model: Any, folder: str) -> None:
+    """Copy a folder's weights into a whole model, in place. Names of older versions of transformers work too.
+
+    Raises:
+        ValueError: a weight is missing or has another shape.
+    """
+    loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{folder!r} lacks {len(missing)} of the policy's weights ({', '.join(missing[:3])}): they are of another "
+            "model, or a file is missing."
+        )
+    for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        if parameter.shape != saved.shape:
+            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
+        parameter.copy_(saved)
+
+
+def in_tower(name: str) -> bool:
+    """Return whether a parameter of that name belongs to the vision tower."""
+    parts = {*name.split(".")}
+    return bool(parts & {*TOWERS}) and not parts & {*PROJECTORS}
+
+
+def sees(name: str) -> bool:
+    """Return whether a parameter of that name belongs to the vision tower or its projector."""
+    return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
+
+
+def tower_layers(model: Any) -> list[torch.nn.Module]:
+    """Return the vision tower's layers; empty: the model has no vision tower."""
+    if not takes_images(model.config):
+        return []
+    modules = (module for name, module in model.named_modules() if in_tower(name))
+    return list(max((each for each in modules if isinstance(each, torch.nn.ModuleList)), key=len, default=()))
+
+
+def in_each_forward(model: Any) -> bool:
+    """Return whether rows without pictures go through the tower too.
+
+    Some sharding strategies require it, because ranks exchange tensors there.
+    """
+    return getattr(model, "tower_in_each_forward", False)
+
+
+def embeds(model: Any, micro_batch: MicroBatch) -> bool:
+    """Return whether this module makes a row's embeddings.
+
+    It does for rows with pictures, for rows that must go through the tower, and for models with hidden tokens.
+    """
+    if micro_batch.images is not None or in_each_forward(model):
+        return True
+    return bool(hidden_tokens(model.config)) and not reads_text_alone(model)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention of the language model and of a vision tower, if there is one. The tower's rows are images."""
+    if takes_images(model.config):
+        tower = name if name in ("eager", "sdpa") else _tower_attention(model)
+        model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
+    else:
+        model.set_attn_implementation(name)
+
+
+def _tower_attention(model: Any) -> str:
+    """Return the attention of a vision tower when the language model runs packed rows.
+
+    It is transformers' own, except on machines with GPUs for layers that take windows (`cu_seqlens`). There
+    transformers would wait in each layer for the GPU to return the windows' lengths.
+
+    The model's present device doesn't matter: a reference in host memory moves to the GPU later.
+    """
+    layers = tower_layers(model)
+    windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
+    return attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
+
+
+def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
+    """Return the image inputs of the model's own forward for one sequence of a prompt and ``completion`` tokens."""
+    return {
+        name: torch.nn.functional.pad(value, (0, completion)) if name in PER_TOKEN else value
+        for name, value in images.inputs.items()
+    }
+
+
+def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tuple[int, int]) -> dict[str, Any]:
+    """Return `own_inputs` of a sequence with pictures in its completion too.
+
+    ``lengths`` are the tokens of prompt and completion.
+    """
+    placed = [*((0, of) for of in prompt), *((lengths[0], of) for of in answers)]
+    parts = [own_inputs(of, 0) for _, of in placed]
+    found: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        if name in PER_TOKEN:
+            found[name] = _kinds(placed, sum(lengths)).long()
+        else:
+            found[name] = _joined([part[name] for part in parts], tiled="pixel_attention_mask" in parts[0])
+    return found
+
+
+def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """Compute the last hidden states of a packed row with pictures, (1, T, hidden)."""
+    starts = micro_batch.layout.starts
+    placed = [(starts[segment], of) for segment, images in (micro_batch.images or {}).items() for of in images]
+    own_positions = hasattr(_body(model), "get_rope_index")
+    positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
+    embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
+    if placed and (where := see_both_ways(model.config)):
+        runs = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
+        more["both_ways" if where == "all" else "both_ways_in_window"] = runs
+    output = model.get_decoder()(
+        inputs_embeds=embeds,
+        attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device),
+        position_ids=positions,
+        layout=micro_batch.layout,
+        use_cache=False,
+        **more,
+    )
+    return output.last_hidden_state
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and last + 1 of each run of consecutive places: one picture's tokens."""
+    for _, run in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+        found = [place for _, place in run]
+        yield found[0], found[-1] + 1
+
+
+def padded_hidden_states(
+    model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
+) -> torch.Tensor:
+    """Compute the last hidden states of padded rows, (B, L, hidden).
+
+    ``ids`` and ``mask`` are (B, L); ``chains`` has each row's segments.
+    """
+    width = ids.shape[1]
+    rows = [_placed(micro_batch, chain) for chain in chains]
+    placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
+    embeds, more = _with_pictures(model, ids, placed)
+    positions = torch.arange(width, device=ids.device).expand_as(ids)
+    if hasattr(_body(model), "get_rope_index"):
+        positions = positions.expand(3, *ids.shape).clone()
+        for row, images in enumerate(rows):
+            if images:
+                positions[:, row] = to_device_async(_positions(model, ids[row].cpu(), images), ids.device)
+    masks: Any = mask.long()
+    if see_both_ways(model.config):
+        masks = _masks_both_ways(model, embeds, masks, positions, placed)
+    more |= {"attention_mask": masks, "position_ids": positions}
+    return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
+
+
+Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids that its places count from
+
+
+def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
+    found, at = [], 0
+    for segment in chain:
+        found += [(at, of) for of in (micro_batch.images or {}).get(segment, ())]
+        at += micro_batch.layout.lengths[segment]
+    return found
+
+
+def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the embeddings of ``ids`` (B, L) with the pictures' features, and the language model's other image inputs.
+
+    Indices in ``placed`` are of the flattened ids. Features of equal images are computed once.
+
+    Raises:
+        RuntimeError: the number of features differs from the number of places.
+    """
+    embeds = model.get_input_embeddings()(ids)
+    more: dict[str, Any] = _of_each_layer(model, ids, placed)
+    if not placed:
+        return (_beside_an_unseen_picture(model, embeds) if in_each_forward(model) else embeds), more
+    times: dict[Images, list[torch.Tensor]] = {}  # each image's places in the flattened ids, once per use
+    for at, of in placed:
+        times.setdefault(of, []).append(torch.tensor(of.places) + at)
+    features, deeper = _features(model, [*times])
+    counts = [len(of.places) for of in times]
+    if len(features) != sum(counts):
+        raise RuntimeError(
+            f"The vision tower gives {len(features)} features of pictures that have {sum(counts)} tokens in their "
+            "prompts: the processor isn't the model's (give the processor that was saved with it)."
+        )
+
+    def repeated(values: torch.Tensor) -> torch.Tensor:
+        if len(times) == len(placed):
+            return values
+        parts = zip(values.split(counts), times.values(), strict=True)
+        return torch.cat([part.repeat(len(places), 1) for part, places in parts])
+
+    at = to_device_async(torch.cat([each for places in times.values() for each in places]), ids.device)
+    order = at.argsort()
+    flat = embeds.flatten(0, 1).index_copy(0, at, repeated(features).to(embeds.dtype))
+    if deeper:
+        seen = torch.zeros(ids.numel(), dtype=torch.bool, device=ids.device).index_fill(0, at, True)
+        more["visual_pos_masks"] = seen.view_as(ids)
+        more["deepstack_visual_embeds"] = [repeated(each).index_select(0, order) for each in deeper]
+    return flat.view_as(embeds), more
+
+
+def _of_each_layer(model: Any, ids: torch.Tensor, placed: Placed) -> dict[str, torch.Tensor]:
+    """Return the embeddings that each layer adds, for models with such embeddings (Gemma 4).
+
+    A picture's tokens have the embedding of the padding token.
+    """
+    decoder = model.get_decoder()
+    if not getattr(decoder, "hidden_size_per_layer_input", None):
+        return {}
+    for at, of in placed:
+        places = to_device_async(torch.tensor(of.places) + at, ids.device)
+        ids = ids.flatten().index_fill(0, places, decoder.config.pad_token_id).view_as(ids)
+    return {"per_layer_inputs": decoder.get_per_layer_inputs(ids, None)}
+
+
+def _beside_an_unseen_picture(model: Any, embeds: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings unchanged, after a forward of the tower on an unrelated picture with zero gradients."""
+    features, deeper = _features(model, [_unseen_picture(model.config)])
+    beside: torch.Tensor = _Beside.apply(embeds, features, *deeper)
+    return beside
+
+
+class _Beside(torch.autograd.Function):
+    """Identity of the first tensor that also puts the others into the graph, with zero gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(other.shape, other.dtype) for other in others]
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *(gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)
+
+
+def _unseen_picture(config: Any) -> Images:
+    """Make the smallest picture that the family's tower takes, in white: some towers read black as padding."""
+    vision = config.vision_config
+    if hasattr(vision, "pooling_kernel_size"):
+        axis = torch.arange(vision.pooling_kernel_size)
+        places = torch.cartesian_prod(axis, axis)[None].flip(-1)
+        inputs = {"pixel_values": torch.ones(1, len(axis) ** 2, 3 * vision.patch_size**2), "image_position_ids": places}
+    elif hasattr(vision, "spatial_merge_size"):
+        side, area = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.ones(side**2, vision.in_channels * area)
+        inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    elif hasattr(config, "scale_factor"):
+        side = config.scale_factor * vision.patch_size
+        mask = torch.ones(1, 1, side, side, dtype=torch.long)
+        inputs = {"pixel_values": torch.ones(1, 1, vision.num_channels, side, side), "pixel_attention_mask": mask}
+    elif hasattr(config, "spatial_merge_size"):
+        side = config.spatial_merge_size * vision.patch_size
+        pixels = torch.ones(1, vision.num_channels, side, side)
+        inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}
+    else:
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size  # InternVL's is a pair
+        inputs = {"pixel_values": torch.ones(1, vision.num_channels, height, width)}
+    return Images("", (), (), inputs, ())
+
+
+def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Compute all pictures' features in order (F, hidden), and the features for the language model's first layers."""
+    body = _body(model)
+    taken = inspect.signature(body.get_image_features).parameters
+    given = {name for of in images for name in of.inputs if name in taken}
+    dtype, device = model.dtype, next(body.parameters()).device
+    tiled = "pixel_attention_mask" in given
+    inputs: dict[str, torch.Tensor] = {}
+    for name in sorted(given):
+        value = _joined([of.inputs[name] for of in images], tiled)
+        inputs[name] = to_device_async(value.to(dtype) if value.is_floating_point() else value, device)
+    output = body.get_image_features(**inputs, return_dict=True)
+    pooled = output.pooler_output
+    features = torch.cat([*pooled]) if isinstance(pooled, (list, tuple)) else pooled.flatten(0, -2)
+    return features, [*(getattr(output, "deepstack_features", None) or ())]
+
+
+def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
+    """Concatenate the inputs of several texts. Pictures (..., height, width) are padded to one size.
+
+    Pictures with a pixel mask (``tiled``) are (1, tiles, ...).
+    """
+    if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
+        height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
+        pad = torch.nn.functional.pad
+        parts = [pad(part, (0, width - part.shape[-1], 0, height - part.shape[-2])) for part in parts]
+    return torch.cat([*parts], dim=1 if tiled else 0)
+
+
+def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return positions (3, 1, T) of a packed row.
+
+    The model computes the positions of segments with pictures, which don't depend on later segments. The positions of
+    other segments continue after their prompt.
+    """
+    layout, starts = micro_batch.layout, micro_batch.layout.starts
+    positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
+    segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
+    for segment, seen in enumerate(layout.attends_to):
+        chain, length = (*seen, segment), layout.lengths[segment]
+        here = slice(starts[segment], starts[segment] + length)
+        if segment in (micro_batch.images or {}):
+            ids = torch.cat([segments[each] for each in chain])
+            positions[:, 0, here] = _positions(model, ids, _placed(micro_batch, chain))[:, -length:]
+        elif seen and seen[0] in (micro_batch.images or {}):
+            before = positions[:, 0, starts[seen[0]] : starts[seen[0]] + layout.lengths[seen[0]]]
+            positions[:, 0, here] = torch.arange(length) + int(before.max()) + 1
+    return to_device_async(positions, micro_batch.input_ids.device)
+
+
+def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
+    """Return the positions (3, L) in time, height and width of a sequence with pictures."""
+    grids = [of.inputs["image_grid_thw"] for _, of in placed]
+    kinds = _kinds(placed, len(ids))
+    found: torch.Tensor = _body(model).get_rope_index(
+        ids[None], mm_token_type_ids=kinds.int(), image_grid_thw=torch.cat(grids)
+    )[0]
+    return found[:, 0]
+
+
+def _kinds(placed: Placed, length: int) -> torch.Tensor:
+    """Return (1, L) bool, True for the tokens of pictures."""
+    kinds = torch.zeros(1, length, dtype=torch.bool)
+    for at, of in placed:
+        kinds[0, torch.tensor(of.places) + at] = True
+    return kinds
+
+
+def _masks_both_ways(
+    model: Any, embeds: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, placed: Placed
+) -> Any:
+    """Make Gemma's masks: causal, except within a picture."""
+    kinds = _kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long()
+    kinds = to_device_async(kinds, embeds.device)
+    theirs = sys.modules[type(_body(model)).__module__]
+    return theirs.create_masks_for_vision_model(
+        block_sequence_ids=theirs.get_block_sequence_ids_for_mask(kinds, device=embeds.device),
+        config=model.config.get_text_config(),
+        inputs_embeds=embeds,
+        attention_mask=mask,
+        past_key_values=None,
+        position_ids=positions,
+    )
+
+
+def _body(model: Any) -> Any:
+    """Return the model without its head."""
+    return model.base_model if model.base_model is not model else model.model

@@ -1,0 +1,81 @@
+"""Record of the tokens that top-k, top-p and min-p kept for each sampled token.
+
+vLLM's Model Runner V2, used on a GPU, returns them itself (``return_sampling_mask``) if every request has a top_k. With
+V1, as on a CPU, they are read from the sampler's log-probabilities, and passed to the scheduler in V2's form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....batch import KeptTokens
+
+TELLS_KEPT = "return_sampling_mask"  # vLLM's argument; not on a CPU
+
+
+def tell_kept_tokens(core: Any, runner: Any, itself: bool) -> None:
+    """Let vLLM's LLMEngine ``core`` return the kept tokens with each completion.
+
+    Args:
+        itself: whether vLLM records them; otherwise the sampler of its model runner is watched.
+
+    Raises:
+        RuntimeError: this version's scheduler doesn't pass them on.
+    """
+    if itself:
+        # With this flag vLLM refuses requests without a top_k, which checks and greedy evaluations make.
+        core.input_processor.model_config.return_sampling_mask = False
+        return
+    scheduler = core.engine_core.engine_core.scheduler
+    if not hasattr(scheduler, TELLS_KEPT):
+        from vllm import __version__ as found
+
+        raise RuntimeError(
+            f"top_k truncates the sampler's distribution, but vLLM {found} can't tell which tokens were left: install "
+            "0.31, or set vllm_importance_sampling_correction: false."
+        )
+    scheduler.return_sampling_mask = True
+    _Watched(runner)
+
+
+class _Watched:
+    """A watcher of a V1 model runner. It adds to each step's output the tokens that the sampler could draw."""
+
+    def __init__(self, runner: Any) -> None:
+        self._sample, self._step = runner.sampler.sample, runner.sample_tokens
+        self._left: torch.Tensor | None = None  # (requests, V) bool, tokens kept in this step
+        runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        tokens, logprobs = self._sample(*args, **kwargs)
+        self._left = None if logprobs is None else logprobs != -torch.inf
+        return tokens, logprobs
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        from vllm.v1.outputs import SamplingMaskLists
+
+        self._left = None
+        output = self._step(*args, **kwargs)
+        if self._left is not None:
+            told = getattr(output, "_model_runner_output", output)  # wrapped with asynchronous scheduling
+            self._left &= ~self._left.all(1, keepdim=True)  # the whole vocabulary is recorded as an empty list
+            rows, ids = self._left.nonzero(as_tuple=True)
+            offsets = np.searchsorted(rows.numpy(), np.arange(len(self._left) + 1))
+            told.sampling_masks = SamplingMaskLists(ids.int().numpy(), offsets)
+        return output
+
+
+def kept_of(completion: Any, vocabulary: int) -> KeptTokens | None:
+    """Return the kept tokens of a finished completion; None: each token was drawn from the whole vocabulary."""
+    told = getattr(completion, "sampling_mask", None)
+    if told is None:
+        return None
+    lists = [[] if len(ids) >= vocabulary else ids for ids in told.token_ids[: len(completion.token_ids)]]
+    if not any(lists):
+        return None
+    assert len(lists) == len(completion.token_ids), "vLLM tells of each token what it was drawn from"
+    ids = torch.tensor([token for tokens in lists for token in tokens], dtype=torch.int32)
+    return KeptTokens(ids, torch.tensor([len(tokens) for tokens in lists], dtype=torch.int32))

@@ -1,0 +1,3 @@
+"""Optimizer state, gradients or activations in host memory."""
+
+HOOKS: dict[str, str | tuple[str, ...]] = {}

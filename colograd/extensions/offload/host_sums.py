@@ -1,0 +1,127 @@
+"""Sums of gradients in host memory (`offload_gradients`).
+
+Each gradient is added to the step's sum as soon as a backward has computed it, and is then freed on the device.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ...parallel import watchdog
+from ...runtime.page_locked import host_empty
+from .host_stream import BUFFERS, ELEMENTS, HostStream, Job
+
+LIMIT = 2**30  # most bytes of gradients in transfer at once; above, the backward waits for the bus
+
+
+def on_way(gradients: int, largest: int) -> int:
+    """Return the bytes that gradients take on the device at once during a backward.
+
+    Args:
+        gradients: bytes of all gradients.
+        largest: bytes of the largest gradient, which is computed while others are in transfer.
+    """
+    return min(gradients, LIMIT + largest)
+
+
+def buffer_bytes(gradients: int) -> int:
+    """Return the bytes of sums in transfer to the device and back, for ``gradients`` bytes of gradients."""
+    return min(gradients, BUFFERS * ELEMENTS * 4)
+
+
+class HostSums:
+    """Sums by key, in page-locked host memory that is kept from step to step.
+
+    An addition runs in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back.
+    Additions to a sum run in the order of the calls, so that it equals a sum on the device bit for bit.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = HostStream(device, apart=True)
+        self._places: dict[Hashable, torch.Tensor] = {}
+        self._arrived: dict[Hashable, Any] = {}  # events at the last copy to the host, of the present step's sums
+        self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()  # event, gradient in transfer
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Return whether something was added in this step."""
+        return key in self._arrived
+
+    def get(self, key: Hashable) -> torch.Tensor | None:
+        """Return the sum, after `settle`; None: nothing was added in this step."""
+        return self._places[key] if key in self else None
+
+    def keep_at(self, key: Hashable, place: torch.Tensor) -> None:
+        """Use this host memory for a sum."""
+        self._places[key] = place
+
+    @torch.no_grad()
+    def add(self, key: Hashable, gradient: torch.Tensor) -> None:
+        """Queue an addition. The caller must not change the gradient afterwards."""
+        place = self._place(key, gradient)
+        flat, total = gradient.contiguous().view(-1), place.view(-1)
+        stream, ready = self._stream, self._stream.event()
+        if (arrived := self._arrived.get(key)) is None:
+            stream.send(total, flat, ready)
+        else:
+            for piece, part in zip(flat.split(ELEMENTS), total.split(ELEMENTS), strict=True):
+                stream.push(Job(_addition(piece), [part]), ready, arrived)
+        self._arrived[key] = stream.sent()
+        self._on_way.append((self._arrived[key], flat))
+        while sum(tensor.nbytes for _, tensor in self._on_way) > LIMIT:
+            event, _ = self._on_way.popleft()
+            stream.let_wait(event)
+
+    def let_go(self) -> None:
+        """Free gradients of earlier backwards on the device. After a forward they have arrived, so nothing waits."""
+        while self._on_way:
+            self._stream.let_wait(self._on_way.popleft()[0])
+
+    def zero(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype) -> None:
+        """Set a sum to zeros, after `settle`."""
+        self._place(key, like, dtype).zero_()
+        self._arrived[key] = self._stream.sent()
+
+    def settle(self) -> None:
+        """Wait until all sums are in host memory."""
+        self._stream.wait()
+        self._on_way.clear()
+
+    def discard(self) -> None:
+        """Drop the sums. Their memory is kept for the next step."""
+        self.let_go()
+        self._arrived.clear()
+
+    def forget(self, key: Hashable) -> None:
+        """Drop a sum."""
+        self._arrived.pop(key, None)
+
+    @torch.no_grad()
+    def squared_norm(self) -> float:
+        """Return the sum of squares of all sums, in float64, after `settle`."""
+        norms: list[torch.Tensor] = []
+        pieces = [piece for key in self._arrived for piece in self._places[key].view(-1).split(ELEMENTS)]
+
+        def measure(tensors: Any) -> None:
+            norms.append(torch.linalg.vector_norm(tensors[0], dtype=torch.float64))
+
+        HostStream(self.device).run(Job(measure, read=[piece]) for piece in pieces)
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+    def _place(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        place = self._places.get(key)
+        if place is None:
+            watchdog.progress()
+            place = self._places[key] = host_empty(like.shape, dtype or like.dtype, self.device)
+        return place
+
+
+def _addition(piece: torch.Tensor) -> Callable[[Sequence[torch.Tensor]], None]:
+    def add(sums: Sequence[torch.Tensor]) -> None:
+        sums[0].add_(piece)
+
+    return add

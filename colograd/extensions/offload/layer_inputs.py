@@ -1,0 +1,181 @@
+"""Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
+
+A checkpointed layer saves only its input, and is computed again in the backward. Here that input is copied to
+page-locked host memory while the next layers run. It is copied back during the backward of the following layer. So the
+device holds the inputs of a few layers. Nothing is rounded: gradients equal `gradient_checkpointing: true` bit by bit.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ...runtime import process
+from ...runtime.page_locked import host_empty
+
+KEPT = 2  # number of inputs on the device at a time, on their copy to the host or back
+
+
+class LayerInputs:
+    """Inputs of a model's layers, and the host memory that every pass reuses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._torch: Any = torch.get_device_module(device)  # a CPU's streams do nothing
+        self._leaving, self._coming = self._torch.Stream(), self._torch.Stream()
+        self._free: list[tuple[torch.Tensor, Any]] = []  # places, and the event of the last copy from each
+        self._largest = 0  # bytes
+        self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
+        self._last: Callable[[], _Input | None] = lambda: None
+
+    def __deepcopy__(self, memo: Any) -> LayerInputs:
+        return self  # a copy of the model shares the host memory
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run torch's `checkpoint`, with the saved inputs kept on the host."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return checkpoint(function, *args, **options)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not tensor.is_floating_point() or tensor.device.type != self.device.type:
+            return tensor  # a few numbers, or on the host
+        kept = _Input(self, tensor.detach(), self._last())
+        self._last = weakref.ref(kept)
+        self._on_way.append(self._last)
+        while len(self._on_way) > KEPT:
+            if (earlier := self._on_way.popleft()()) is not None:
+                earlier.leave()
+        return kept
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Input):
+            return kept
+        tensor = kept.present()
+        if (before := kept.before()) is not None:
+            before.fetch()
+        return tensor
+
+    # -- for the inputs
+
+    def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it.
+
+        Rows differ in length. Smaller places are freed, so that in the end every place has room for the longest row.
+        """
+        self._largest = max(self._largest, nbytes)
+        while self._free:
+            place, read = self._free.pop()
+            if place.nbytes >= nbytes:
+                return place, read
+            read.synchronize()
+        if self._largest > psutil.virtual_memory().available // process.local_world_size():
+            raise torch.OutOfMemoryError(f"no host memory for the {self._largest:,} bytes of a layer's input")
+        return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
+
+    def send(self, place: torch.Tensor, tensor: torch.Tensor, readable: Any) -> Any:
+        """Queue a copy to the host and return the event of its end."""
+        made = self.event(self._torch.current_stream())
+        made.wait(self._leaving)
+        if readable is not None:
+            readable.wait(self._leaving)
+        with self._torch.stream(self._leaving):
+            place.copy_(tensor, non_blocking=True)
+        return self.event(self._leaving)
+
+    def bring(self, tensor: torch.Tensor, place: torch.Tensor, sent: Any) -> Any:
+        """Queue a copy to the device and return the event of its end."""
+        free = self.event(self._torch.current_stream())  # ends after the kernels that used this memory before
+        free.wait(self._coming)
+        sent.wait(self._coming)
+        with self._torch.stream(self._coming):
+            tensor.copy_(place, non_blocking=True)
+        return self.event(self._coming)
+
+    def event(self, stream: Any) -> Any:
+        event = self._torch.Event()
+        event.record(stream)
+        return event
+
+    def stream(self) -> Any:
+        """Return the current stream."""
+        return self._torch.current_stream()
+
+    def give_back(self, place: torch.Tensor, read: Any) -> None:
+        self._free.append((place, read))
+
+
+class _Input:
+    """Input of one layer: on the device, on the host, or being copied."""
+
+    def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: _Input | None) -> None:
+        self.owner, self.shape, self.dtype, self.nbytes = owner, tensor.shape, tensor.dtype, tensor.nbytes
+        self.tensor: torch.Tensor | None = tensor.contiguous()
+        self.stream = owner.stream()  # owner of the tensor's memory, also if another thread frees it
+        self.before: Callable[[], _Input | None] = (lambda: None) if before is None else weakref.ref(before)
+        self.place, readable = owner.take_place(tensor.nbytes)
+        self.sent = owner.send(self.place[: self.nbytes], _bytes(self.tensor), readable)
+        self.come: Any = None  # event of the copy back to the device
+
+    def leave(self) -> None:
+        """Free the input on the device."""
+        self.sent.wait(self.owner.stream())
+        self.tensor = None
+
+    def fetch(self) -> None:
+        """Queue the copy back, unless the input is on the device."""
+        if self.tensor is None:
+            self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
+            self.come = self.owner.bring(_bytes(self.tensor), self.place[: self.nbytes], self.sent)
+
+    def present(self) -> torch.Tensor:
+        """Return the input on the device, ready for the current stream."""
+        self.fetch()
+        assert self.tensor is not None
+        (self.come or self.sent).wait(self.owner.stream())
+        return self.tensor
+
+    def __del__(self) -> None:
+        """Reuse the memory of tensor and place only after the copies have ended; the graph no longer needs them."""
+        if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
+            last.wait(self.stream)
+            self.owner.give_back(self.place, last)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@contextmanager
+def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
+    """Keep on the host the inputs of checkpoints that transformers puts around layers while the context lasts.
+
+    Args:
+        model: a transformers model without an adapter around it.
+        inputs: store of the inputs; None: they stay where they are, as on a CPU, where all memory is the host's.
+    """
+    usual = model._set_gradient_checkpointing
+
+    def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
+        given = {**getattr(gradient_checkpointing_func, "keywords", {})}
+        given.pop("offload", None)  # transformers' own way, on the stream that computes
+        function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
+        usual(enable=enable, gradient_checkpointing_func=function, **options)
+
+    model._set_gradient_checkpointing = enable
+    try:
+        yield
+    finally:
+        del model._set_gradient_checkpointing
+        for module in model.modules() if inputs is not None else ():
+            own: Any = getattr(module, "_gradient_checkpointing_func", None)
+            if inputs is not None and getattr(own, "func", None) == inputs.checkpoint:
+                module._gradient_checkpointing_func = functools.partial(checkpoint, **own.keywords)

@@ -1,0 +1,165 @@
+"""`offload_gradients`: strategies with a whole policy on each rank and sums of gradients in host memory.
+
+Offloading changes neither the sums nor their order, so gradients stay equal bit for bit. The optimizer reads the sums
+piece by piece and scales them on the way: the norm is known then, so clipping writes nothing to host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...parallel import watchdog
+from ...parallel.gradients import sum_over_ranks
+from ...parallel.ranks import world_size
+from ...runtime.page_locked import host_empty
+from ...sharding.buckets import Bucket
+from ...sharding.strategy import ShardingStrategy
+from ...sharding.whole import WholeCopies
+from ...sharding.zero import SharedGradients, SharedOptimizer
+from .host_sums import HostSums
+
+
+class OnHost(ShardingStrategy):
+    """The common base of these strategies, and the optimizer's `host_gradients`."""
+
+    factor = 1.0  # the optimizer multiplies the sums by it
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.sums = HostSums(self.trained[0].device)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.sums.let_go()  # the head needs the memory
+        super().backward(loss)
+
+    def of(self, part: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of an optimizer's parameter, in its shape; None if it has no sum."""
+        return self.sums.get(part)
+
+    def clip(self, largest: float) -> float:
+        total = torch.tensor(self.sums.squared_norm(), dtype=torch.float64, device=self.sums.device)
+        if self.parts > 1:
+            dist.all_reduce(total)
+        norm = float(total) ** 0.5
+        self.factor = largest / (norm + 1e-6)
+        return norm
+
+    def _present(self, names: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the existing sums of these keys, in host memory."""
+        return [total for name in names if (total := self.sums.get(name)) is not None]
+
+    def discard(self) -> None:
+        self.sums.discard()
+        self.factor = 1.0
+
+
+class AddedInBackward(OnHost):
+    """A strategy that adds each gradient to its sum as soon as a backward has computed it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._inside = False  # whether this strategy's `backward` runs
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._inside and parameter.grad is not None:
+            gradient, parameter.grad = parameter.grad, None
+            self.sums.add(parameter, gradient)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._inside = True
+        try:
+            super().backward(loss)
+        finally:
+            self._inside = False
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class WholeOnHost(AddedInBackward, WholeCopies):
+    """`sharding: none`."""
+
+    def share(self, optimizer: Any) -> None:
+        WholeCopies.share(self, optimizer)
+        optimizer.host_gradients = self
+        optimizer.register_step_post_hook(lambda *_: self.discard())
+
+    def sum_gradients(self) -> None:
+        sums = self.sums
+        sums.settle()
+        if world_size() > 1 or not any(parameter in sums for parameter in self.trained):
+            for parameter in self.trained:
+                if parameter not in sums:
+                    sums.zero(parameter, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
+        if world_size() > 1:
+            self.traffic.reduced += sum_over_ranks(self.gradients(), sums.device)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return self._present(self.trained)
+
+
+class PartsOnHost(OnHost, SharedOptimizer):
+    """A strategy with one sum per bucket: this rank's part of the sum over ranks."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._where = {
+            piece.part: (bucket, bucket.place_of(piece)) for bucket in self.buckets for piece in bucket.owned
+        }
+
+    def of(self, part: torch.Tensor) -> torch.Tensor | None:
+        bucket, place = self._where[part]
+        total = self.sums.get(bucket)
+        return None if total is None else total[place]
+
+    def share(self, optimizer: Any) -> None:
+        SharedOptimizer.share(self, optimizer)
+        optimizer.host_gradients = self
+
+    def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
+        self.sums.add(bucket, summed)
+
+    def _has(self, bucket: Bucket) -> bool:
+        return bucket in self.sums
+
+    def sum_gradients(self) -> None:
+        super().sum_gradients()
+        self.sums.settle()
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return self._present(self.buckets)
+
+
+class OptimizerOnHost(AddedInBackward, PartsOnHost):
+    """`sharding: optimizer`. A bucket's local sums are contiguous; the sum over ranks of this rank's part replaces them
+    in its range."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        for bucket in self.buckets:
+            watchdog.progress()
+            flat = host_empty(torch.Size([bucket.part * bucket.ranks]), bucket.gradient_dtype, self.sums.device)
+            for parameter, start, size in zip(bucket.parameters, bucket.starts, bucket.sizes, strict=True):
+                self.sums.keep_at(parameter, flat[start : start + size].view(parameter.shape))
+            self.sums.keep_at(bucket, flat[bucket.begin : bucket.begin + bucket.part])
+
+    def sum_gradients(self) -> None:
+        self.sums.settle()
+        super().sum_gradients()
+
+    def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        sums = [self.sums.get(parameter) for parameter in bucket.parameters]
+        for parameter in bucket.parameters:
+            self.sums.forget(parameter)
+        return sums
+
+
+class GradientsOnHost(PartsOnHost, SharedGradients):
+    """`sharding: gradients`."""

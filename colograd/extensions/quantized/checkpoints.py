@@ -1,0 +1,192 @@
+"""Quantised bases (QLoRA, arXiv 2305.14314): read their settings, check them, load them, and record them with a saved
+adapter."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import GRPOConfig
+from .layers import is_4bit
+
+METHOD = "bitsandbytes"  # the only supported quantisation method
+FILE = "base_quantization.json"  # in a saved adapter's folder: its base must be loaded in the same way
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    settings: Mapping[str, Any]  # settings in the form of a checkpoint's config.json
+    in_checkpoint: bool  # whether the checkpoint that vLLM would load is quantised already
+
+    @property
+    def name(self) -> str:
+        """Readable name: `NF4`, `FP4` or `int8`."""
+        return name_of(self.settings)
+
+    def write(self, folder: str | Path, dtype: torch.dtype) -> None:
+        """Write the settings and the policy's dtype into a saved adapter's folder: it fits only this base."""
+        said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
+        Path(folder, FILE).write_text(json.dumps(said, indent=2) + "\n")
+
+
+def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
+    """Read the base's quantisation and the policy's dtype from a saved adapter's folder. None: nothing is recorded."""
+    file = Path(folder, FILE)
+    if not file.is_file():
+        return None
+    said = json.loads(file.read_text())
+    dtype: torch.dtype = getattr(torch, said["dtype"])
+    return dict(said["quantization_config"]), dtype
+
+
+def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
+    """Raise a ValueError if the adapter in the folder was trained on a base of another precision."""
+    noted = beside(folder)
+    then = "as it is" if noted is None else f"quantised to {name_of(noted[0])}"
+    now = "as it is" if quantization is None else f"quantised to {quantization.name}"
+    if then != now:
+        raise ValueError(
+            f"{str(folder)!r} has an adapter of a base {then}, but this run's is {now}, for which it wasn't trained: "
+            "set load_in_4bit or load_in_8bit as it was."
+        )
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("bnb_4bit_quant_type", "fp4")).upper() if is_4bit(settings) else "int8"
+
+
+def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
+    """Return the requested quantisation in the form of a checkpoint's config.json; None: none is requested.
+
+    It comes from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. Products are in the
+    policy's precision unless the settings name another.
+
+    Raises:
+        ValueError: the method isn't bitsandbytes', or both 4 and 8 bits are requested.
+    """
+    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    found: Any = given.get("quantization_config")
+    flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
+    if found is None and not flags:
+        noted = beside(name)
+        return None if noted is None else noted[0]
+    if found is not None and flags:
+        raise ValueError(
+            f"model_init_kwargs has quantization_config and {next(iter(flags))}: remove the second, which is an old "
+            "name for it."
+        )
+    settings = {"quant_method": METHOD, **(flags if found is None else _as_settings(found))}
+    check_method(settings, "quantization_config")
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)]
+    if len(bits) != 1:
+        raise ValueError(
+            f"The base is to be quantised to {'4 and 8 bits' if bits else 'neither 4 nor 8 bits'}: set load_in_4bit or "
+            "load_in_8bit, one of them."
+        )
+    if is_4bit(settings) and settings.get("bnb_4bit_compute_dtype") is None and config.policy_dtype != "auto":
+        settings["bnb_4bit_compute_dtype"] = config.policy_dtype
+    return settings
+
+
+def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
+    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, its place in a recipe.
+
+    Raises:
+        ValueError: ``model_init_kwargs`` already has one, or the model is already loaded.
+    """
+    if quantization_config is None:
+        return
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "quantization_config is given, but the model is an object, loaded as it is: remove it, or give its name."
+        )
+    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    if given.get("quantization_config") is not None:
+        raise ValueError("quantization_config is given to the trainer and in model_init_kwargs: remove one of the two.")
+    config.resolve_loading(quantization_config=_as_settings(quantization_config))
+
+
+def _as_settings(found: Any) -> dict[str, Any]:
+    return dict(found if isinstance(found, Mapping) else found.to_dict())
+
+
+def saved_in(model_config: Any) -> dict[str, Any] | None:
+    """Return the quantisation in a checkpoint's configuration; None: its weights aren't quantised."""
+    found = getattr(model_config, "quantization_config", None)
+    return None if found is None else _as_settings(found)
+
+
+def check_method(settings: Mapping[str, Any], where: str) -> None:
+    """Raise a ValueError if the method isn't bitsandbytes'."""
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    if method == "mxfp4":
+        raise ValueError(
+            f"{where} has quant_method 'mxfp4', as gpt-oss is published, but such weights aren't trained: write a copy "
+            "in bfloat16, with AutoModelForCausalLM.from_pretrained(NAME, quantization_config="
+            'Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(FOLDER, save_original_format=False), and '
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), and name its folder."
+        )
+    if method != METHOD:
+        raise ValueError(
+            f"{where} has quant_method {method!r}, but a quantised base must be {METHOD}' (4 or 8 bits), whose values "
+            "the engine can be given: take the checkpoint in bfloat16, and quantise it with load_in_4bit: true, or "
+            "train an adapter on it as it is."
+        )
+    if settings.get("llm_int8_has_fp16_weight"):
+        raise ValueError(
+            f"{where} sets llm_int8_has_fp16_weight, with which weights are quantised anew in each forward and the "
+            "engine's would differ: remove it."
+        )
+
+
+def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has_adapter: bool) -> None:
+    """Check that a quantised base can be trained.
+
+    Args:
+        model_config: configuration of the checkpoint or of the model object; None: it can't be read.
+        name: name of the model or adapter to load; None: the model is an object.
+
+    Raises:
+        ValueError: the base is quantised and can't be trained.
+    """
+    saved, asked = saved_in(model_config), None if name is None else asked_for(config, name)
+    if saved is not None:
+        check_method(saved, "The model's configuration")
+    if saved is not None and asked is not None and is_4bit(saved) != is_4bit(asked):
+        raise ValueError(
+            f"The base is to be quantised to {name_of(asked)}, but the checkpoint's weights are {name_of(saved)} "
+            "already: remove load_in_4bit, load_in_8bit and quantization_config, or take the checkpoint in bfloat16."
+        )
+    settings = saved or asked
+    if settings is None:
+        return
+    if not has_adapter:
+        bits = "4" if is_4bit(settings) else "8"
+        raise ValueError(
+            f"The base is quantised to {bits} bits, but such weights can't be trained themselves: set use_peft: true "
+            "(or give peft_config) to train an adapter on them, or take the model as it is."
+        )
+    if config.torch_compile:
+        raise ValueError(
+            "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove it."
+        )
+    try:
+        import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used
+    except ImportError as error:
+        raise ValueError(
+            f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."
+        ) from None
+
+
+def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+    """Return `from_pretrained`'s arguments that quantise a base while loading; None: the checkpoint is quantised."""
+    from transformers import BitsAndBytesConfig
+
+    asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}
+    return {"device_map": {"": str(device)}, **asked}

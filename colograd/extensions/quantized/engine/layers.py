@@ -1,0 +1,122 @@
+"""Engine layers that multiply with the policy's packed weights, so that both share one copy of a quantised base.
+
+Compilers and CUDA graphs see one operator that reads memory at a fixed address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....engine.building import replaced
+from ....engine.protocol import EngineTensors
+from ....engine.tensors import VLLMTensors
+from ..layers import PackedWeight
+
+# The policy's weights for each layer of vLLM's model, by layer name. A fused layer has several.
+Parts = Mapping[str, Sequence[PackedWeight]]
+
+_parts: dict[int, Sequence[PackedWeight]] = {}  # weights by layer number, for layers of living engines
+_used: set[int] = set()  # numbers of layers that have computed something
+
+
+@torch.library.custom_op(
+    "colograd::packed_linear", mutates_args=(), schema="(Tensor x, int layer, int width) -> Tensor"
+)
+def packed_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    """Multiply x (..., in) with all weights of a layer; concatenate the products to (..., width)."""
+    _used.add(layer)
+    products = [part.product(x) for part in _parts[layer]]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+@packed_linear.register_fake
+def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], width)
+
+
+class ServedLayers:
+    """The layers of one engine that read the policy's weights."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, Sequence[PackedWeight]] = {}  # weights by layer number
+        self.reserved: dict[str, int] = {}  # layer numbers by name, also of layers that vLLM's model lacks
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        return [part for parts in self.numbers.values() for part in parts]
+
+    def unused(self, but: Collection[PackedWeight] = ()) -> int:
+        return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Number layers, starting after living engines. A policy's layers get the same numbers in each run."""
+        self.reserved = {name: number for number, name in enumerate(names, max(_parts, default=-1) + 1)}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the layers' names and numbers. Compiled code depends on both."""
+        return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
+
+    def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
+        number = self.reserved[name]
+        self.numbers[number] = _parts[number] = parts
+        return number
+
+    def close(self) -> None:
+        """Drop the references to the policy's weights."""
+        for number in self.numbers:
+            _parts.pop(number, None)
+            _used.discard(number)
+        self.numbers = {}
+
+
+@contextlib.contextmanager
+def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[ServedLayers]:
+    """Build the layers that ``parts_of`` names for vLLM's model class without weights, while the context lasts."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    theirs, served = UnquantizedLinearMethod.create_weights, ServedLayers()
+    found: list[Parts] = []
+
+    class ReadsPolicy(LinearMethodBase):
+        """vLLM's linear method for a layer that reads the policy's weights."""
+
+        def __init__(self, number: int, width: int) -> None:
+            self.number, self.width = number, width
+
+        def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            """Register an empty weight. Other code reads the layer's device from it."""
+            layer.register_parameter("weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
+
+        def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            y = torch.ops.colograd.packed_linear(x, self.number, self.width)
+            return y if bias is None else y + bias
+
+    def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
+        if not found:  # first layer only: later ones may have the class of a submodel, e.g. the language model
+            architecture, _ = get_model_architecture(config.model_config)
+            found.append(parts_of(VLLMTensors(architecture)))
+            served.reserve(found[0])
+        # Compiled code has layer numbers built in. So they are part of the key of vLLM's compile cache.
+        config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
+        parts = found[0].get(name)
+        if parts is None:
+            theirs(self, layer, *args, **kwargs)
+            return
+        layer.quant_method = ReadsPolicy(served.add(name, parts), sum(part.shape[0] for part in parts))
+        layer.quant_method.create_weights(layer)
+
+    try:
+        with replaced(UnquantizedLinearMethod, "create_weights", create):
+            yield served
+    except BaseException:
+        served.close()
+        raise

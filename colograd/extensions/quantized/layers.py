@@ -1,0 +1,181 @@
+"""Quantised layers of bitsandbytes with 4 and 8 bits.
+
+The policy's products use their dequantised weights (`PackedWeight.values`), and the engine gets the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...runtime.cpu_products import linear
+
+PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' classes of parameters
+BLOCK = 64  # number of 4-bit values that share a scale
+NESTED_BLOCK = 256  # number of scales that share a scale of their own, if scales are quantised too
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Stored weight of a quantised layer: W of y = x W^T + b, (out, in)."""
+
+    layer: Any  # bitsandbytes' Linear4bit or Linear8bitLt
+
+    @property
+    def shape(self) -> torch.Size:
+        state = getattr(self.layer.weight, "quant_state", None)
+        return torch.Size(self.layer.weight.shape if state is None else state.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed values and their scales."""
+        return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in _scales(self.layer)))
+
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Dequantise into the matrix for products: a new tensor (out, in), rounded to ``dtype`` at the end."""
+        layer = self.layer
+        if type(layer.weight).__name__ == "Int8Params":
+            values: torch.Tensor = layer.weight.detach() * _row_scales(layer)[:, None]
+            return values.to(dtype or torch.float32)
+        found = _dequantised(layer.weight)
+        products = layer.compute_dtype or found.dtype
+        return found.to(products).to(dtype or products)
+
+    @property
+    def needs_exact_products(self) -> bool:
+        """Whether bitsandbytes' own products differ from products with `values`."""
+        return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
+
+    def precision(self, x: torch.Tensor) -> torch.dtype:
+        """Return the dtype of the product with ``x``."""
+        found: torch.dtype = getattr(self.layer, "compute_dtype", None) or x.dtype
+        return found
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute x W^T, (..., out), as the layer does."""
+        layer = self.layer
+        given = x.to(self.precision(x))
+        if self.needs_exact_products:
+            return linear(given, self.values(given.dtype)).to(x.dtype)
+        import bitsandbytes
+
+        y: torch.Tensor = bitsandbytes.matmul_4bit(given, layer.weight, quant_state=layer.weight.quant_state)
+        return y.to(x.dtype)
+
+
+def packed_weight(module: Any) -> PackedWeight | None:
+    """Return a layer's quantised weight; None for other modules, also for peft's wrapper that shows this weight."""
+    return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
+
+
+def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
+    """Return a model's quantised weights by parameter name."""
+    found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
+    return {name: packed for name, packed in found if packed is not None}
+
+
+def dense_weight(module: Any) -> torch.Tensor:
+    """Return a layer's weight, dequantised if necessary."""
+    packed = packed_weight(module)
+    weight: torch.Tensor = module.weight if packed is None else packed.values()
+    return weight
+
+
+def _has_broken_rows(weight: Any) -> bool:
+    """Return whether a block of 4-bit values spans rows on a CPU: bitsandbytes (0.50) then takes wrong scales."""
+    state = getattr(weight, "quant_state", None)
+    return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
+
+
+def _dequantised(weight: Any) -> torch.Tensor:
+    """Dequantise a 4-bit weight to (out, in)."""
+    import bitsandbytes
+
+    state, shape = weight.quant_state, weight.quant_state.shape
+    if _has_broken_rows(weight):  # dequantise it as one row
+        state = copy.copy(state)
+        state.shape = torch.Size([1, math.prod(shape)])
+    found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state)
+    return found.reshape(shape)
+
+
+def _scales(layer: Any) -> list[torch.Tensor]:
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        return [_row_scales(layer)]
+    nested = [state.state2.absmax, state.offset] if state.nested else []
+    return [state.absmax, *nested]
+
+
+def _row_scales(layer: Any) -> torch.Tensor:
+    """Return an 8-bit layer's factors of its integers, (out,) float32. Its first forward moves them to its state."""
+    largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+    return largest.detach().float() / 127
+
+
+def settle(model: Any) -> None:
+    """Make a quantised model multiply with its dequantised weights.
+
+    bitsandbytes' own products may differ: on some CPUs it packs 4-bit weights again for evaluation, in 8-bit layers it
+    rounds the inputs too, and see `_has_broken_rows`.
+
+    Raises:
+        ValueError: the head is quantised. Tiles of logits are computed from its weight.
+    """
+    head = model.get_output_embeddings()
+    if packed_weight(head) is not None:
+        raise ValueError(
+            "The language-model head is quantised, but logits are computed from its weight: name it in "
+            "llm_int8_skip_modules of the quantization_config, or leave that out."
+        )
+    for packed in packed_weights(model).values():
+        layer = packed.layer
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+        if packed.needs_exact_products:
+            layer.forward = _exact_products(packed)
+
+
+def _exact_products(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Product.apply(x.to(packed.precision(x)), packed)
+        return (y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)).to(x.dtype)
+
+    return forward
+
+
+class _Product(torch.autograd.Function):
+    """Product x W^T. W is dequantised for the forward and again for the backward, so that it isn't saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        ctx.packed = packed
+        return linear(x, packed.values(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return linear(gradient, ctx.packed.values(gradient.dtype).t()), None
+
+
+def is_4bit(settings: Mapping[str, Any]) -> bool:
+    """Return whether the settings of a checkpoint's config.json mean 4 bits, not 8."""
+    return bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit"))
+
+
+def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
+    """Return the bytes of a weight (out, in) after quantisation, with its scales.
+
+    With 4 bits the scales are a float32 per block, or nested a byte per block and a float32 per block of scales. With
+    8 bits they are a float32 per row.
+    """
+    numel = math.prod(shape)
+    if not is_4bit(settings):
+        return numel + 4 * shape[0]
+    blocks = -(-numel // BLOCK)
+    nested = settings.get("bnb_4bit_use_double_quant")
+    return -(-numel // 2) + (blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if nested else 4 * blocks)

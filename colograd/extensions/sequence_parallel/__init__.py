@@ -1,0 +1,3 @@
+"""Rows whose tokens are divided among ranks."""
+
+HOOKS: dict[str, str | tuple[str, ...]] = {}

@@ -1,0 +1,275 @@
+"""A packed row's tokens, shared out among the ranks that train it together (`sequence_parallel_size`).
+
+Each rank computes a range of the row's tokens: their embeddings, norms, linear layers, experts and logits. Attention
+needs all keys. Before it the ranks exchange queries, keys and values, so that each has all tokens for a part of the
+heads. After it they exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So a row's attention is the same
+as on one rank, with its segments, windows and sinks. A shared prompt exists once over all ranks.
+
+If the number of ranks doesn't divide the key-value heads, each head is sent to every rank that needs it. If it doesn't
+divide the query heads, zeros fill them up.
+
+The log-probabilities of all labels are gathered, and every rank computes the same loss from them. In the backward a
+rank takes the gradient of its own labels. So the sum over ranks of a parameter's gradients is its gradient, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from ...batch import UNKNOWN, MicroBatch, SegmentLayout
+from ...parallel.layout import RankLayout
+from ...parallel.shards import RankGroup, group_of
+from ...policy.exchanges import leave
+from ...policy.sending import to_device_async
+
+Send = Callable[[torch.Tensor], torch.Tensor]
+PACKED = "colograd_packed"  # name of the attention for packed rows, see `attention`
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """Ranks that train this rank's rows, in a model's attribute ``row_groups``. A model's copy shares this object."""
+
+    sequence: RankGroup  # ranks with this rank's part of the policy: they share out a row's tokens
+    row: RankGroup  # all ranks of the row; this group can check whether they meet
+
+    def __deepcopy__(self, memo: Any) -> RowGroups:
+        return self
+
+    @classmethod
+    def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowGroups:
+        """Make the groups. A collective.
+
+        Args:
+            engine: ranks that have the policy in parts; None: each rank has the whole policy.
+        """
+        sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
+        if engine is None:
+            return cls(sequence, sequence)
+        row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
+        counted = engine.exchanged  # counter of the row's exchanges, shared by all its groups
+        return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
+
+
+def share_rows(model: Any, groups: RowGroups) -> None:
+    """Make a model's forwards compute only this rank's tokens of each packed row."""
+    model.row_groups = groups
+
+
+def whole_rows(model: Any) -> None:
+    """Undo `share_rows`."""
+    if hasattr(model, "row_groups"):
+        del model.row_groups
+
+
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    """Shares of a packed row's tokens and labels that this rank and the row's other ranks have.
+
+    Example: a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
+
+        tokens           4 3
+        logit_positions  1 2 | 1 3 4 5
+        own              0 1   2 3        on the first rank; labels is (4, 2)
+                                   4 5    on the second
+    """
+
+    group: RankGroup
+    tokens: tuple[int, ...]  # number of tokens of each rank
+    labels: tuple[int, ...]  # number of labels of each rank
+    own: torch.Tensor  # (n,) indices of this rank's labels among the row's N
+    own_on_host: torch.Tensor  # (n,) the same in host memory
+    places: torch.Tensor  # (N,) index of each label in the ranks' gathered labels, all padded to the largest number
+    fillers: int = 0  # number of tokens at the row's end without a sequence, see `_with_a_token_for_each`
+
+    @classmethod
+    def of(cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device) -> RowPart:
+        """Divide a row's tokens into nearly equal ranges. A label belongs to the rank of the token that predicts it.
+
+        Args:
+            positions: (N,) `MicroBatch.logit_positions`, in host memory.
+        """
+        size = group.size
+        tokens = tuple(num_tokens // size + (place < num_tokens % size) for place in range(size))
+        ends = torch.tensor([*itertools.accumulate(tokens)])
+        owner = torch.bucketize(positions, ends, right=True)
+        counts = torch.bincount(owner, minlength=size)
+        by_owner = owner.argsort(stable=True)
+        within = torch.empty_like(owner)
+        within[by_owner] = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner[by_owner]]
+        places = owner * int(counts.max()) + within
+        own = (owner == group.place).nonzero().flatten()
+        labels = tuple(counts.tolist())
+        return cls(group, tokens, labels, to_device_async(own, device), own, to_device_async(places, device))
+
+    @property
+    def range(self) -> slice:
+        """Range of this rank's tokens in the row."""
+        start = sum(self.tokens[: self.group.place])
+        return slice(start, start + self.tokens[self.group.place])
+
+    def cut(self, row: MicroBatch) -> MicroBatch:
+        """Return the row with only this rank's tokens and labels in every field that a forward reads.
+
+        The layout stays the whole row's. (Runs with a teacher are rejected earlier.)
+        """
+        tokens, own = self.range, self.own
+        kept = None if row.kept is None else row.kept.of(self.own_on_host)
+        return dataclasses.replace(
+            row,
+            input_ids=row.input_ids[:, tokens],
+            position_ids=row.position_ids[:, tokens],
+            logit_positions=row.logit_positions.index_select(0, own) - tokens.start,
+            labels=row.labels.index_select(0, own),
+            kept=kept,
+            experts=None if row.experts is None else row.experts[tokens],
+        )
+
+    def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
+        """Gather the labels' values (N, ...) in the row's order, from each rank's (n, ...).
+
+        Each rank computes the gradient of its own labels.
+        """
+        found: torch.Tensor = _Gather.apply(of_labels, self)
+        return found
+
+    def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the weights of this rank's tokens from the weights (T,) of the row's; fillers have weight 0."""
+        return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
+
+    def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Turn a sum over this rank's tokens into the sum over the row's."""
+        return leave(of_tokens, self.group)
+
+    # -- attention
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Exchange own tokens of all heads for all tokens of own heads, for queries, keys and values.
+
+        Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D).
+        """
+        size = self.group.size
+        query, key, value = _divisible(query, key, value, size)
+        inputs = [x[0].unflatten(0, (size, -1)).transpose(1, 2) for x in (query, key, value)]  # (S, tokens, heads, D)
+        if query.shape[-1] == value.shape[-1]:
+            found = self._to_heads(torch.cat(inputs, dim=2)).split([x.shape[2] for x in inputs], dim=1)
+        else:
+            found = tuple(map(self._to_heads, inputs))
+        q, k, v = (x.transpose(0, 1)[None] for x in found)
+        return q, k, v
+
+    def _to_heads(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Exchange.apply(tokens, self.send_heads, self.send_tokens)
+        return found
+
+    def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Exchange own tokens of all heads for all tokens: (1, own tokens, heads, D) -> (1, T, own heads, D)."""
+        filled = -of_tokens.shape[2] % self.group.size
+        by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
+        return self._to_heads(by_rank)[None]
+
+    def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
+        """Select this rank's heads from (H, ...), the same ones as in `to_all_tokens` and, for queries, `to_heads`."""
+        each = -(-len(of_heads) // self.group.size)
+        behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
+        return F.pad(of_heads, behind).split(each)[self.group.place]
+
+    def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
+        """Exchange all tokens of own heads for own tokens: (1, T, own heads, D) -> (1, own tokens, heads, D)."""
+        found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
+        return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
+
+    def send_heads(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Send entry s of (S, own tokens, heads, D) to rank s of S, and return the received (T, heads, D)."""
+        size, count = tokens.shape[:2]
+        return self.group.all_to_all(tokens.flatten(0, 1), [count] * size, self.tokens)
+
+    def send_tokens(self, heads: torch.Tensor) -> torch.Tensor:
+        """Send each rank its tokens of (T, heads, D), and return the received (S, own tokens, heads, D)."""
+        size, count = self.group.size, self.tokens[self.group.place]
+        return self.group.all_to_all(heads, self.tokens, [count] * size).unflatten(0, (size, count))
+
+
+def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
+    """Return this rank's part of a row and the `RowPart`, or the whole row and None if rows aren't shared out."""
+    groups: RowGroups | None = getattr(model, "row_groups", None)
+    if groups is None or model.config._attn_implementation != PACKED:
+        return row, None
+    positions = row.logit_positions.cpu() if row.host_positions is None else row.host_positions
+    filled = _with_a_token_for_each(row, groups.sequence.size)
+    part = RowPart.of(groups.sequence, filled.layout.num_tokens, positions, row.input_ids.device)
+    part = dataclasses.replace(part, fillers=filled.layout.num_tokens - row.layout.num_tokens)
+    return part.cut(filled), part
+
+
+def _with_a_token_for_each(row: MicroBatch, ranks: int) -> MicroBatch:
+    """Add tokens to a row with fewer tokens than ranks, because the layers of some models take no empty input.
+
+    They are a segment at the end without labels, and nothing attends to it.
+    """
+    missing = ranks - row.layout.num_tokens
+    if missing <= 0:
+        return row
+    filled = {name: F.pad(getattr(row, name), (0, missing)) for name in ("input_ids", "position_ids")}
+    experts = None if row.experts is None else F.pad(row.experts, (0, 0, 0, 0, 0, missing), value=UNKNOWN)
+    layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
+    return dataclasses.replace(row, layout=layout, experts=experts, **filled)
+
+
+def _divisible(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Repeat and fill up heads of queries, keys and values (1, heads, tokens, D) to equal numbers for each rank.
+
+    The heads are in the order of ranks.
+    """
+    heads, keys = query.shape[1], key.shape[1]
+    if heads % ranks == 0 and keys % ranks == 0:
+        return query, key, value
+    if heads % ranks == 0 and ranks % keys == 0:  # several ranks need the same head
+        index = torch.arange(ranks) // (ranks // keys)
+    else:
+        filled = -(-heads // ranks) * ranks
+        query = F.pad(query, (0, 0, 0, 0, 0, filled - heads))
+        index = torch.arange(filled).clamp(max=heads - 1) // (heads // keys)
+    index = to_device_async(index, key.device)
+    return query, key.index_select(1, index), value.index_select(1, index)
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange that sends each number to one rank, so that the reverse exchange is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, there: Send, back: Send) -> torch.Tensor:
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, part: RowPart) -> torch.Tensor:
+        ctx.part = part
+        most = max(part.labels)
+        filled = own.new_zeros(most, *own.shape[1:])
+        filled[: len(own)] = own
+        return part.group.all_gather(filled).index_select(0, part.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.index_select(0, ctx.part.own), None

@@ -1,0 +1,297 @@
+"""A policy cut like the engine: each rank has some heads, some columns of the MLPs, some entries of the vocabulary.
+
+Tensor parallelism as in Megatron-LM (arXiv 1909.08053): all ranks of an engine have the same inputs of an attention or
+an MLP. Each rank computes with its part, and the outputs are summed. So the gradient of the input is a sum, too.
+Layers keep their classes' own forwards. Hooks before them and derived classes add the sums.
+Only plain tensors are used, so that a parameter can be the very tensor of vLLM's rank.
+
+A parameter that is whole on each rank has the same gradient on all ranks, with one exception: parameters that only see
+the rank's own heads or columns. These are norms of queries and keys, shared key-value heads, and an adapter's first
+matrix on a layer cut by outputs. Their gradients are summed as soon as they are computed.
+
+An adapter (LoRA) is cut like its layer. If the layer is cut by outputs, the second matrix is cut. If the layer is cut
+by inputs, the first matrix is cut, and its few products are summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...parallel.layout import RankLayout
+from ...parallel.shards import RankGroup, Shard, group_of
+from ...policy.exchanges import enter, leave
+from ...policy.lora import AdaptedLayer, unwrap
+from ...runtime import cpu_products
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Entries ``start`` ... ``stop`` of a vocabulary of ``size`` entries: one rank's part."""
+
+    start: int
+    stop: int
+    size: int
+    group: RankGroup
+
+
+def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Mark the inputs of an attention, a convolution or an MLP: gradients of the ranks are summed there.
+
+    The first linear layers of such a region are cut by outputs, the last one by inputs. (This is a hook, because layers
+    with a state have a forward of their own: `recurrent`.)
+    """
+
+    def entered(value: Any) -> Any:
+        return enter(value, group) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
+
+
+def _leave_product(group: RankGroup, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Sum the ranks' products of an adapter's first matrix if that is cut by inputs."""
+    return leave(output, group)
+
+
+class _Experts(nn.Module):
+    """Experts of a mixture, all cut between their two products.
+
+    The whole router gets whole gradients, because its expert weights are inputs of the region like the tokens.
+    """
+
+    cut_group: RankGroup
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _enter_region(self.cut_group, self, args, kwargs)
+        return leave(super().forward(*args, **kwargs), self.cut_group)
+
+
+class _RowParallel(nn.Linear):
+    """Linear layer cut by inputs; the bias is added once."""
+
+    cut_group: RankGroup
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        summed = leave(F.linear(input, self.weight), self.cut_group)
+        return summed if self.bias is None else summed + self.bias
+
+
+class _Embedding(nn.Embedding):
+    vocabulary: VocabularyPart
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        own = self.vocabulary
+        absent = (input < own.start) | (input >= own.stop)
+        found = super().forward((input - own.start).masked_fill(absent, 0))
+        return leave(found.masked_fill(absent[..., None], 0.0), own.group)
+
+
+class _Head(nn.Linear):
+    """Head cut by the vocabulary. Its forward returns all logits; `logprobs` only computes this rank's."""
+
+    vocabulary: VocabularyPart
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        own = self.vocabulary
+        logits = F.linear(enter(input, own.group), self.weight, self.bias)
+        return leave(F.pad(logits, (own.start, own.size - own.stop)), own.group)
+
+
+@functools.cache
+def _derived(kind: Any, own: Any) -> Any:
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})
+
+
+def _become(module: Any, kind: Any, **attributes: Any) -> None:
+    own: Any = type(module)
+    cpu_products.give_back(module)
+    module.__class__ = _derived(kind, own)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParts:
+    """Parts of a policy on each rank, in the model's attribute ``tensor_parts``. A model's copy shares this object."""
+
+    layout: RankLayout
+    engine: RankGroup  # ranks that have the policy together
+    data: RankGroup  # ranks with the same part, for sums of gradients
+    places: tuple[Mapping[str, Shard], ...]  # parts of each of the engine's ranks, by parameter name
+
+    def __deepcopy__(self, memo: Any) -> TensorParts:
+        return self
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Parts of this rank, by parameter name."""
+        return self.places[self.engine.place]
+
+    def holders(self, name: str, place: int | None = None) -> tuple[int, ...]:
+        """Return the places in the engine of the ranks that share this rank's (or another's) part of a parameter."""
+        own = self.places[self.engine.place if place is None else place][name]
+        return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
+
+    def is_counted(self, name: str) -> bool:
+        """Return whether this rank's part counts in sums over the engine's ranks: one of several equal parts does."""
+        return self.holders(name)[0] == self.engine.place
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole policy."""
+        return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
+
+
+def parts_of(model: Any) -> TensorParts | None:
+    """Return the model's parts; None: each rank has the whole model."""
+    found: TensorParts | None = getattr(model, "tensor_parts", None)
+    return found
+
+
+def trained_elements(model: Any) -> int:
+    """Return the number of trained elements, on all ranks of an engine together."""
+    parts, trained = parts_of(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return sum(p.numel() if parts is None else torch.Size(parts.shards[name].shape).numel() for name, p in trained)
+
+
+def vocabulary_size(model: Any) -> int:
+    """Return the number of entries of the input embedding, summed over ranks if they share them out."""
+    table = model.get_input_embeddings()
+    own: VocabularyPart | None = getattr(table, "vocabulary", None)
+    return int(table.weight.shape[0]) if own is None else own.size
+
+
+def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
+    """Make a model with cut parameters compute like the whole model. A collective.
+
+    Args:
+        shards: this rank's part of each parameter, by name.
+
+    Raises:
+        RuntimeError: vLLM cuts a layer in a way that isn't known.
+    """
+    engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
+    data = group_of(layout, lambda rank: rank.shard_group)
+    parts = TensorParts(layout, engine, data, engine.gather(dict(shards)))
+    regions: dict[str, Any] = {}
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    for path, module in list(model.named_modules()):
+        own = {name: shards[f"{path}.{name}"] for name, _ in module.named_parameters(recurse=False)
+               if f"{path}.{name}" in shards}  # fmt: skip
+        if module is head or module is table:
+            shard = own.get("weight") or shards[_name_of(model, module.weight)]
+            _cut_vocabulary(module, shard, engine, module is head)
+        elif all(shard.is_whole for shard in own.values()):
+            continue
+        elif ".lora_A." in path:  # cut by inputs; a hook, because `lora_inputs` may have replaced its forward
+            module.in_features = module.weight.shape[1]
+            module.register_forward_hook(functools.partial(_leave_product, engine))
+        elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
+            _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
+        elif isinstance(module, nn.Linear):
+            module.out_features = module.weight.shape[0]
+            parent = _layer_of(path).rpartition(".")[0]
+            regions[parent] = model.get_submodule(parent)
+        elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
+            module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
+        elif path.endswith(".experts"):
+            _become(module, _Experts, cut_group=engine)
+        else:
+            raise RuntimeError(f"The engine's ranks cut {path} ({type(module).__name__}), which isn't known yet.")
+    for region in regions.values():
+        region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
+        if hasattr(region, "num_key_value_groups"):
+            region.num_key_value_groups = region.q_proj.weight.shape[0] // region.k_proj.weight.shape[0]
+    _sum_partial_gradients(model, regions, parts)
+    unwrap(model).tensor_parts = parts
+    return parts
+
+
+def _layer_of(path: str) -> str:
+    """Return the adapted layer's path for its base or a matrix of its adapter; other paths unchanged."""
+    return path.partition(".lora_")[0].removesuffix(".base_layer")
+
+
+def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
+    """Return the parts of an adapter's matrices, by their `id`.
+
+    ``shards`` are the rank's parts of the base, by the names of a model without adapters.
+    """
+    found: dict[int, Shard] = {}
+    for layer in adapted:
+        base, rank = shards[layer.parameter], len(layer.lora_a)
+        outputs, inputs = base.shape
+        by_inputs = base.local_shape[0] == outputs
+        columns = [(slice(None), slice(*box[1])) for box in base.boxes] if by_inputs else [()]
+        rows = [()] if by_inputs else [(slice(*box[0]),) for box in base.boxes]
+        found[id(layer.lora_a)] = Shard.of_cuts((rank, inputs), columns)
+        found[id(layer.lora_b)] = Shard.of_cuts((outputs, rank), rows)
+    return found
+
+
+def _name_of(model: nn.Module, parameter: torch.Tensor) -> str:
+    return next(name for name, own in model.named_parameters() if own is parameter)
+
+
+def _cut_vocabulary(module: Any, shard: Shard, group: RankGroup, is_head: bool) -> None:
+    start, stop = shard.boxes[0][0]
+    part = VocabularyPart(start, stop, shard.shape[0], group)
+    _become(module, _Head if is_head else _Embedding, vocabulary=part)
+    if not is_head and module.padding_idx is not None:  # the padding token's row gets no gradient
+        inside = start <= module.padding_idx < stop
+        module.padding_idx = module.padding_idx - start if inside else None
+
+
+def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
+    """Sum the gradients of parameters inside attentions and MLPs that several ranks share.
+
+    Each rank's gradient is only of its own heads or columns.
+    """
+    partial = {
+        name: parts.holders(name)
+        for path, region in regions.items()
+        for name, parameter in ((f"{path}.{own}", p) for own, p in region.named_parameters())
+        if parameter.requires_grad and not _after_the_sum(model, name, parts.shards)
+    }
+    among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
+    for name, holders in partial.items():
+        # Every rank makes the same groups in the same order, also for a parameter that it shares with nobody.
+        sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))
+        if all(len(one) == 1 for one in sets):
+            continue
+        if len(holders) == parts.engine.size:
+            group = parts.engine
+        else:
+            if sets not in among:
+                among[sets] = group_of(parts.layout, functools.partial(_same_heads, sets=sets))
+            group = among[sets]
+        parameter = model.get_parameter(name)
+        parameter.register_hook(functools.partial(_summed, group=group))
+
+
+def _same_heads(rank: RankLayout, sets: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    return tuple(rank.engine_group[place] for place in sets[rank.engine_place])
+
+
+def _summed(gradient: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    return group.sum_(gradient.to(torch.float32, copy=True).contiguous()).to(gradient.dtype)
+
+
+def _after_the_sum(model: nn.Module, name: str, shards: Mapping[str, Shard]) -> bool:
+    """Return whether a parameter is applied to the ranks' sum, so that its gradient is whole."""
+    path, _, last = name.rpartition(".")
+    if ".lora_B." in name:
+        return not shards[name.replace(".lora_B.", ".lora_A.")].is_whole
+    return last == "bias" and isinstance(model.get_submodule(path), _RowParallel)
+
+
+def check_split(model: Any) -> None:
+    """Raise a ValueError if an earlier trainer has cut the model."""
+    if parts_of(model) is not None:
+        raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")

@@ -1,0 +1,203 @@
+"""Strategies for a policy in the engine's tensor-parallel layout, cut by `policy.tensor_parallel`.
+
+The ranks of one engine train each row together. Ranks with the same part of the policy (one rank per engine) divide
+gradients and optimizer state. Every parameter is a tensor of vLLM's rank. So the optimizer's step, with ZeRO's
+all-gather after it, publishes the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ...parallel import watchdog
+from ...parallel.faults import telling
+from ...parallel.ranks import gather
+from ...parallel.shards import RankGroup
+from ...policy.lora import is_adapted
+from ...sharding import optimizer_state
+from ...sharding.strategy import Owned, WriteTensors, scale_down, squared_norm
+from ...sharding.weight_files import WeightFiles, all_names, completed
+from ...sharding.whole import WholeCopies
+from ...sharding.zero import SharedGradients, SharedOptimizer
+from ..sequence_parallel.shared_rows import SharedRows, SharedTokens
+from .layers import TensorParts, parts_of
+
+
+class TensorStrategy(SharedRows):
+    """The common part of the three strategies, to be combined with another one for the ranks with the same part."""
+
+    state_of = ""  # name of the state that the ranks with the same part divide
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._counted = {name for name in self.cut.shards if self.cut.is_counted(name)}
+
+    @property
+    def cut(self) -> TensorParts:
+        """The parts of the policy."""
+        parts = parts_of(self.model)
+        assert parts is not None, "the policy isn't cut"
+        return parts
+
+    @property
+    def among(self) -> RankGroup:
+        return self.cut.data
+
+    @property
+    def row(self) -> RankGroup:
+        return self.cut.engine
+
+    def describe(self) -> str:
+        local = sum(parameter.numel() for parameter in self.model.parameters())
+        size, data = self.cut.engine.size, self.cut.data.size
+        parallel = "tensor parallel" if self.row.size == size else f"tensor parallel among {size} of them"
+        shared = f"; {self.state_of} in {data} parts" if self.state_of and data > 1 else ""
+        whole = self.cut.elements
+        return (
+            f"sharding: the policy is in the engine's layout, {local / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
+            f"parameters on this rank; {self.row.size} ranks train each row together ({parallel}), gradients are "
+            f"summed over {data}{shared}"
+        )
+
+    # -- a step
+
+    def _sum_of_squares(self, local: float) -> float:
+        """Sum a rank's sum of squares over the ranks that hold the gradient together."""
+        device = next(self.model.parameters()).device
+        return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=device)))
+
+    def clip(self, largest: float) -> float:
+        """Scale down to ``largest``, and return the norm before. A part that several ranks have counts once."""
+        gradients = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
+        local = squared_norm(gradient for name, gradient in gradients.items() if name in self._counted)
+        norm = self._sum_of_squares(local) ** 0.5
+        scale_down([*gradients.values()], norm, largest)
+        return norm
+
+    def owned(self) -> Sequence[Owned]:
+        return [self._in_whole(piece) for piece in super().owned()]  # type: ignore[safe-super]
+
+    def _in_whole(self, piece: Owned) -> Owned:
+        """Convert a piece of this rank's part of a parameter to a piece of the whole parameter."""
+        shard = self.cut.shards[piece.name]
+        if shard.begin is None:
+            return dataclasses.replace(piece, shard=shard)
+        return dataclasses.replace(piece, start=piece.start + shard.begin, stop=piece.stop + shard.begin)
+
+    # -- files
+
+    @telling("saving")
+    def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        """Return the whole state dict, of a LoRA policy only the adapter's. Empty without ``keep``. A collective."""
+        cut, whole = self.cut, dict[str, torch.Tensor]()
+        for name, parameter in self._saved():
+            if keep:
+                whole[name] = torch.empty(cut.shards[name].shape, dtype=parameter.dtype)
+            for place in sorted({cut.holders(name, place)[0] for place in range(cut.engine.size)}):
+                part = cut.places[place][name]
+                values = parameter.detach().contiguous()
+                if cut.shards[name] != part:
+                    values = values.new_empty(part.local_shape)
+                if not part.is_whole:
+                    cut.engine.broadcast_(values, place)
+                if keep:
+                    part.write(values.cpu(), whole[name])
+            watchdog.progress()
+        if is_adapted(self.model):
+            return whole
+        return completed(whole, self.model) if keep else {}
+
+    def _saved(self) -> list[tuple[str, torch.nn.Parameter]]:
+        adapter_alone = is_adapted(self.model)
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad or not adapter_alone]
+
+    def load_weights(self, folder: Path) -> bool:
+        if is_adapted(self.model):
+            self._load_adapter(folder)
+            return True
+        files, names = WeightFiles(folder), all_names(self.model)
+        for name, parameter in self.model.named_parameters():
+            files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
+        return True
+
+    def _load_adapter(self, folder: Path) -> None:
+        """Read this rank's part of a saved adapter. An adapter is small, so each rank reads the whole file."""
+        (adapter,) = self.model.active_adapters
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name, parameter in self._saved():
+            saved = tensors.get(name.replace(f".{adapter}.", "."))
+            shard = self.cut.shards[name]
+            if saved is None or tuple(saved.shape) != shard.shape:
+                actual = "is missing" if saved is None else f"has the shape {tuple(saved.shape)}"
+                raise ValueError(
+                    f"The adapter in {str(folder)!r} doesn't fit the policy: {name} {actual}, but must have the shape "
+                    f"{shard.shape}. Resume from a checkpoint of a run with the same LoRA settings."
+                )
+            parameter.detach().copy_(shard.of(saved))
+
+
+class TensorParallel(TensorStrategy, WholeCopies):
+    """`sharding: tensor`. Each rank has the whole gradient and optimizer state of its part."""
+
+    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+        return True
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        """Write the optimizer state of this rank's part, if any rank of its engine has ``keep``. A collective."""
+        engine = self.cut.engine
+        keeps = gather(keep)
+        if any(keeps[rank] for rank in engine.ranks):
+            optimizer_state.save(optimizer, self.owned(), folder, engine.place, engine.size, write)
+        return True
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        engine = self.cut.engine
+        optimizer_state.load(optimizer, self.owned(), folder, order, engine.place, engine.size)
+        return True
+
+
+class TensorOptimizer(TensorStrategy, SharedOptimizer):
+    """`sharding: tensor+optimizer`. The ranks with the same part also divide the optimizer's state (ZeRO-1)."""
+
+    state_of = "optimizer state"
+
+    def _sum_of_squares(self, local: float) -> float:
+        return _over_all(local, self.device)
+
+
+class TensorGradients(TensorStrategy, SharedGradients):
+    """`sharding: tensor+gradients`. The ranks with the same part also divide gradients (ZeRO-2)."""
+
+    state_of = "optimizer state and gradients"
+    backward = SharedGradients.backward
+
+    def _sum_of_squares(self, local: float) -> float:
+        return _over_all(local, self.device)
+
+
+class RowsOfTensorParallel(SharedTokens, TensorParallel):
+    """With a row's tokens divided among engines, as in the two classes below."""
+
+
+class RowsOfTensorOptimizer(SharedTokens, TensorOptimizer):
+    pass
+
+
+class RowsOfTensorGradients(SharedTokens, TensorGradients):
+    backward = SharedGradients.backward
+
+
+def _over_all(local: float, device: torch.device) -> float:
+    """Sum a number over all ranks."""
+    total = torch.tensor(local, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total)
+    return float(total)

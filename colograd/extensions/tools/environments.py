@@ -1,0 +1,181 @@
+"""Environments: the user's factories make them, and each is lent to one conversation at a time, then used again."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from ...batch import Group
+from ...rewards.functions import function_name
+from ...usercode.calls import place_in, raised_outcome
+from ...usercode.threads import EnvironmentThread, MainThreadAdvice, wait_for_result
+
+CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
+
+
+@dataclass(slots=True, eq=False)
+class Environment:
+    """An environment of the user's, and the thread that it lives in."""
+
+    instance: Any
+    name: str  # name of the environment in main_thread_tools
+    factory: str | None  # key of the factory that made it
+    thread: EnvironmentThread | None  # its thread; None: it needs the main thread
+    stuck: bool = False  # whether a call never came back, so that its state is unknown
+
+    @property
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """The environment's tools: its public methods, by name.
+
+        They are looked up on the class, so that no property is evaluated.
+
+        Raises:
+            ValueError: the environment has no method `reset`.
+        """
+        names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
+        if "reset" not in names:
+            raise ValueError(
+                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define one, "
+                "which begins an episode from the row's columns and returns None or a text that ends the prompt."
+            )
+        tools = [name for name in names if name not in CONTROL and not name.startswith("_")]
+        return {name: getattr(self.instance, name) for name in tools}
+
+
+def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
+    """Return an environment's names in main_thread_tools: its key, if there are several, and its factory's name."""
+    own = function_name(factory)
+    return [own] if key is None else [key, own]
+
+
+class Environments:
+    """Makes environments, lends them, and takes them back.
+
+    An environment is lent to a conversation until the reward functions that may look at it have returned.
+
+    Args:
+        factories: key -> factory. The key is the name in a row's column `environment`, or None if there is only one.
+        main_thread: see `Toolbox`.
+        limit: maximum number of environments lent at once; None: no limit.
+    """
+
+    def __init__(
+        self,
+        factories: Mapping[Any, Callable[[], Any]],
+        main_thread: Collection[str],
+        advice: MainThreadAdvice,
+        limit: int | None = None,
+    ) -> None:
+        self._factories, self._main_thread, self._advice, self._limit = factories, main_thread, advice, limit
+        self._known: dict[int, Environment] = {}  # by the id of the instance
+        self._lent: list[Environment] = []
+        self._returning = threading.Lock()  # async reward functions end in a thread of their own
+        self._in_scoring: set[int] = set()  # positions of the groups in scoring
+        self._begins = True  # whether the next environment lent is the first of a round
+        self.latest: list[Any] | None = None  # instances of the present or else the last round's conversations
+        self.first = {key: self._make(key) for key in factories}  # one environment per key, to describe its tools
+        self._free = {key: [environment] for key, environment in self.first.items()}
+
+    def lend(self, key: str | None) -> Environment:
+        """Return an environment for one conversation, until `take_back`."""
+        free = self._free[key]
+        environment = free.pop() if free else self._make(key)
+        self._lent.append(environment)
+        if self._begins or self.latest is None:
+            self._begins, self.latest = False, []
+        self.latest.append(environment.instance)
+        return environment
+
+    def has_room(self, group: int) -> bool:
+        """Return whether another environment may be lent. One group of ``group`` conversations always has room."""
+        return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
+
+    @property
+    def are_scored(self) -> bool:
+        """Whether running reward functions will give back some environments."""
+        return bool(self._in_scoring)
+
+    def begin_scoring(self, groups: Sequence[Group]) -> None:
+        """Note that reward functions look at the groups' environments."""
+        self._in_scoring |= {group.position for group in groups}
+
+    def end_scoring(self, groups: Sequence[Group]) -> None:
+        """Take the groups' environments back, as no reward function looks at them any more."""
+        scored = {id(rollout.columns.get("environments")) for group in groups for rollout in group.rollouts}
+        with self._returning:
+            for environment in [each for each in self._lent if id(each.instance) in scored]:
+                self._lent.remove(environment)
+                self._take_back(environment)
+            self._in_scoring -= {group.position for group in groups}
+
+    def take_back(self) -> None:
+        """Make all lent environments free again, as their conversations are over and scored."""
+        with self._returning:
+            for environment in self._lent:
+                self._take_back(environment)
+            self._lent, self._in_scoring, self._begins = [], set(), True
+
+    def _take_back(self, environment: Environment) -> None:
+        """Make an environment free. Forget a stuck one."""
+        if not environment.stuck:
+            self._free[environment.factory].append(environment)
+            return
+        self._known.pop(id(environment.instance), None)
+        if environment.thread is not None:
+            environment.thread.close()
+
+    def rewards(self, instances: Sequence[Any]) -> list[Any]:
+        """Call ``get_reward`` of each environment and return the values, None for None.
+
+        A call that never comes back leaves its environment stuck.
+        """
+        environments = [self._known.get(id(instance)) for instance in instances]
+        asked: list[Future[Any] | None] = [
+            None if known is None or known.thread is None else known.thread.ask(known.instance.get_reward)
+            for known in environments
+        ]
+        try:
+            return [
+                None if instance is None else instance.get_reward() if future is None else wait_for_result(future)
+                for instance, future in zip(instances, asked, strict=True)
+            ]
+        except BaseException as error:
+            for known, future in zip(environments, asked, strict=True):
+                if known is not None and future is not None:
+                    known.stuck |= not future.done()
+                    if future.done() and future.exception() is error:
+                        self._advice.give(known.name, raised_outcome(error))
+            raise
+
+    def close(self) -> None:
+        """End the environments' threads."""
+        for environment in self._known.values():
+            if environment.thread is not None:
+                environment.thread.close()
+
+    def _make(self, key: str | None) -> Environment:
+        factory = self._factories[key]
+        name, *others = factory_names(key, factory)
+        thread = EnvironmentThread() if {name, *others}.isdisjoint(self._main_thread) else None
+        try:
+            instance = factory() if thread is None else thread.ask(factory).result()
+        except (Exception, SystemExit) as error:
+            outcome = raised_outcome(error)
+            if thread is not None:
+                thread.close()
+                self._advice.give(name, outcome)
+            place = place_in(outcome.value[1])
+            most = f" Up to {self._limit} are lent at once (per_device_train_batch_size x steps_per_generation)."
+            raise ValueError(
+                f"environment_factory {name!r} raised {outcome.value[0].removesuffix(': ')} when it was to make "
+                f"environment {len(self._known) + 1} of this rank{f' ({place})' if place else ''}."
+                f"{most if self._limit else ''}"
+            ) from error
+        environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
+        if thread is not None and environment.thread is not thread:  # the factory returned a known instance again
+            thread.close()
+        return environment

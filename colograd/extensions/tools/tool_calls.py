@@ -1,0 +1,222 @@
+"""Runs the calls of tools, and returns their outcomes.
+
+    sync tools                in a worker process, if there are workers and the tool can be pickled; else in a thread
+    async tools               on the event loop of async rewards, all conversations together
+    an environment's methods  in the environment's own thread, one conversation's calls in their order (async methods
+                              on the event loop)
+    main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
+
+A slow tool delays only its own conversation. The answer to a late call is an error, which the model sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
+from ...usercode.copies import own_copy
+from ...usercode.threads import MainThreadAdvice, UserCall
+from ...usercode.untrusted import clean
+from ...usercode.worker_pool import WorkerPool
+from ..images.data import in_rgb
+from .environments import Environment
+from .tool_format import ToolCall
+
+PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
+
+
+@dataclass(slots=True)
+class RunningCall:
+    """A call that has begun, or that runs when its outcome is requested."""
+
+    name: str
+    future: Future[Outcome]
+    deadline: float = math.inf  # latest time to wait for the call, in `time.monotonic` seconds
+    asker_runs: UserCall | None = None  # the call to run in the requesting thread (main_thread_tools)
+    environment: Environment | None = None  # environment of the method
+    declarable: str | None = None  # name that could be added to main_thread_tools; None: none
+
+    @classmethod
+    def failed(cls, name: str, line: str) -> RunningCall:
+        """Return a call that never begins, with the reason ``line``."""
+        future = Future[Outcome]()
+        future.set_result(Outcome("raised", (line, ""), 0.0))
+        return cls(name, future)
+
+    def done(self) -> bool:
+        """Return whether there is nothing left to wait for."""
+        return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
+
+    def outcome(self, timeout: float | None) -> Outcome:
+        """Return the call's outcome. A call that hasn't ended is abandoned, and its outcome is ``late``."""
+        if self.asker_runs is not None:
+            self.asker_runs.run()
+        if not self.future.done():
+            self.abandon()
+            return Outcome("late", None, timeout or 0.0)
+        try:
+            return self.future.result()
+        except (Exception, CancelledError) as error:  # e.g. an async tool without its arguments
+            return raised_outcome(error)
+
+    def abandon(self) -> None:
+        """Cancel the call, as nobody waits for it any more."""
+        if self.environment is not None and self.asker_runs is None and not self.future.done():
+            self.environment.stuck = True
+        self.future.cancel()
+
+
+@dataclass(slots=True)
+class Answers:
+    """The pending outcomes of a turn's calls."""
+
+    calls: list[RunningCall]
+    timeout: float | None
+    advice: MainThreadAdvice
+
+    def done(self) -> bool:
+        """Return whether there is nothing left to wait for."""
+        return all(call.done() for call in self.calls)
+
+    def outcomes(self) -> list[tuple[str, Outcome]]:
+        """Return each call's name and outcome, in the order of the calls; ``late`` for a call that hasn't ended."""
+        found = []
+        for call in self.calls:
+            outcome = call.outcome(self.timeout)
+            if call.declarable is not None:
+                self.advice.give(call.declarable, outcome)
+            found.append((call.name, outcome))
+        return found
+
+    def abandon(self) -> None:
+        """Cancel all calls, as nobody waits for them any more."""
+        for call in self.calls:
+            call.abandon()
+
+
+class ToolRunner:
+    """Starts each call in its tool's process or thread. See `Toolbox` for the arguments."""
+
+    def __init__(
+        self, tools: Mapping[str, Callable[..., Any]], main_thread: Collection[str], workers: int, timeout: float | None
+    ) -> None:
+        self._tools, self._main_thread, self._timeout = tools, {*main_thread}, timeout
+        able = {name: f for name, f in tools.items() if not inspect.iscoroutinefunction(f) and name not in main_thread}
+        self.pool = WorkerPool("tools", able, workers, timeout)
+
+    def start(self, call: ToolCall) -> RunningCall:
+        """Begin to run a tool."""
+        name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
+        if name in self.pool:  # the pool itself ends late calls
+            return RunningCall(name, self.pool.submit(name, arguments))
+        if inspect.iscoroutinefunction(function):
+            running = asyncio.run_coroutine_threadsafe(self._await(function, arguments), event_loop())
+            return RunningCall(name, running, self._deadline() + GRACE)  # late only if it blocks the loop
+        user_call = UserCall(function, arguments)
+        if name in self._main_thread:
+            return RunningCall(name, user_call.future, asker_runs=user_call)
+        user_call.start_thread()
+        return RunningCall(name, user_call.future, self._deadline(), declarable=name)
+
+    def move_to_main_thread(self, name: str) -> bool:
+        """Run a tool's later calls in the main thread. Return False if no tool of this name runs in a thread."""
+        moves = name in self._tools and name not in self.pool
+        if moves:
+            self._main_thread.add(name)
+        return moves
+
+    def start_method(
+        self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
+    ) -> RunningCall:
+        """Begin to run an environment's method, behind ``earlier`` other calls of the same turn."""
+        user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
+        if environment.thread is None:
+            return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
+        environment.thread.ask(user_call.run)
+        deadline = self._deadline(1 + earlier)
+        declarable = None if inspect.iscoroutinefunction(user_call.function) else environment.name
+        return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
+
+    def _deadline(self, calls: int = 1) -> float:
+        """Return the time when the last of ``calls`` consecutive calls is late, in `time.monotonic` seconds."""
+        return math.inf if self._timeout is None else time.monotonic() + calls * self._timeout
+
+    async def _await(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+        return await awaited_outcome(function(**arguments), self._timeout)
+
+
+def answer_content(outcome: Outcome, images: bool = False) -> Any:
+    """Return the content of a tool's message.
+
+    A list stays a list for the reward functions, as in TRL; the model reads its `shown_content`. Any other value
+    becomes text. Lone surrogates are replaced, as no tokenizer takes them.
+
+    Args:
+        images: whether the model reads images.
+
+    Raises:
+        RuntimeError, ValueError: the call failed, or its value can't be shown.
+    """
+    if outcome.kind == "late":
+        raise RuntimeError(f"timed out after {outcome.seconds:g} s")
+    if outcome.kind == "died":
+        raise RuntimeError(f"the tool's process ended with status {outcome.value}")
+    if outcome.kind != "value":
+        raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
+    shown = shown_content(outcome.value, images)
+    if not isinstance(outcome.value, list):
+        return shown
+    try:
+        return clean(copy.deepcopy(outcome.value))  # a copy, so that the tool can't change the message later
+    except Exception:  # e.g. an object with a lock or a connection
+        return shown
+
+
+def shown_content(content: Any, images: bool) -> Any:
+    """Return a tool's value as the model reads it: as text, or as content parts if it has images.
+
+    Raises:
+        ValueError: a part is of another type, or an image can't be read.
+    """
+    if not images or not _has_images(content):
+        return text_of(content)
+    return [
+        {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
+        if part["type"] == "image"
+        else {"type": "text", "text": text_of([part])}
+        for part in content
+    ]
+
+
+def _has_images(content: Any) -> bool:
+    return _is_parts(content) and any(part["type"] == "image" for part in content)
+
+
+def _is_parts(content: Any) -> bool:
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
+    )
+
+
+def text_of(content: Any) -> str:
+    """Return a tool's value as text. A list of content parts becomes the joined texts of its parts.
+
+    Raises:
+        ValueError: a part isn't text.
+    """
+    if not _is_parts(content):
+        return str(clean(str(content)))
+    for part in content:
+        if part["type"] != "text":
+            raise ValueError(f"A part of type {part['type']!r} can't be shown, only text.")
+    return str(clean("".join(str(part["text"]) for part in content)))

@@ -1,0 +1,273 @@
+"""Reads the calls of a turn and writes tools' answers as tokens, with the tokenizer's chat template and parser."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from ...batch import FinishReason, Group, ModelInput
+from ...data.messages import without_nones
+from ...usercode.untrusted import clean, parse_json
+from ..images.data import ImageReader, with_images
+
+# The format of calls by Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+ASKED = {"role": "user", "content": "asked"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in a turn of the model."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolFormat:
+    """The format of tool calls and answers in a tokenizer's chat template.
+
+    Calls are read by the tokenizer's own ``parse_response`` if it has a ``response_template`` or
+    ``response_schema``, else as JSON between ``<tool_call>`` and ``</tool_call>``.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        template_kwargs: further arguments of the template.
+        reader: image reader of a vision-language model. Its processor's template gets all contents as parts.
+
+    Raises:
+        ValueError: the template can't show a tool's answer, or no known parser reads its calls.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: ImageReader | None = None) -> None:
+        self._tokenizer, self._kwargs, self._reader = tokenizer, template_kwargs, reader
+        self._parses = has_parser(tokenizer)
+        template = getattr(tokenizer if reader is None else reader.processor, "chat_template", None)
+        if not template:
+            raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
+        call = _assistant_message("", [ToolCall("the_name", {"the_argument": "the value"})])
+        answer = {"role": "tool", "name": "the_name", "content": "the answer"}
+        try:
+            if reader is None:
+                shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
+            else:
+                shown = reader.tokens(with_images([ASKED, call, answer], (), "")[0], template_kwargs)[0]
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            shown = f"({type(error).__name__}: {error})"
+        if "{'type': 'text'" in shown:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} writes contents as they are, where a model that reads "
+                "images has parts: set chat_template_path to one that writes the parts of every message."
+            )
+        for part in ("the_name", "the_argument", "the value", "the answer"):
+            if part not in shown:
+                raise ValueError(
+                    f"the chat template of {tokenizer.name_or_path} doesn't write tools' calls and answers ({part!r} "
+                    f"of a conversation with both is missing in {shown[-200:]!r}): set chat_template_path to one that "
+                    "does, such as recipes/chat_templates/smollm2_tools.jinja."
+                )
+        if not self._parses and not CALL.search(shown):
+            raise ValueError(
+                f"nothing is known that reads tool calls as {tokenizer.name_or_path} writes them: set the tokenizer's "
+                "response_template (see response parsing in transformers' documentation)."
+            )
+        self._end = self._end_of_turn(call)
+        self.answer_ids([answer])
+
+    def read(
+        self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+    ) -> tuple[dict[str, Any], list[ToolCall]]:
+        """Return a turn as a message, and its calls. Malformed calls remain text."""
+        parsed = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
+        if parsed is not None:
+            message, calls = parsed
+            return {**message, **_assistant_message(message.get("content") or "", calls)}, calls
+        text = self._decode(ids)
+        calls = [] if self._parses else _calls_in(text)
+        return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether an answer may have images."""
+        return self._reader is not None
+
+    def answer_ids(
+        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the token ids of `answer`."""
+        return self.answer(messages, own, last).ids
+
+    def answer(
+        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
+    ) -> ModelInput:
+        """Return the model's input from the end of a turn to the start of the next, with the tools' answers.
+
+        It is appended to the sampled tokens, so that no sampled token is tokenised again.
+
+        Args:
+            messages: the tools' answers, in the order of the calls.
+            own: the row's further arguments of the template.
+            last: the turn's last token; None: the template's end of a turn. If the model ended the turn with another
+                token, the result begins with the template's end of a turn.
+
+        Raises:
+            REFUSALS (see `data.images`): the processor doesn't take these images.
+        """
+        call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
+        given = without_nones(own or {})
+        before = self._read([ASKED, call], **given).ids
+        whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)
+        start = self._place(before, whole.ids)
+        if whole.ids[start] == (self._end if last is None else last):
+            start += 1
+        if (images := whole.images) is None:
+            return ModelInput(whole.ids[start:])
+        images = dataclasses.replace(  # all are behind `start`; up to there the engine's tokens are the same
+            images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
+        )
+        return ModelInput(whole.ids[start:], images)
+
+    def _end_of_turn(self, call: dict[str, Any]) -> int | None:
+        """Return the special token that ends a turn in the template, or None if the template writes none.
+
+        It is the tokenizer's end token, or another one such as ``<|im_end|>`` in ChatML for base models.
+        """
+        begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
+        same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
+        eos, special = self._tokenizer.eos_token_id, {*self._tokenizer.all_special_ids}
+        ends = [token for token in before[same:] if token in special]
+        return eos if eos in ends or not ends else ends[-1]
+
+    def _place(self, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
+        """Return the index in ``whole`` where the turn's content ends. ``whole`` continues ``before``'s messages."""
+        end = self._end
+        if end in before:
+            # The turn ends at the last end token in `before`. Count the end tokens, because a template may write
+            # earlier turns differently once something follows them. Tokens behind the end, mostly a newline, weren't
+            # sampled.
+            places = [place for place, token in enumerate(whole) if token == end]
+            return places[before.count(end) - 1]
+        if whole[: len(before)] == before:
+            return len(before)
+        raise ValueError(
+            f"the chat template of {self._tokenizer.name_or_path} neither ends turns with a special token, nor leaves "
+            "earlier turns as they are when a tool's answer follows: set chat_template_path."
+        )
+
+    def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
+        arguments = {**self._kwargs, **kwargs}
+        if self._reader is None:
+            return ModelInput(
+                tuple(self._tokenizer.apply_chat_template([*messages], tokenize=True, return_dict=False, **arguments))
+            )
+        shown, pictures = with_images([*messages], (), "a tool's answer")
+        if pictures:
+            return self._reader.made(shown, pictures, arguments)
+        return ModelInput(self._reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        end = self._tokenizer.eos_token
+        return (text.removesuffix(end) if end else text).strip()
+
+
+def has_parser(tokenizer: Any) -> bool:
+    """Return whether the tokenizer can parse its model's turns (response parsing in transformers)."""
+    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+
+
+def parsed_turn(
+    tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+) -> tuple[dict[str, Any], list[ToolCall]] | None:
+    """Parse a turn and its calls with the tokenizer's own parser. Return None if that fails or a call is malformed."""
+    kwargs: dict[str, Any] = {}
+    if getattr(tokenizer, "response_template", None) is not None:
+        kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
+    try:
+        message = clean(tokenizer.parse_response(list(ids), **kwargs))
+        found = message.get("tool_calls") or ()
+        calls = _as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
+    except Exception:  # any error that a parser raises for a malformed call
+        return None
+    if calls is None:
+        return None
+    if isinstance(message.get("content"), str) and tokenizer.eos_token:
+        message["content"] = message["content"].removesuffix(tokenizer.eos_token)
+    return message, calls
+
+
+def with_messages(group: Group, tokenizer: Any) -> Group:
+    """Return the group with its completions as messages, if the tokenizer has a parser.
+
+    Reward functions then get the parsed message, e.g. with thoughts apart from the answer, as in TRL. Rollouts of
+    conversations have messages already.
+    """
+    if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
+        return group
+    rollouts = []
+    for rollout in group.rollouts:
+        parsed = None if rollout.messages else parsed_turn(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
+        if parsed is not None:
+            message = {"role": "assistant", **parsed[0], "content": parsed[0].get("content") or ""}
+            rollout = dataclasses.replace(rollout, messages=(message,))
+        rollouts.append(rollout)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = True) -> list[str]:
+    """Return the texts of a group's completions, without the special token at the end."""
+    ids = [list(rollout.completion_ids) for rollout in group.rollouts]
+    if not skip_special_tokens:
+        special = {*tokenizer.all_special_ids}
+        ended = [rollout.finish_reason is FinishReason.STOP for rollout in group.rollouts]
+        ids = [own[:-1] if end and own and own[-1] in special else own for own, end in zip(ids, ended, strict=True)]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens)
+    return texts
+
+
+def with_prompt_text(group: Group, tokenizer: Any) -> Group:
+    """Return the group with the column ``prompt_texts`` for reward functions.
+
+    It holds the prompt as the model reads it, with special tokens and the chat template's beginning of the answer.
+    Environments may change it for each rollout.
+    """
+    prompts = {each.prompt_ids for each in group.rollouts}
+    texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
+    rollouts = (
+        dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]})
+        for each in group.rollouts
+    )
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def _calls_in(text: str) -> list[ToolCall]:
+    """Return the calls in a text, or none if one of them is malformed."""
+    try:
+        return _as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
+    except ValueError:
+        return []
+
+
+def _as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
+    """Convert parsed JSON to calls. Return None if a call has no name, or its arguments aren't a dict."""
+    calls = []
+    for call in found:
+        arguments = call.get("arguments") or {} if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return None
+        calls.append(ToolCall(call["name"], arguments))
+    return calls
+
+
+def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return an assistant's message in the format of chat templates."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+        ]
+    return message

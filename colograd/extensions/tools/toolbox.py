@@ -1,0 +1,275 @@
+"""The tools and environments of a run, which the model may call while it writes."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from ...runtime.importing import find_object
+from ...usercode.calls import Outcome, place_in, when_done
+from ...usercode.threads import MainThreadAdvice
+from .environments import Environment, Environments, factory_names
+from .tool_calls import Answers, RunningCall, ToolRunner, answer_content, shown_content
+from .tool_format import ToolCall
+
+COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
+EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: `reset` returns the whole prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One conversation's tools."""
+
+    schemas: list[dict[str, Any]]  # JSON schemas of the tools, for chat templates
+    environment: Environment | None = None
+
+
+class Toolbox:
+    """The tools of a run, and its environments.
+
+    Args:
+        tools: functions or import paths, sync or async, with type hints and a Google-style docstring.
+        environment_factory: makes an environment. Its ``reset`` begins an episode, and its other public methods are
+            tools. Or a dict of factories by name: a row's column ``environment`` picks one.
+        workers: number of processes for the sync tools; 0: sync tools run in threads.
+        timeout: maximum seconds of a call; None: no limit.
+        main_thread: names of tools and environments that work only in the main thread. They run in the thread that
+            requests their outcomes, and no timeout ends their calls.
+        most_environments: maximum number of environments lent at once; None: no limit.
+
+    Raises:
+        ValueError: a tool isn't a function, two tools have the same name, an environment has no ``reset``, or a name
+            in ``main_thread`` is no sync tool and no environment.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | str] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | str | None = None,
+        workers: int = 0,
+        timeout: float | None = None,
+        main_thread: Sequence[str] | None = None,
+        most_environments: int | None = None,
+    ) -> None:
+        self.timeout = timeout
+        self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
+        # Called with a tool's name, and the start and the end of a call.
+        self.on_call: Callable[[str, float, float], None] | None = None
+        self._tools = _by_name([find_object(t, "tool", callable) if isinstance(t, str) else t for t in tools or ()])
+        if isinstance(environment_factory, str):
+            environment_factory = find_object(environment_factory, "environment_factory", callable)
+        self.by_name = isinstance(environment_factory, dict)
+        self._factories: dict[str | None, Callable[[], Any]] = {}
+        if environment_factory is not None:
+            self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
+        self.has_environments = bool(self._factories)
+        main_thread = main_thread or ()
+        _check_main_thread(main_thread, self._tools, self._factories)
+        self._advice = MainThreadAdvice()
+        self._told_of: set[str] = set()  # tools that were reported to raise
+        self._told_unshown: set[str] = set()  # tools that were reported to return a value that can't be shown
+        self.environments = Environments(self._factories, main_thread, self._advice, most_environments)
+        classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
+        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # give rewards
+        shared = [_schema(name, function) for name, function in self._tools.items()]
+        self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
+        for key, environment in self.environments.first.items():
+            methods = environment.methods
+            if taken := methods.keys() & self._tools.keys():
+                of = type(environment.instance).__name__
+                raise ValueError(f"tool {taken.pop()!r} is a method of {of} too: rename one of them.")
+            self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
+        self._runner = ToolRunner(self._tools, main_thread, workers, timeout)
+        self._advice.move = self._runner.move_to_main_thread
+        self.notes = self._runner.pool.notes
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """Everything that the model may call: the tools, then the methods of one environment of each kind."""
+        first = self.environments.first.values()
+        return [*self._tools.values(), *(method for environment in first for method in environment.methods.values())]
+
+    @property
+    def factories(self) -> dict[str | None, Callable[[], Any]] | None:
+        """Factories of environments, by the name in a row's column ``environment``; None: there are none."""
+        return self._factories or None
+
+    def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the schemas of the tools in a row's conversation.
+
+        Raises:
+            ValueError: the row names an unknown environment.
+        """
+        return self._schemas[self._factory_of(row)]
+
+    def open(self, row: dict[str, Any]) -> tuple[Session, Answers | None]:
+        """Return a conversation's tools, and the pending answer of its environment's ``reset(**row)``."""
+        key = self._factory_of(row)
+        if not self.has_environments:
+            return Session(self._schemas[key]), None
+        environment = self.environments.lend(key)
+        arguments = {name: value for name, value in row.items() if not (self.by_name and name == "environment")}
+        if arguments.get("prompt") == EMPTY:
+            del arguments["prompt"]
+        begun = self._runner.start_method(environment, "reset", arguments)
+        return Session(self._schemas[key], environment), Answers([begun], self.timeout, self._advice)
+
+    def call(self, session: Session, calls: Sequence[ToolCall]) -> Answers:
+        """Begin to run a turn's calls."""
+        self.counts["tools/calls"] += len(calls)
+        environment, of_environment = session.environment, 0
+        methods = environment.methods if environment is not None else {}
+        running = []
+        for call in calls:
+            if call.name in self._tools:
+                running.append(self._runner.start(call))
+            elif environment is None or call.name not in methods:
+                running.append(RunningCall.failed(call.name, f"ValueError: Tool {call.name} not found."))
+            elif environment.stuck:
+                running.append(RunningCall.failed(call.name, "RuntimeError: The environment is stuck."))
+            else:
+                running.append(self._runner.start_method(environment, call.name, call.arguments, of_environment))
+                of_environment += 1
+        for begun in running:
+            self._watch(begun)
+        return Answers(running, self.timeout, self._advice)
+
+    def _watch(self, call: RunningCall) -> None:
+        if (tell := self.on_call) is not None:
+            when_done(call.future, lambda started, ended: tell(call.name, started, ended))
+
+    def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
+        """Wait for the calls. Return the tools' messages with the returned values or errors.
+
+        Args:
+            images: whether the model reads images.
+        """
+        messages = []
+        for name, outcome in answers.outcomes():
+            self.counts["tools/seconds"] += outcome.seconds
+            self.counts["tools/timeouts"] += outcome.kind == "late"
+            try:
+                content = answer_content(outcome, images)
+            except Exception as error:
+                self.counts["tools/failures"] += 1
+                if outcome.kind == "value":
+                    self._tell_of_unshown(name, error)
+                else:
+                    self._tell_of_first(name, outcome)
+                content = str({"error": str(error)})
+            messages.append({"role": "tool", "name": name, "content": content})
+        return messages
+
+    def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
+        """Return the messages with an error in place of images that can't be shown. Warn once per tool."""
+        found = []
+        for message in messages:
+            if isinstance(shown_content(message["content"], images=True), list):
+                self.counts["tools/failures"] += 1
+                remedy = " The chat template must write images in tools' answers."
+                self._tell_of_unshown(message["name"], error, remedy)
+                message = {**message, "content": str({"error": str(error)})}
+            found.append(message)
+        return found
+
+    def _tell_of_first(self, name: str, outcome: Outcome) -> None:
+        """Warn once per tool where its own code raised, because otherwise only the model would see the error."""
+        place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
+        if not place or name in self._told_of:
+            return
+        self._told_of.add(name)
+        warnings.warn(
+            f"tool {name!r} raised {outcome.value[0]} ({place}). The model is told so, now and whenever it happens "
+            "again; the share of failed calls is tools/failures of tools/calls.",
+            stacklevel=2,
+        )
+
+    def _tell_of_unshown(self, name: str, error: Exception, remedy: str = "") -> None:
+        """Warn once per tool that its value can't be shown, because otherwise only the model would see that."""
+        if name in self._told_unshown:
+            return
+        self._told_unshown.add(name)
+        warnings.warn(
+            f"what tool {name!r} returned can't be shown ({error}). The model is told so, now and whenever it happens "
+            f"again; the share of failed calls is tools/failures of tools/calls.{remedy}",
+            stacklevel=3,
+        )
+
+    def take_counts(self) -> dict[str, float]:
+        """Return the sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
+        taken = dict.fromkeys(COUNTS, 0.0) | self.counts
+        self.counts.clear()
+        return taken
+
+    def close(self) -> None:
+        """End the workers and the environments' threads."""
+        self.environments.close()
+        self._runner.pool.close()
+
+    def _factory_of(self, row: dict[str, Any]) -> str | None:
+        if not self.by_name:
+            return None
+        key = row.get("environment")
+        if key not in self._factories:
+            raise ValueError(
+                f"a row's column `environment` is {key!r}, but environment_factory has "
+                f"{', '.join(map(str, self._factories))}: name one of these in each row."
+            )
+        return key
+
+
+def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
+    """Return a reward function that calls ``get_reward`` of environments of the class ``of``.
+
+    Conversations without such an environment get None.
+    """
+
+    def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
+        return tools.environments.rewards([e if type(e) is of else None for e in environments])
+
+    async def own_awaited(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
+        return [await e.get_reward() if type(e) is of else None for e in environments]
+
+    reward: Any = own_awaited if inspect.iscoroutinefunction(of.get_reward) else own
+    reward.__name__ = of.__name__
+    return reward
+
+
+def _by_name(functions: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {}
+    for function in functions:
+        if not callable(function) or not getattr(function, "__name__", None):
+            raise ValueError(
+                f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
+            )
+        if function.__name__ in found:
+            raise ValueError(f"two tools are called {function.__name__!r}, by which the model calls them: rename one.")
+        found[function.__name__] = function
+    return found
+
+
+def _check_main_thread(names: Sequence[str], tools: dict[str, Any], factories: dict[str | None, Any]) -> None:
+    able = [name for name, function in tools.items() if not inspect.iscoroutinefunction(function)]
+    able += dict.fromkeys(name for pair in factories.items() for name in factory_names(*pair))
+    if unable := [name for name in names if name not in able]:
+        there = ", ".join(able) or "none"
+        raise ValueError(
+            f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of this "
+            f"run: name some of {there}, or leave it out."
+        )
+
+
+def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # transformers raises several types of errors
+        raise ValueError(
+            f"tool {name!r} can't be described to the model ({error}): give it type hints and a Google-style "
+            "docstring with every argument under `Args:`."
+        ) from None

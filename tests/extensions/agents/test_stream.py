@@ -1,0 +1,98 @@
+"""What is streamed adds up to the message that isn't, whatever vLLM's parsers find in it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import agent_cases
+import pytest
+from template_families import FAMILIES, Family, Model, families, tokenizer_of
+
+from colograd.engine.sampling import Sampling
+from colograd.extensions.agents.engine.chat_api import ChatAPI, Choice
+from colograd.extensions.agents.engine.chat_stream import Stream
+
+ODD = (
+    "1 < 2, or 2 > 1?",
+    "a [list] {of} | things",
+    "  spaces first",
+    "naïve ☃ 𝄞 text",
+    "a <tool_call> that is none",
+    "",
+)
+SAMPLING = Sampling(1, 80, 1.0, {})
+
+
+def added_up(events: Sequence[str], api: str) -> dict[str, Any]:
+    """The message that a client makes of events."""
+    found: dict[str, Any] = {"reasoning": "", "content": "", "calls": []}
+    for event in events:
+        data = event.split("data: ", 1)[1].strip()
+        told = {} if data == "[DONE]" else json.loads(data)
+        if api == "messages":
+            delta = told.get("delta", {})
+            found["reasoning"] += delta.get("thinking", "")
+            found["content"] += delta.get("text", "")
+            if "partial_json" in delta:
+                found["calls"].append(json.loads(delta["partial_json"]))
+        for choice in told.get("choices", ()):
+            delta = choice.get("delta", choice)
+            found["reasoning"] += delta.get("reasoning") or ""
+            found["content"] += delta.get("content") or delta.get("text") or ""
+            found["calls"] += [json.loads(call["function"]["arguments"]) for call in delta.get("tool_calls") or ()]
+    return found
+
+
+def whole(choice: Choice) -> dict[str, Any]:
+    message = choice.message
+    calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    return {"reasoning": message.get("reasoning") or "", "content": message.get("content") or "", "calls": calls}
+
+
+def request(api: str, tools: bool) -> dict[str, Any]:
+    asked = [{"role": "user", "content": "so"}]
+    if api == "completions":
+        return {"model": "m", "prompt": "so", "stream": True}
+    if api == "messages":
+        own = [{"name": "add", "input_schema": agent_cases.TOOLS[0]["function"]["parameters"]}]
+        return {"model": "m", "messages": asked, "max_tokens": 80, "stream": True, **({"tools": own} if tools else {})}
+    return {"model": "m", "messages": asked, "stream": True, **({"tools": agent_cases.TOOLS} if tools else {})}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_stream_adds_up_to_the_message(name: str) -> None:
+    family: Family = dict(families())[name]
+    tokenizer, draw = tokenizer_of(family), random.Random(name)
+    model = Model(family, tokenizer, draw)
+    api = ChatAPI(tokenizer, "m", family.template, model_type="gpt_oss" if name == "gpt-oss" else "")
+    early = 0
+    for number in range(40):
+        ids = model.tokens(ODD[number]) if number < len(ODD) else model.turn()[0]
+        kind = draw.choice(["chat", "chat", "messages", "completions"])
+        call = api.read(kind, request(kind, bool(api.tool_parser) and draw.random() < 0.7), SAMPLING)
+        stream = Stream(api, call, 3)
+        before = [*stream.begin()]
+        for count in range(1, len(ids)):
+            before += stream.more(ids[:count])
+        choice = api.choice(call, ids, [0.0] * len(ids), length=False, ends=model.ends)
+        told = added_up([*before, *stream.end([choice])], kind)
+        assert told == whole(choice), tokenizer.decode(ids)
+        early += len(added_up(before, kind)["content"] + added_up(before, kind)["reasoning"]) > 0
+    print(name, early)
+    assert early > 6, "much of it came before the end"
+
+
+def test_a_stop_string_is_never_sent() -> None:
+    family: Family = dict(families())["no end in the template"]
+    tokenizer = tokenizer_of(family)
+    api = ChatAPI(tokenizer, "m", family.template)
+    call = api.read("chat", request("chat", False) | {"stop": ["more 12"]}, SAMPLING)
+    ids = tokenizer("look it up before we say more 12", add_special_tokens=False).input_ids
+    stream, sent = Stream(api, call, 3), list[str]()
+    for count in range(1, len(ids)):
+        sent += stream.more(ids[:count])
+    sent += stream.end([api.choice(call, ids, [0.0] * len(ids), length=False, ends=[])])
+    assert added_up(sent, "chat")["content"] == "look it up before we say " and len(sent) > 4
