@@ -14,7 +14,6 @@ from ..apps.exams.prompts import ExamPrompts
 from ..batch import TEACHER, ModelInput
 from ..config import GRPOConfig
 from ..data import (
-    CurriculumState,
     PromptDataset,
     PromptLoader,
     PromptRules,
@@ -24,7 +23,7 @@ from ..data import (
     tokenize_prompts,
 )
 from ..data.columns import check_columns, columns_of
-from ..extensions.curriculum.curriculum import CurriculumOrder
+from ..extensions.curriculum.curriculum import CurriculumOrder, CurriculumState
 from ..extensions.images.data import COLUMNS as IMAGES
 from ..extensions.images.data import ImageReader
 from ..extensions.tools.toolbox import EMPTY, Toolbox
