@@ -2,8 +2,8 @@
 
     python tests/scripts/plain_path.py [--list]
 
-Plain: text, one rank, a reward function in this process, all options off. The path has the functions of the package that
-get or return a value of a stage (`STAGES`: a prompt, a group, a row ...), and the functions on the stack above the
+Plain: text, one rank, a reward function in this process, all options off. The path has the package's functions that get
+or return a value of a stage (`STAGES`: a prompt, a group, a row ...), and the functions on the stack above the
 milestones (`MILESTONES`), which are calls of other packages. Of the start only the way of a dataset's row to its tokens
 counts, not the proofs on made-up rows. Observers (`OBSERVERS`), which take a value and give nothing back, don't count
 with what they call. Comprehensions count with the function around them.
