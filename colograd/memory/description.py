@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -21,17 +21,23 @@ from ..policy.dropout import largest_dropout
 from ..policy.lora import is_adapted
 from ..policy.row_proof import obstacle
 from ..policy.supported import can_be_cut, check_planned, why_rows_stay_whole
-from ..runtime import process
-from ..sharding.selection import STRATEGIES as CLASSES
+from ..runtime import process, registry
 from .policy_sizes import PolicySizes
-from .shape import CacheNeed, Lengths, Shape, Tower
+from .shape import CacheNeed, Lengths, Shape
 
-ORDER = tuple(CLASSES)  # all sharding strategies, the least sharded first
+ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # all sharding strategies, the least sharded first
 STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # strategies with an engine on each rank
 # Strategies with a whole policy on each rank, which sharing weights with the engine requires.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 ENGINE_SIZES = (2, 4, 8)  # proposed numbers of ranks per engine; an engine's ranks are on one machine
 PLANNED_TOKENS = 16384  # tokens of a micro-batch on a GPU until measured: they keep any GPU busy
+
+
+class FurtherActivations(Protocol):
+    """Activations besides the decoder's. Extensions offer functions of the model at the seam "activations"."""
+
+    def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
+        """Estimate the bytes for a row of ``tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class RunDescription:
     samples: bool = True  # False: there is no engine
     ranks_per_sequence: int = 1  # ranks that share out a row's tokens
     can_share_rows: bool = False  # the model and the settings allow sharing out a row's tokens
-    tower: Tower | None = None
+    further: tuple[FurtherActivations, ...] = ()
 
     @property
     def plans_cache(self) -> bool:
@@ -206,7 +212,7 @@ def describe_run(
         larger_engines=_larger_engines(settings, model, devices),
         ranks_per_sequence=settings.sequence_parallel_size,
         can_share_rows=work.shares_prompts and _can_share_rows(settings, model),
-        tower=Tower.of(model),
+        further=tuple(filter(None, (of(model) for of in registry.hooks("activations")))),
     )
 
 

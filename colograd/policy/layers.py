@@ -16,6 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from ..config import GRPOConfig
+from ..parallel.shards import parts_of
 from . import attention
 
 # Maximum number of graphs of one layer's code: training, evaluation and no gradients, for each kind of layer, with and
@@ -45,6 +46,19 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
         return [module for module in found if module not in inside]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len, default=()))
+
+
+def trained_elements(model: Any) -> int:
+    """Return the number of trained elements, on all ranks of an engine together."""
+    parts, trained = parts_of(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return sum(p.numel() if parts is None else torch.Size(parts.shards[name].shape).numel() for name, p in trained)
+
+
+def tells_routing(model: Any) -> bool:
+    """Return whether the model can return its routers' logits."""
+    return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
+        getattr(model, "_can_record_outputs", None) or {}
+    )
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:

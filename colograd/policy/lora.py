@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..extensions.images.towers import HEARS, has_tower, hears, reads_text_alone, sees
-from ..extensions.quantized.layers import dense_weight
+from .packed_weights import dense_weight
+from .towers import HEARS, has_tower, hears, reads_text_alone, sees
 
 PREFIX = "base_model.model."  # prefix of every parameter name of a PeftModel
 LARGEST_RANK = 512  # largest rank of vLLM's adapter slots

@@ -35,10 +35,9 @@ from ..checkpoint.stop_signal import StopSignal
 from ..checkpoint.writing import Save, Source, Writer
 from ..config import GRPOConfig
 from ..data import PromptStream
-from ..extensions.images.towers import load_weights
-from ..extensions.quantized import checkpoints as quantized
 from ..parallel.ranks import gather, on_all_ranks, rank, world_size
-from ..sharding.weight_files import load_renamed, saved_names, stacked_masters
+from ..policy.supported import features
+from ..sharding.weight_files import load_renamed, load_whole, saved_names, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
@@ -446,11 +445,12 @@ class Checkpointer(TrainerCallback):
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:
-                quantized.check_fits(policy.quantization, checkpoint)
+                for feature in features():
+                    feature.check_adapter(policy, checkpoint)
             if self.trainer.sharding.load_weights(folder):
                 return
             if policy.adapter is None and policy.processor is not None:
-                load_weights(model, checkpoint)
+                load_whole(model, checkpoint)
             elif policy.adapter is not None or not load_renamed(model, folder):
                 usual()
 

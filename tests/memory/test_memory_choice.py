@@ -9,6 +9,7 @@ import large
 import pytest
 import tiny
 
+from colograd.extensions.offload.ways import ways
 from colograd.memory.choice import (
     AMPLE,
     auto,
@@ -20,7 +21,6 @@ from colograd.memory.choice import (
 )
 from colograd.memory.description import PLANNED_TOKENS, STRATEGIES
 from colograd.memory.estimate import estimate
-from colograd.memory.one_gpu import ways
 from colograd.memory.shape import Lengths
 from colograd.memory.table import GIB, PHASES
 

@@ -1,3 +1,7 @@
 """Bases of 4 or 8 bits below an adapter."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "model_feature": "model:Quantized",
+    "packed_weight": "layers:packed_weight",
+    "to_pack": "layers:to_pack",
+}

@@ -176,6 +176,11 @@ def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has
         raise ValueError(
             "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove it."
         )
+    if config.tensor_parallel:
+        raise ValueError(
+            f"sharding is {config.sharding!r}, but the base is quantised, and its parts aren't packed as the engine's "
+            "ranks would have them in this version: set sharding: gradients, or take the model as it is."
+        )
     try:
         import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used
     except ImportError as error:

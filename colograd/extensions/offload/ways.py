@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.sharding import TENSOR
-from ..extensions.offload.layer_inputs import KEPT
-from .choice import best_plan, fits
-from .description import RunDescription
-from .shape import again
-from .table import MemoryPlan
+from ...config.sharding import TENSOR
+from ...memory.choice import best_plan, fits
+from ...memory.description import RunDescription
+from ...memory.shape import again
+from ...memory.table import MemoryPlan
+from .host_stream import device_bytes
+from .host_sums import buffer_bytes, on_way
+from .layer_inputs import KEPT
 
 BUS = 50.0  # GB/s each way of a GPU on 16 lanes of PCIe 5, of 63 at most; half of it on PCIe 4. Not measured here.
 # The settings of each way, which move parts of training to the host; larger choices cost more.
@@ -30,6 +32,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "stream, gradients": STREAM | GRADIENTS,
     "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
 }
+
+
+class LeftOnDevice:
+    """See `memory.shape.LeftOnDevice`."""
+
+    inputs = KEPT
+    state, sums, on_way = staticmethod(device_bytes), staticmethod(buffer_bytes), staticmethod(on_way)
 
 
 @dataclass(frozen=True, slots=True)
