@@ -14,6 +14,7 @@ EXTENSIONS = (
     "hybrids",
     "images",
     "kept_tokens",
+    "liger",
     "muon",
     "offload",
     "overlap",

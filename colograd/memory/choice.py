@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from ..config.sharding import TENSOR
+from ..runtime import registry
 from .description import ORDER, RunDescription
 from .estimate import estimate
 from .shape import CacheNeed, Shape
@@ -115,7 +116,11 @@ def remedies(run: RunDescription, strategy: str) -> str:
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Yield the single changes that make the run fit, the least costly first."""
+    """Yield the single changes that make the run fit, the least costly first.
+
+    Extensions offer functions at the seam "remedies": (run, strategy, fit) -> changes. ``fit`` tells whether the run
+    fits with some fields of `RunDescription` changed.
+    """
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
@@ -125,17 +130,8 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield "gradient_checkpointing: true"
     if on_gpu and not run.sleeps and fit(sleeps=True):
         yield "vllm_enable_sleep_mode: true"
-    if on_gpu and not (run.offloads or run.streams) and fit(offloads=True):
-        yield "offload_optimizer: sampling"
-    if on_gpu and run.can_stream and not run.streams and fit(streams=True):
-        yield f"offload_optimizer: stream ({gib(run.sizes.optimizer // ranks)} GiB each way over the bus per step)"
-    goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
-    if on_gpu and run.can_stream and not run.offloads_gradients and goes_to_host:
-        moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
-        if fit(offloads_gradients=True):
-            yield f"offload_gradients: true ({moved})"
-        elif not run.streams and not fit(streams=True) and fit(offloads_gradients=True, streams=True):
-            yield f"offload_gradients: true ({moved}) with offload_optimizer: stream"
+    for offer in registry.hooks("remedies"):
+        yield from offer(run, strategy, fit)
     if on_gpu and run.reference and fit(reference=0):
         yield "offload_reference: true"
     if on_gpu and run.teacher and fit(teacher=0):

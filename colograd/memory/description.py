@@ -17,7 +17,7 @@ from ..config.policy import resolve_optimizer
 from ..config.sharding import NOT_IN_SEQUENCES, TENSOR
 from ..engine.arguments import MOST_SEQUENCES, check_parts, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
-from ..policy.dropout import largest_dropout
+from ..policy.layers import largest_dropout
 from ..policy.lora import is_adapted
 from ..policy.row_proof import obstacle
 from ..policy.supported import can_be_cut, check_planned, why_rows_stay_whole

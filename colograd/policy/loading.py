@@ -28,12 +28,18 @@ from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
 from ..parallel.ranks import world_size
 from ..parallel.shards import parts_of
 from ..runtime import cpu_products, registry
-from .dropout import disable_dropout, largest_dropout
 from .head import vocabulary_size
-from .layers import tells_routing, trained_elements
+from .layers import disable_dropout, largest_dropout, tells_routing, trained_elements
 from .logprobs import products_in_float32
-from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
-from .lora_inputs import keep_inputs_as_they_are
+from .lora import (
+    Adapter,
+    adapter_folder,
+    describe_adapter,
+    is_adapted,
+    keep_inputs_as_they_are,
+    unwrap,
+    wrap,
+)  # fmt: skip
 from .row_proof import choose_rows, expect_rows
 from .supported import features
 from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_alone

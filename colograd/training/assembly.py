@@ -36,7 +36,6 @@ from ..memory.shape import CacheNeed, Shape
 from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import compile_layers, forget_compiled
-from ..policy.liger import apply_liger
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
@@ -349,17 +348,21 @@ def choose_kernels(
     closing: ExitStack,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[str]:
-    """Put Liger's kernels or compiled layers into the policy and the second models, if set. A collective.
+    """Put other kernels or compiled layers into the policy and the second models, if set. A collective.
+
+    Extensions offer functions of the configuration at the seam "kernels". Each returns None, or a function that puts
+    its kernels into a model and into further ones, and returns a function that undoes this.
 
     Yields lines for the user, each before a slow part.
     """
     others = [
         each.model for each in second_models.values() if each.of_policy and unwrap(each.model) is not unwrap(model)
     ]
-    if args.use_liger_kernel:
-        with on_all_ranks("Liger's kernels"), autocast():
-            undo = apply_liger(model, args.device, args.liger_kernel_config, also=others)
-        closing.callback(undo)
+    for kernels_of in registry.hooks("kernels"):
+        if (put := kernels_of(args)) is not None:
+            with on_all_ranks("its kernels"), autocast():
+                undo = put(model, others)
+            closing.callback(undo)
     if args.torch_compile:
         yield "policy: torch compiles its layers: a minute or more, less the next time"
         for each in (unwrap(model), *others):

@@ -26,13 +26,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..checkpoint import folders, writing
-from ..checkpoint.background import why_in_foreground
 from ..checkpoint.host_files import HostFiles, saving_model
-from ..checkpoint.node_folders import nodes_are_apart
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
 from ..checkpoint.stop_signal import StopSignal
-from ..checkpoint.writing import Save, Source, Writer
+from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
 from ..data import PromptStream
 from ..parallel.ranks import gather, on_all_ranks, rank, world_size
@@ -74,7 +72,7 @@ class Checkpointer(TrainerCallback):
             ValueError: ``save_on_each_node`` is set, but all nodes share the folder.
         """
         args = self.args
-        apart = nodes_are_apart(args.output_dir, args.layout)
+        apart = folders.nodes_are_apart(args.output_dir, args.layout)
         if args.save_on_each_node and args.layout.nodes > 1 and not apart:
             raise ValueError(
                 f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "

@@ -29,12 +29,11 @@ from ..extensions.tools.tool_format import ToolFormat
 from ..extensions.tools.toolbox import Toolbox, environment_reward
 from ..losses.entropy import EntropyController
 from ..losses.objective import Objective
-from ..memory.segments import expand_segments
+from ..memory.device_turns import expand_segments
 from ..parallel import watchdog
 from ..parallel.layout import Place, check_engines, check_places
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled
-from ..policy.liger import check_liger
 from ..policy.loading import Policy, load_policy, proven_on
 from ..policy.outline import note_on_cpu
 from ..policy.reference import check_reference
@@ -173,7 +172,6 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
             f"sharding is {args.sharding!r}, but recorded steps are trained without an engine in whose layout the "
             "policy could lie: set sharding: gradients or fsdp."
         )
-    check_liger(args)
 
 
 def _has_images(given: Given) -> bool:

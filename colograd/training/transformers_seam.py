@@ -17,7 +17,6 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint import folders, search
-from ..checkpoint.earlier_run import set_aside
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..data import prompt_at
@@ -128,7 +127,9 @@ class SeamTrainer(Trainer):
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
             goes_on = checkpoint is not None or (resumes and self.journal is not None and bool(self.journal.rounds()))
-            aside = set_aside(str(args.output_dir), self.policy.path) if args.should_save and not goes_on else None
+            aside = (
+                folders.set_aside(str(args.output_dir), self.policy.path) if args.should_save and not goes_on else None
+            )
             if aside is not None:
                 lines.append(f"an earlier run's files in {os.path.relpath(args.output_dir)} are now in {aside}")
         with on_all_ranks("the journal"):

@@ -44,8 +44,7 @@ from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
-from colograd.policy.lora import wrap
-from colograd.policy.lora_inputs import keep_inputs_as_they_are
+from colograd.policy.lora import keep_inputs_as_they_are, wrap
 from colograd.policy.packing import dummy
 from colograd.policy.reference import FrozenCopy
 from colograd.policy.sending import to_device_async

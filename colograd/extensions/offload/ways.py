@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ...config.sharding import TENSOR
 from ...memory.choice import best_plan, fits
 from ...memory.description import RunDescription
 from ...memory.shape import again
-from ...memory.table import MemoryPlan
+from ...memory.table import MemoryPlan, gib
 from .host_stream import device_bytes
 from .host_sums import buffer_bytes, on_way
 from .layer_inputs import KEPT
@@ -128,3 +128,21 @@ def bus_bytes(run: RunDescription, tokens: int) -> Bus:
         inputs, one = again(shape, run.checkpointing), whole * shape.hidden * sizes.itemsize
         to_gpu, to_host = to_gpu + max(inputs - KEPT, 0) * one, to_host + inputs * one
     return Bus(to_gpu, to_host)
+
+
+def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:
+    """Yield the single changes that make the run fit. ``fit`` is of `memory.choice`."""
+    if not run.devices.on_gpu:
+        return
+    if not (run.offloads or run.streams) and fit(offloads=True):
+        yield "offload_optimizer: sampling"
+    if run.can_stream and not run.streams and fit(streams=True):
+        moved = gib(run.sizes.optimizer // run.devices.ranks)
+        yield f"offload_optimizer: stream ({moved} GiB each way over the bus per step)"
+    goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
+    if run.can_stream and not run.offloads_gradients and goes_to_host:
+        moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
+        if fit(offloads_gradients=True):
+            yield f"offload_gradients: true ({moved})"
+        elif not run.streams and not fit(streams=True) and fit(offloads_gradients=True, streams=True):
+            yield f"offload_gradients: true ({moved}) with offload_optimizer: stream"
