@@ -19,6 +19,7 @@ EXTENSIONS = (
     "offload",
     "overlap",
     "quantized",
+    "remedies",
     "sequence_parallel",
     "tensor_parallel",
     "tools",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,22 +135,6 @@ class RunDescription:
         return dataclasses.replace(
             self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0, strategies=strategies
         )
-
-    def with_ranks(self, ranks: int) -> RunDescription:
-        """Return the same work on ``ranks`` ranks."""
-        share = self.devices.ranks / ranks
-        sequences, running = (max(1, int(count * share)) for count in (self.sequences, self.running))
-        devices = dataclasses.replace(self.devices, ranks=ranks)
-        return dataclasses.replace(self, devices=devices, sequences=sequences, running=running)
-
-    def with_larger_engines(self) -> Iterator[RunDescription]:
-        """Yield the same work with engines of more ranks, the fewest first."""
-        for ranks, strategies in self.larger_engines.items():
-            if self.devices.takes_rows_of(ranks * self.ranks_per_sequence):
-                sequences, running = (n * ranks // self.ranks_per_engine for n in (self.sequences, self.running))
-                yield dataclasses.replace(
-                    self, ranks_per_engine=ranks, strategies=strategies, sequences=sequences, running=running
-                )
 
 
 def describe_run(

@@ -75,8 +75,8 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Switch expandable segments on, before the first allocation on a GPU, if the run supports them. Return whether they
-    are on."""
+    """Switch expandable segments on before the first allocation on a GPU, if the run supports them. Return whether it
+    does."""
     able = (
         config.device.type == "cuda"
         and not any(name in os.environ for name in VARIABLES)  # the user's setting has precedence

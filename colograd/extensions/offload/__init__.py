@@ -4,7 +4,7 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "cheapest": "ways:cheapest",
     "left_on_device": "ways:LeftOnDevice",
     "optimizer_moves": "turns:moves_of",
-    "remedies": "ways:remedies",
+    "host_remedies": "ways:remedies",
     "optimizer": "adamw:host_adamw_of",
     "sharding_variant": "on_host:on_host",
 }
