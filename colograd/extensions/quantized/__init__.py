@@ -3,5 +3,6 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "model:Quantized",
     "packed_weight": "layers:packed_weight",
+    "quantization": "checkpoints:settings_of",
     "to_pack": "layers:to_pack",
 }

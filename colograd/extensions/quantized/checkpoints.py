@@ -122,6 +122,11 @@ def saved_in(model_config: Any) -> dict[str, Any] | None:
     return None if found is None else _as_settings(found)
 
 
+def settings_of(model_config: Any, config: GRPOConfig, name: str) -> dict[str, Any] | None:
+    """Return the quantisation of a checkpoint, or else the requested one; None: the weights aren't quantised."""
+    return saved_in(model_config) or asked_for(config, name)
+
+
 def check_method(settings: Mapping[str, Any], where: str) -> None:
     """Raise a ValueError if the method isn't bitsandbytes'."""
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
