@@ -170,7 +170,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             _cut_vocabulary(module, shard, engine, module is head)
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # cut by inputs; a hook, because `lora_inputs` may have replaced its forward
+        elif ".lora_A." in path:  # cut by inputs; a hook, because `lora` may have replaced its forward
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(functools.partial(_leave_product, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
