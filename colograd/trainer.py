@@ -44,11 +44,10 @@ from .rollout.sampler import Purpose, Sampler
 from .runtime import process
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
-from .training.adamw_split import accumulate_in_float32
+from .training.adamw_split import accumulate_in_float32, optimizer_of
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
 from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
-from .training.muon_split import optimizer_of
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(trainer: GRPOTrainer) -> int:
     """Print each check's result. Return 0 if all ranks pass all checks, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
-    from ..runtime.bus import bus_speed
+    from .bus import bus_speed
 
     if not trainer.args.on_cpu:
         with on_all_ranks("the bus"):  # all ranks of a machine at once, as in a run

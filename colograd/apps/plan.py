@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..runtime import process
+from ..runtime import process, registry
 
 if TYPE_CHECKING:
     from ..memory.description import RunDescription
@@ -30,12 +30,13 @@ GIB = 2**30
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Return the exit status."""
     from ..memory.choice import auto, fits
-    from ..memory.one_gpu import cheapest, named
 
     process.quiet_logs(False)
     options = parse(argv)
     run = described(options)
     if options.offload_optimizer == "auto":
+        from ..extensions.offload.ways import cheapest, named
+
         kept = cheapest(run, auto(run))
         run = dataclasses.replace(run, **kept)
         options.notes["offload_optimizer"] = f"offload_optimizer: auto keeps on the host: {named(kept)}"
@@ -340,7 +341,7 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     yield from options.notes.values()
     if run.ranks_per_sequence > 1:
         yield f"{run.ranks_per_sequence} GPUs share out the tokens of each row, so activations are of that part of it"
-    if run.tower is not None:
+    if run.further:
         yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
     yield ""
     strategies = run.strategies if options.gpus > 1 else run.strategies[:1]
@@ -351,7 +352,7 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
         yield f"sharding: auto takes {strategy!r}"
     else:
         yield f"sharding: auto finds none that fits; {remedies(run, strategy)}"
-    if options.gpus == 1:
+    if options.gpus == 1 and "offload" in registry.installed():
         yield ""
         yield from one_gpu(run, options.bus)
 
@@ -364,7 +365,7 @@ HEADS = (
 
 def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
     """Yield a line per way of moving parts of training to the host, and the cheapest that fits."""
-    from ..memory.one_gpu import ways
+    from ..extensions.offload.ways import ways
 
     found = [*ways(run)]
     heads = ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",

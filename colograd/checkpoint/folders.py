@@ -1,14 +1,18 @@
 """Folders of checkpoints: written under another name, flushed, and renamed when complete.
 
-So a folder ``checkpoint-N`` that is written here is always complete.
+So a folder ``checkpoint-N`` that is written here is always complete. Also the folder of a run: an earlier run's files
+in it, and whether nodes share it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+import time
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from safetensors import safe_open
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..parallel.layout import RankLayout
+from ..parallel.ranks import gather, on_all_ranks
 from . import manifest
 from .manifest import MANIFEST, Damaged, Manifest
 from .reading import inside, reading
@@ -30,6 +36,18 @@ STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
     "lengths_*.json", "in_flight_*.records", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
 )  # fmt: skip
+
+# Folder of earlier runs' files. transformers doesn't push folders with such a name to the Hub.
+EARLIER = "_earlier"
+# Entries that a run writes into its folder, except recipe.yaml: it may be the user's, and `_journal` has a copy.
+RECORDS = ("_journal", "_report", "completions", "report.html", "README.md", "reward.png", "trainer_state.json")
+CHECKPOINTS = ("checkpoint-*", "refused-checkpoint-*")
+OF_MODEL = (
+    "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "adapter_*",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
+    "*processor_config.json", "training_args.bin",
+)  # fmt: skip
+SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that show an earlier run
 
 
 def aside_folder(run_dir: str | Path) -> Path:
@@ -235,3 +253,74 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- an earlier run in the folder of a new one: moved as a whole, so that no reader mixes two runs
+
+
+def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
+    """Move an earlier run's files to a new folder in `EARLIER`.
+
+    Args:
+        run_dir: the run's folder.
+        model: the model that the new run starts from. It isn't moved.
+
+    Returns:
+        The new folder; None if there is no earlier run.
+    """
+    folder = Path(run_dir)
+    if not any(True for sign in SIGNS for _ in folder.glob(sign)):
+        return None
+    base = Path(model).resolve() if model and os.path.isdir(model) else None
+    patterns = (*RECORDS, *CHECKPOINTS, *(OF_MODEL if base != folder.resolve() else ()))
+    paths = dict.fromkeys(path for pattern in patterns for path in folder.glob(pattern) if path.resolve() != base)
+    return move_aside(folder, [*paths])
+
+
+def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
+    """Move entries of a run's folder to a new folder in `EARLIER`, named by the time. Return the new folder."""
+    run_dir = Path(run_dir)
+    name, number = time.strftime("%Y-%m-%d_%H%M%S"), 1
+    while (aside := run_dir / EARLIER / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    for path in paths:
+        target = aside / path.relative_to(run_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return aside
+
+
+# -- folders of several nodes
+
+
+def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
+    """Return whether each node has a separate folder of this name. A collective. False with one node.
+
+    Raises:
+        ValueError: some nodes share a folder and others don't.
+    """
+    if layout.nodes == 1:
+        return False
+    trial = gather(uuid.uuid4().hex)[0]
+    marks = [Path(run_dir) / f".node-{node}-{trial}" for node in range(layout.nodes)]
+    try:
+        with on_all_ranks("writing into output_dir"):
+            if layout.leads_node:
+                marks[layout.node].parent.mkdir(parents=True, exist_ok=True)
+                marks[layout.node].touch()
+        # Test each name, because a folder's listing may be outdated in a network file system.
+        visible = gather([node for node, mark in enumerate(marks) if mark.exists()])
+    finally:
+        if layout.leads_node:
+            with contextlib.suppress(OSError):
+                marks[layout.node].unlink()
+    all_nodes = list(range(layout.nodes))
+    if all(nodes == all_nodes for nodes in visible):
+        return False
+    if all(nodes == [rank // layout.ranks_per_node] for rank, nodes in enumerate(visible)):
+        return True
+    sharing = "; ".join(f"node {n} sees files of nodes {visible[n * layout.ranks_per_node]}" for n in all_nodes)
+    raise ValueError(
+        f"output_dir is {str(run_dir)!r}, which some nodes share and others don't ({sharing}). Set it to a folder that "
+        "all nodes share, or to one that is local on each node."
+    )

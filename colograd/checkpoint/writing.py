@@ -16,8 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+from transformers import TrainerCallback
+from transformers.trainer_utils import HubStrategy
+
+from ..config import GRPOConfig
 from ..parallel.rank_notes import RankNotes
 from ..parallel.ranks import rank, time_limit, world_size
+from ..runtime import process
 from . import folders, manifest
 from .host_files import Image, write_bytes, write_image
 from .manifest import Entry
@@ -25,6 +31,8 @@ from .manifest import Entry
 ALONE = 5.0  # seconds to wait for other ranks' parts when this rank ends by an error
 LONGEST = 900.0  # most seconds that the end of a run waits for a save
 EVERY = 30.0  # seconds between two lines about waiting for a save
+
+SPARE = 0.8  # largest share of the free host memory for the copies
 
 Source = Image | bytes | Path  # a file's content, or a file that is moved
 
@@ -219,3 +227,43 @@ def files_in(folder: Path) -> dict[str, Source]:
 def contents_of(folder: Path) -> dict[str, Source]:
     """Return the files below a folder, read into memory."""
     return {name: (folder / name).read_bytes() for name in manifest.files_of(folder)}
+
+
+def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
+    """Return the reason why training must wait while a checkpoint is written; empty if it needn't wait.
+
+    Args:
+        config: the run's configuration.
+        callbacks: the trainer's callbacks.
+        optimizer_is_cut: whether the optimizer's state is written as named tensors.
+        copies: bytes of this rank's part of a checkpoint.
+        held: bytes of copies that an earlier save has allocated.
+    """
+    if not config.save_in_background:
+        return "save_in_background is false"
+    if config.push_to_hub and config.hub_strategy != HubStrategy.END:
+        return f"each is pushed to the Hub (hub_strategy: {HubStrategy(config.hub_strategy).value})"
+    if readers := [type(callback).__name__ for callback in callbacks if _reads_files(callback)]:
+        return f"{readers[0]}.on_save may read it"
+    if not config.save_only_model and not optimizer_is_cut:
+        return f"the state of optim: {config.optim} isn't made of tensors alone"
+    free, ranks = psutil.virtual_memory().available, process.local_world_size()
+    if (missing := max(copies - held, 0) * ranks) > SPARE * free:
+        return (
+            f"its copy would take {missing / 2**30:,.1f} GiB of host memory, of which {free / 2**30:,.1f} GiB are free"
+        )
+    return ""
+
+
+def _reads_files(callback: TrainerCallback) -> bool:
+    """Return whether a callback may read the checkpoint's files in `on_save`."""
+    if getattr(type(callback), "on_save", None) is TrainerCallback.on_save:
+        return False
+    switches = {"WandbCallback": "_log_model", "MLflowCallback": "_log_artifacts", "CometCallback": "_log_checkpoints"}
+    name = type(callback).__name__
+    if name == "TrackioCallback":  # its on_save does nothing
+        return False
+    if name == "WandbCallback":
+        switch = getattr(callback, switches[name], None)
+        return getattr(switch, "value", switch) == "checkpoint"
+    return name not in switches or bool(getattr(callback, switches[name], True))

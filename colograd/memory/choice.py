@@ -1,21 +1,18 @@
-"""Choice of a run's sharding strategy and memory plan, and of changes that make a run fit. Numbers only."""
+"""Choice of a run's sharding strategy and memory plan. Numbers only."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ..config.sharding import TENSOR
-from .description import ORDER, RunDescription
+from ..runtime import registry
+from .description import RunDescription
 from .estimate import estimate
-from .shape import CacheNeed, Shape
+from .shape import CacheNeed
 from .table import MemoryPlan, gib
 
 AMPLE = 0.1  # share of a GPU; with a smaller KV cache an engine decodes too few sequences at once
-LORA_RANK = 16  # rank of a proposed adapter
 BUSY_TOKENS = 8192  # tokens of a micro-batch that keeps a GPU busy
-MOST_RANKS = 1024  # largest number of ranks to propose
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
@@ -104,109 +101,10 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
     return next(filter(leaves_room, able), able[-1])
 
 
-# -- remedies
-
-
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Join the single changes that would make the run fit into one sentence without its full stop."""
-    if not (found := [*_changes(run, strategy)]):
-        return "no single change would fit this device: take a smaller model or larger GPUs"
-    return f"what would fit: {'; or '.join(found)}"
-
-
-def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Yield the single changes that make the run fit, the least costly first."""
-
-    def fit(strategy: str = strategy, **changes: object) -> bool:
-        return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
-
-    on_gpu, ranks = run.devices.on_gpu, run.devices.ranks
-    if run.checkpointing != 1 and fit(checkpointing=1):
-        yield "gradient_checkpointing: true"
-    if on_gpu and not run.sleeps and fit(sleeps=True):
-        yield "vllm_enable_sleep_mode: true"
-    if on_gpu and not (run.offloads or run.streams) and fit(offloads=True):
-        yield "offload_optimizer: sampling"
-    if on_gpu and run.can_stream and not run.streams and fit(streams=True):
-        yield f"offload_optimizer: stream ({gib(run.sizes.optimizer // ranks)} GiB each way over the bus per step)"
-    goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
-    if on_gpu and run.can_stream and not run.offloads_gradients and goes_to_host:
-        moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
-        if fit(offloads_gradients=True):
-            yield f"offload_gradients: true ({moved})"
-        elif not run.streams and not fit(streams=True) and fit(offloads_gradients=True, streams=True):
-            yield f"offload_gradients: true ({moved}) with offload_optimizer: stream"
-    if on_gpu and run.reference and fit(reference=0):
-        yield "offload_reference: true"
-    if on_gpu and run.teacher and fit(teacher=0):
-        yield "offload_teacher: true"
-    if run.sizes.packed and not run.served and fit(served=True):
-        yield "weights: shared (the engine reads the quantised base too)"
-    if run.tokens > run.length and fit(tokens=run.length):
-        yield f"max_tokens_per_microbatch: {run.length}"
-    if ranks > 1:
-        more_sharded = ORDER[ORDER.index(strategy) + 1 :]
-        if other := next((other for other in more_sharded if other in run.strategies and fit(other)), ""):
-            yield f"sharding: {other} over the {ranks} ranks"
-        if size := next((size for size in _row_sizes(run, strategy) if fit(ranks_per_sequence=size)), 0):
-            yield f"sequence_parallel_size: {size} ({size} ranks share out each row's tokens)"
-        if larger := next(_in_larger_engines(run), None):
-            yield larger
-    if run.sizes.trained == run.sizes.elements:
-        adapted = run.sizes.with_adapter(adapter_elements(run.shape, LORA_RANK))
-        if fit("none", sizes=adapted, reference=0):
-            yield f"use_peft: true (LoRA, rank {LORA_RANK})"
-    if (length := _shorter(run, strategy)) is not None:
-        yield f"vllm_max_model_length: {length}, with completions and prompts shorter alike"
-    if on_gpu and (more := _more_ranks(run)):
-        yield more
-
-
-def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
-    """List the larger numbers of ranks that could share out a row's tokens."""
-    parts = run.ranks_per_engine if strategy in TENSOR else 1
-    able = range(run.ranks_per_sequence + 1, run.devices.ranks + 1)
-    possible = strategy != "fsdp" and run.can_share_rows
-    return [size for size in able if run.devices.takes_rows_of(size * parts)] if possible else []
-
-
-def adapter_elements(shape: Shape, rank: int) -> int:
-    """Count the elements of a LoRA (A and B) on all linear layers."""
-    attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
-    return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
-
-
-def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """Return the longest context that fits: a half, a quarter ... of the run's. None: no such context of at least
-    256."""
-    length = run.length // 2
-    while length >= 256:
-        part = length / run.length
-        prompt, completion = int(run.lengths.prompt * part), int(run.lengths.completion * part)
-        lengths = dataclasses.replace(run.lengths, prompt=prompt, completion=completion)
-        if fits(dataclasses.replace(run, length=length, lengths=lengths), strategy):
-            return length
-        length //= 2
-    return None
-
-
-def _in_larger_engines(run: RunDescription) -> Iterator[str]:
-    """Yield the settings of larger engines that make the run fit, the fewest ranks first."""
-    for larger in run.with_larger_engines():
-        if strategy := next((strategy for strategy in larger.strategies if fits(larger, strategy)), ""):
-            yield f"vllm_tensor_parallel_size: {larger.ranks_per_engine} and sharding: {strategy}"
-
-
-def _more_ranks(run: RunDescription) -> str:
-    """Return the fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
-    ranks = 2 * run.devices.ranks
-    while ranks <= MOST_RANKS:
-        more = run.with_ranks(ranks)
-        own = (f"sharding: {strategy}" for strategy in run.strategies[1:] if fits(more, strategy))
-        if settings := next(itertools.chain(own, _in_larger_engines(more)), ""):
-            return f"{ranks} ranks with {settings}"
-        ranks *= 2
-    return ""
+    """Return what would make the run fit, without a full stop, from the function offered at the seam "remedies"."""
+    found: list[str] = [offer(run, strategy) for offer in registry.hooks("remedies")]
+    return "; ".join(found) or "take a smaller model or larger GPUs"
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:

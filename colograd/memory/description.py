@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -17,21 +17,27 @@ from ..config.policy import resolve_optimizer
 from ..config.sharding import NOT_IN_SEQUENCES, TENSOR
 from ..engine.arguments import MOST_SEQUENCES, check_parts, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
-from ..policy.dropout import largest_dropout
+from ..policy.layers import largest_dropout
 from ..policy.lora import is_adapted
 from ..policy.row_proof import obstacle
 from ..policy.supported import can_be_cut, check_planned, why_rows_stay_whole
-from ..runtime import process
-from ..sharding.selection import STRATEGIES as CLASSES
+from ..runtime import process, registry
 from .policy_sizes import PolicySizes
-from .shape import CacheNeed, Lengths, Shape, Tower
+from .shape import CacheNeed, Lengths, Shape
 
-ORDER = tuple(CLASSES)  # all sharding strategies, the least sharded first
+ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # all sharding strategies, the least sharded first
 STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # strategies with an engine on each rank
 # Strategies with a whole policy on each rank, which sharing weights with the engine requires.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 ENGINE_SIZES = (2, 4, 8)  # proposed numbers of ranks per engine; an engine's ranks are on one machine
 PLANNED_TOKENS = 16384  # tokens of a micro-batch on a GPU until measured: they keep any GPU busy
+
+
+class FurtherActivations(Protocol):
+    """Activations besides the decoder's. Extensions offer functions of the model at the seam "activations"."""
+
+    def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
+        """Estimate the bytes for a row of ``tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class RunDescription:
     samples: bool = True  # False: there is no engine
     ranks_per_sequence: int = 1  # ranks that share out a row's tokens
     can_share_rows: bool = False  # the model and the settings allow sharing out a row's tokens
-    tower: Tower | None = None
+    further: tuple[FurtherActivations, ...] = ()
 
     @property
     def plans_cache(self) -> bool:
@@ -129,22 +135,6 @@ class RunDescription:
         return dataclasses.replace(
             self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0, strategies=strategies
         )
-
-    def with_ranks(self, ranks: int) -> RunDescription:
-        """Return the same work on ``ranks`` ranks."""
-        share = self.devices.ranks / ranks
-        sequences, running = (max(1, int(count * share)) for count in (self.sequences, self.running))
-        devices = dataclasses.replace(self.devices, ranks=ranks)
-        return dataclasses.replace(self, devices=devices, sequences=sequences, running=running)
-
-    def with_larger_engines(self) -> Iterator[RunDescription]:
-        """Yield the same work with engines of more ranks, the fewest first."""
-        for ranks, strategies in self.larger_engines.items():
-            if self.devices.takes_rows_of(ranks * self.ranks_per_sequence):
-                sequences, running = (n * ranks // self.ranks_per_engine for n in (self.sequences, self.running))
-                yield dataclasses.replace(
-                    self, ranks_per_engine=ranks, strategies=strategies, sequences=sequences, running=running
-                )
 
 
 def describe_run(
@@ -206,7 +196,7 @@ def describe_run(
         larger_engines=_larger_engines(settings, model, devices),
         ranks_per_sequence=settings.sequence_parallel_size,
         can_share_rows=work.shares_prompts and _can_share_rows(settings, model),
-        tower=Tower.of(model),
+        further=tuple(filter(None, (of(model) for of in registry.hooks("activations")))),
     )
 
 

@@ -4,59 +4,28 @@ sampling`). Weights never move: the policy may share them with the engine."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from ..config import GRPOConfig
 from ..engine.protocol import Engine
 from ..reporting.metrics import PhaseTimes
+from ..runtime import registry
 
 
-class OptimizerOffload:
-    """The moves of an optimizer's state to the host and back.
+class OptimizerMoves(Protocol):
+    """Moves of an optimizer's state. Extensions offer functions of the configuration, for this or None, at the seam
+    "optimizer_moves"."""
 
-    The tensors stay the same objects with other storage, so references to them stay valid. Scalars (`step`) don't move.
-    The host's copies are pinned if there is a GPU, and kept for the next move.
-    """
-
-    def __init__(self) -> None:
-        self._host: dict[int, torch.Tensor] = {}
-        self._away: list[tuple[torch.Tensor, torch.device]] = []
-
-    @torch.no_grad()
     def to_host(self, optimizer: torch.optim.Optimizer) -> int:
         """Move the state to the host. Return the bytes moved: 0 if it is there already, or not allocated yet."""
-        if self._away:
-            return 0
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        tensors = {id(value): value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0}
-        self._host = {key: copy for key, copy in self._host.items() if key in tensors}
-        for key, tensor in tensors.items():
-            copy = self._host.get(key)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = self._host[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            copy.copy_(tensor, non_blocking=True)
-            self._away.append((tensor, tensor.device))
-        self._wait()
-        for tensor, _ in self._away:
-            tensor.data = self._host[id(tensor)]
-        return sum(tensor.nbytes for tensor, _ in self._away)
 
-    @torch.no_grad()
     def to_device(self) -> int:
-        """Move the state back, bit for bit. Return the bytes moved."""
-        moved = sum(tensor.nbytes for tensor, _ in self._away)
-        for tensor, device in self._away:
-            tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
-        self._wait()
-        self._away = []
-        return moved
-
-    def _wait(self) -> None:
-        if any(device.type == "cuda" for _, device in self._away):
-            torch.cuda.synchronize()
+        """Move the state back. Return the bytes moved."""
 
 
 DEVICE_ONLY = (
@@ -69,7 +38,8 @@ class DeviceTurns:
 
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
-        self.offload = OptimizerOffload() if config.offload_optimizer == "sampling" and not config.on_cpu else None
+        moves = (moves_of(config) for moves_of in registry.hooks("optimizer_moves"))
+        self.offload: OptimizerMoves | None = next(filter(None, moves), None)
         self.times = times
         self.notes: Sequence[str] = [
             f"memory: {name} does nothing on a CPU, where sampling and training share all memory anyway"
@@ -97,3 +67,22 @@ class DeviceTurns:
         if self.offload is not None:
             with self.times.phase("offload"):
                 self.offload.to_device()
+
+
+# Expandable segments of torch's allocator avoid fragmentation: each micro-batch has rows of other lengths.
+SETTING = "expandable_segments:True"
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def expand_segments(config: GRPOConfig) -> bool:
+    """Switch expandable segments on before the first allocation on a GPU, if the run supports them. Return whether it
+    does."""
+    able = (
+        config.device.type == "cuda"
+        and not any(name in os.environ for name in VARIABLES)  # the user's setting has precedence
+        and not config.vllm_enable_sleep_mode  # vLLM's memory pool for a sleeping KV cache can't have them
+        and config.vllm_tensor_parallel_size == 1  # segments forbid the engine's ranks to open each other's memory
+    )
+    if able:
+        torch.cuda.memory._set_allocator_settings(SETTING)
+    return able

@@ -22,13 +22,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config.sharding import TENSOR
-from ..extensions.offload import host_sums
-from ..extensions.offload.host_stream import device_bytes
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription
 from .policy_sizes import PolicySizes
-from .shape import OnHost, Trained, activation_bytes, engine_bytes
+from .shape import OnHost, Trained, activation_bytes, engine_bytes, left_on_device
 from .table import MemoryPlan
 
 ALIVE = IN_FLIGHT + 2  # buckets at once: some being summed, one being filled, one being flattened
@@ -68,7 +66,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
 def _gradients(run: RunDescription, strategy: str) -> int:
     """Compute the gradients' bytes on each device. Float32 gradients of embedding and head count as activations."""
     own = run.sizes.gradients // (run.devices.ranks if strategy == "gradients" else 1)
-    return _on_way(run, strategy) + host_sums.buffer_bytes(own) if _leave(run, strategy) else own
+    return _on_way(run, strategy) + left_on_device().sums(own) if _leave(run, strategy) else own
 
 
 def _leave(run: RunDescription, strategy: str) -> bool:
@@ -80,13 +78,13 @@ def _on_way(run: RunDescription, strategy: str) -> int:
     """Compute the largest number of bytes of gradients on their way to the host."""
     parts = run.devices.ranks if strategy == "gradients" else 1
     largest = run.sizes.matrix * run.sizes.gradient_itemsize
-    return host_sums.on_way(run.sizes.gradients // parts, largest // parts) if _leave(run, strategy) else 0
+    return left_on_device().on_way(run.sizes.gradients // parts, largest // parts) if _leave(run, strategy) else 0
 
 
 def _state(run: RunDescription, ranks: int) -> int:
     """Compute the bytes of the optimizer's state on each device."""
     own = run.sizes.optimizer // ranks
-    return device_bytes(own) if run.streams and run.devices.on_gpu else own
+    return left_on_device().state(own) if run.streams and run.devices.on_gpu else own
 
 
 def _buckets(sizes: PolicySizes, ranks: int) -> int:
@@ -143,8 +141,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     trained = Trained(trains_head, adapted)
     on_host = OnHost(run.offloads_activations and devices.on_gpu, _on_way(run, strategy))
     activations = activation_bytes(*sizes, device, copied, trained, on_host)
-    if run.tower is not None:
-        activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
+    for part in run.further:
+        activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     steps, shares = run.samples and devices.on_gpu, devices.ranks if strategy == "fsdp" else cut
     return MemoryPlan(
         device=devices.name,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config.policy import KEEPS_MASTER
-from ..extensions.quantized.layers import packed_weights
+from ..policy.packed_weights import packed_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,14 @@
-"""Bytes that follow from a model's shape: activations, a vision tower, the engine's steps, the KV cache."""
+"""Bytes that follow from a model's shape: activations, the engine's steps, the KV cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..engine.arguments import MOST_SEQUENCES
-from ..extensions.images.towers import has_tower, in_tower
-from ..extensions.offload.layer_inputs import KEPT
 from ..policy.attention import IN_PLACE_FROM
 from ..policy.logprobs import TILE_ELEMENTS
+from ..runtime import registry
 from ..runtime.sizes import size_of
 
 ENGINE_TOKENS = 16384  # tokens of one engine step: vLLM's default for `LLM` on large GPUs
@@ -185,7 +184,7 @@ def again(shape: Shape, checkpointing: int) -> int:
     return -(-shape.layers // checkpointing) if checkpointing else 0
 
 
-def _kept_by_layers(
+def kept_by_layers(
     shape: Shape,
     itemsize: int,
     checkpointing: int,
@@ -196,8 +195,30 @@ def _kept_by_layers(
     ``checkpointing``-th layer keeps only its input; ``on_host`` all of these inputs but a few are on the host."""
     layer = layer_bytes(shape, itemsize, copied.kept) + SCORE * shape.capped * copied.scores
     twice = again(shape, checkpointing)
-    inputs = min(twice, KEPT) if on_host else twice
+    inputs = min(twice, left_on_device().inputs) if on_host else twice
     return (shape.layers - twice) * layer + inputs * shape.hidden * itemsize, layer if twice else 0.0
+
+
+class LeftOnDevice(Protocol):
+    """Bytes that parts of training in host memory take on a device while they pass through."""
+
+    inputs: int  # number of layers' inputs on the device at once
+
+    def state(self, nbytes: int) -> int:
+        """Return the bytes of an optimizer's state of ``nbytes``."""
+
+    def sums(self, gradients: int) -> int:
+        """Return the bytes of sums in transfer, for ``gradients`` bytes of gradients."""
+
+    def on_way(self, gradients: int, largest: int) -> int:
+        """Return the bytes of gradients in transfer. The largest one has ``largest`` bytes."""
+
+
+def left_on_device() -> LeftOnDevice:
+    """Return what the extension that moves parts to the host offers at the seam "left_on_device"."""
+    (found,) = registry.hooks("left_on_device")
+    left: LeftOnDevice = found
+    return left
 
 
 class Trained(NamedTuple):
@@ -234,7 +255,7 @@ def activation_bytes(
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
     """
-    kept, twice = _kept_by_layers(shape, itemsize, checkpointing, copied, on_host.inputs)
+    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, on_host.inputs)
     weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
     gradients = _gradients_inside(shape, itemsize, device, copied, trained.adapted)
@@ -259,52 +280,6 @@ def _gradients_inside(shape: Shape, itemsize: int, device: str, copied: CopiedKe
         attention += 4 * shape.queries * widened * (1 + copied.padding) + spread
     attention += SCORE * shape.capped * copied.segment
     return max(mlp, attention)
-
-
-@dataclass(frozen=True, slots=True)
-class Tower:
-    """A trained vision tower."""
-
-    shape: Shape  # its layers' shape, as if they were a decoder's
-    patches: float  # patches per image token
-
-    @classmethod
-    def of(cls, model: Any) -> Tower | None:
-        """Describe a model's tower; frozen parameters must be marked. None: there is no tower, or it is frozen."""
-        config = model.config
-        if not has_tower(config) or getattr(config, "vision_config", None) is None:
-            return None
-        if not any(parameter.requires_grad for name, parameter in model.named_parameters() if in_tower(name)):
-            return None
-        vision = config.vision_config
-
-        def size(*names: str) -> int:  # model families name their sizes in two ways
-            return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
-
-        hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1
-        inner = size("intermediate_size") or 4 * hidden
-        layers = size("num_hidden_layers", "depth")
-        return cls(Shape(layers, hidden, inner, hidden, hidden, hidden // heads, 0), _patches(config))
-
-    def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
-        """Estimate the activations' bytes of a row of ``tokens``, as if all prompt tokens were image tokens."""
-        patches = self.patches * tokens * lengths.prompts_share(tokens)
-        return int(patches * sum(_kept_by_layers(self.shape, itemsize, checkpointing)))
-
-
-def _patches(config: Any) -> float:
-    """Compute the tower's patches per image token."""
-    vision = config.vision_config
-    if pooled := getattr(vision, "pooling_kernel_size", None):
-        return float(pooled) ** 2
-    names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
-    if merged := next((found for of, name in names if (found := getattr(of, name, None))), None):
-        return float(merged) ** 2
-    if ratio := getattr(config, "downsample_ratio", None):
-        return float(ratio) ** -2
-    if tokens := getattr(config, "mm_tokens_per_image", None):
-        return float((vision.image_size // vision.patch_size) ** 2 / tokens)
-    return 1.0
 
 
 def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:

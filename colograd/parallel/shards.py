@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -192,3 +192,25 @@ def group_of(
     on_host = {ranks: dist.new_group([*ranks], time_limit(), backend="gloo") for ranks in groups if meets}
     ranks = tuple(ranks_of(layout))
     return RankGroup(ranks, ranks.index(layout.rank), (on_device if exchanges else on_host)[ranks], on_host.get(ranks))
+
+
+class ModelParts(Protocol):
+    """Parts of a model on the ranks of an engine, in the model's attribute ``tensor_parts``."""
+
+    @property
+    def engine(self) -> RankGroup:
+        """The ranks that have the model together."""
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """This rank's part of each parameter, by name."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole model."""
+
+
+def parts_of(model: Any) -> ModelParts | None:
+    """Return the model's parts; None: each rank has the whole model."""
+    found: ModelParts | None = getattr(model, "tensor_parts", None)
+    return found

@@ -2,12 +2,9 @@
 
     groups -> `packing` -> MicroBatch -> `logprobs` (`attention`, or `padded`) -> log-probability of each label
 
-`loading` makes the policy and its tokenizer. `lora` describes its adapter, and `lora_inputs` saves the layer inputs
-that an adapter's backward needs. `row_proof` proves on a few tokens whether rows can be packed.
-`reference` is the model of the KL term, `teacher` the model of a distillation, `teacher_head` its logits.
-`routing` measures how a mixture's routers spread a row over the experts, and `router_replay` sends tokens to the
-engine's experts. `images` puts pictures into a row. `quantized` describes how a base is quantised, `quantized_layers`
-dequantises its layers. `supported` rejects models that can't be trained. `layers` compiles the decoder layers, `liger`
-replaces their kernels. `outline` has a model's parameters without their values. `sending` copies small tensors to the
-device.
+`loading` makes the policy and its tokenizer, `supported` has the checks and what options change there. `lora` describes
+its adapter. `row_proof` proves on a few tokens whether rows can be packed.
+`reference` is the model of the KL term. `towers` names the parts of a model that reads more than text, `packed_weights`
+finds quantised weights. `layers` compiles the decoder layers. `outline` has a model's parameters without their values.
+`sending` copies small tensors to the device.
 """

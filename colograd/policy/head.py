@@ -122,3 +122,10 @@ def cast(
 def parts(total: int, size: int) -> Iterator[slice]:
     """Return slices that cover 0 ... total; one empty slice if ``total`` is 0."""
     return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
+
+
+def vocabulary_size(model: Any) -> int:
+    """Return the number of entries of the input embedding, summed over ranks if they share them out."""
+    table = model.get_input_embeddings()
+    own = getattr(table, "vocabulary", None)
+    return int(table.weight.shape[0] if own is None else own.size)

@@ -1,4 +1,4 @@
-"""The policy's decoder layers: find them, and compile them for packed rows (``torch_compile``).
+"""The policy's layers: find them, turn dropout off, and compile them for packed rows (``torch_compile``).
 
 Norms, rotary embedding, activation and residuals of a layer become a few fused kernels for rows of any length. All
 layers share them. Attention runs uncompiled between them. A call without a layout runs the uncompiled code.
@@ -13,9 +13,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AttentionInterface
 
 from ..config import GRPOConfig
+from ..parallel.shards import parts_of
 from . import attention
 
 # Maximum number of graphs of one layer's code: training, evaluation and no gradients, for each kind of layer, with and
@@ -45,6 +47,19 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
         return [module for module in found if module not in inside]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len, default=()))
+
+
+def trained_elements(model: Any) -> int:
+    """Return the number of trained elements, on all ranks of an engine together."""
+    parts, trained = parts_of(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return sum(p.numel() if parts is None else torch.Size(parts.shards[name].shape).numel() for name, p in trained)
+
+
+def tells_routing(model: Any) -> bool:
+    """Return whether the model can return its routers' logits."""
+    return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
+        getattr(model, "_can_record_outputs", None) or {}
+    )
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
@@ -126,3 +141,26 @@ def _forward(
             f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU it needs a "
             "C++ compiler (g++, or the one that CXX names), on a GPU Triton and a C compiler. Or set it to false."
         ) from error
+
+
+def largest_dropout(model: torch.nn.Module) -> float:
+    """Return the largest dropout probability, except an adapter's own (`lora_dropout`); 0: no dropout."""
+    return max((float(getattr(owner, name)) for owner, name in _dropouts(model)), default=0.0)
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Set every probability to 0, also the ones that modules pass to attention functions."""
+    for owner, name in _dropouts(model):
+        setattr(owner, name, 0.0)
+
+
+def _dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield each probability's module and attribute name."""
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd):
+            if "lora_dropout" not in path:
+                yield module, "p"
+            continue
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                yield module, name

@@ -25,29 +25,24 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
 from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
-from ..extensions.experts.router_replay import make_replaying
-from ..extensions.experts.routing import num_experts, tells_routing
-from ..extensions.images.towers import (
-    find_processors,
-    freeze_tower,
-    freeze_unread,
-    has_tower,
-    hears,
-    reads_text_alone,
-    set_text_alone,
-    takes_images,
-)
-from ..extensions.quantized import checkpoints as quantized
-from ..extensions.quantized.checkpoints import Quantization
-from ..extensions.quantized.layers import packed_weights, settle
-from ..extensions.tensor_parallel.layers import check_split, parts_of, trained_elements, vocabulary_size
 from ..parallel.ranks import world_size
-from ..runtime import cpu_products
-from .dropout import disable_dropout, largest_dropout
+from ..parallel.shards import parts_of
+from ..runtime import cpu_products, registry
+from .head import vocabulary_size
+from .layers import disable_dropout, largest_dropout, tells_routing, trained_elements
 from .logprobs import products_in_float32
-from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
-from .lora_inputs import keep_inputs_as_they_are
+from .lora import (
+    Adapter,
+    adapter_folder,
+    describe_adapter,
+    is_adapted,
+    keep_inputs_as_they_are,
+    unwrap,
+    wrap,
+)  # fmt: skip
 from .row_proof import choose_rows, expect_rows
+from .supported import features
+from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +56,12 @@ class Policy:
     why_padded: str  # reason why its sequences can't be packed into one row; empty: they are packed
     adapter: Adapter | None = None  # the trained adapter of a PeftModel
     new_adapter: bool = False  # whether the run added the adapter; else the model came with it
-    quantization: Quantization | None = None  # quantisation of the base; None: not quantised
     processor: Any = None  # processor around the tokenizer of a model that reads images; None: text alone
+
+    @property
+    def quantization(self) -> Any:
+        """The quantisation of the base; None: not quantised."""
+        return getattr(unwrap(self.model), "quantization", None)
 
     @property
     def image_token(self) -> int:
@@ -134,16 +133,9 @@ class Policy:
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
             f"activations of {layers} computed twice{inputs}"
         ]
-        if self.quantization is not None:
-            packed = packed_weights(self.model).values()
-            size = sum(weight.nbytes for weight in packed) / 2**20
-            lines.append(f"base: {len(packed)} matrices quantised to {self.quantization.name}, {size:,.1f} MiB")
+        for feature in features():
+            lines += feature.notes(self, config)
         lines += surplus_rows(self.tokenizer, self.rows)
-        if coefficient := self.router_coef(config):
-            lines.append(
-                f"experts: {coefficient:g} of the routers' load-balancing loss is added (router_aux_loss_coef), for "
-                "which groups without a reward difference are trained too"
-            )
         if reads_text_alone(unwrap(self.model)):
             kind = unwrap(self.model).config.model_type
             lines.append(
@@ -178,13 +170,12 @@ def load_policy(
     Add an adapter if ``peft_config`` is set.
 
     Args:
-        has_images: whether the run has images, see `images.TEXT_FIRST`.
+        has_images: whether the run has images, see `towers.TEXT_FIRST`.
 
     Raises:
         ValueError: there is no such model, its log-probabilities can't be computed, or its adapter can't be trained.
     """
     untouched = isinstance(model, str | os.PathLike)
-    check_split(model)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
     if not untouched:
         loaded: Any = model
@@ -194,7 +185,8 @@ def load_policy(
         loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config, has_images)
     set_text_alone(unwrap(loaded), has_images)
     freeze_unread(unwrap(loaded))
-    quantization = _quantization(loaded, path, config)
+    for feature in features():
+        feature.on_load(unwrap(loaded), path, config)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
@@ -209,16 +201,10 @@ def load_policy(
         cpu_products.take_over(loaded)
     # On a GPU the rows are proved after the model has moved there: before that, its forwards would run on the host.
     why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
-    processor = None
-    if takes_images(unwrap(loaded).config) and not reads_text_alone(unwrap(loaded)):
-        if config.freeze_vision_tower:
-            freeze_tower(unwrap(loaded))
-        processor = tokenizer if hasattr(tokenizer, "image_processor") else load_processor(path, config)
-        tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else processor.tokenizer
-    elif config.freeze_vision_tower:
-        raise ValueError(
-            f"freeze_vision_tower is true, but {type(unwrap(loaded)).__name__} has no vision tower: remove it."
-        )
+    found = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
+    processor = next((each for each in found if each is not None), None)
+    if processor is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = processor.tokenizer
     if tokenizer is None:
         revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
         tokenizer = AutoTokenizer.from_pretrained(
@@ -238,10 +224,9 @@ def load_policy(
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    if config.router_replay:
-        make_replaying(loaded)
-    new = peft_config is not None
-    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new, quantization, processor)
+    for set_up in registry.hooks("policy"):  # (model, config): options of the forward that the configuration turns on
+        set_up(loaded, config)
+    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, peft_config is not None, processor)
 
 
 def _copies_into_parts(config: GRPOConfig) -> bool:
@@ -249,58 +234,8 @@ def _copies_into_parts(config: GRPOConfig) -> bool:
     return config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
 
 
-def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | None:
-    """Return how the loaded model is quantised, and make it multiply with its dequantised weights (`settle`)."""
-    inner = unwrap(model)
-    if not packed_weights(inner):
-        return None
-    settle(inner)
-    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    trust = given.get("trust_remote_code", config.trust_remote_code)
-    on_disk = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
-    saved = quantized.saved_in(on_disk)
-    return Quantization(quantized.saved_in(inner.config) or {}, in_checkpoint=saved is not None)
-
-
-def _freeze_as_made(model: Any) -> None:
-    """Freeze the parameters that the class makes without a gradient, such as a router's correction biases.
-
-    Loading forgets this.
-    """
-    with torch.device("meta"):
-        made = type(model)(model.config)
-    for name, parameter in made.named_parameters():
-        if not parameter.requires_grad:
-            model.get_parameter(name).requires_grad_(False)
-
-
-def load_processor(path: str, config: GRPOConfig) -> Any:
-    """Load a vision-language model's processor.
-
-    Raises:
-        ValueError: there is no processor, or a library for it isn't installed.
-    """
-    from transformers import AutoProcessor
-
-    find_processors()
-    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
-    try:
-        found = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-            "Gemma 4's, SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch "
-            "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was trained "
-            "from."
-        ) from None
-    if not hasattr(found, "image_processor"):
-        raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
-    return found
-
-
-def proven_with_images(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Prove the policy's rows on prompts with images, and return the policy with the result (packed or padded)."""
+def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
+    """Prove the policy's rows on some prompts, and return the policy with the result (packed or padded)."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
@@ -405,16 +340,15 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         saved = AutoConfig.from_pretrained(path, **known)
     except (OSError, ValueError):  # `from_pretrained` below raises the error
         saved = None
-    asked, packed = quantized.asked_for(config, adapter or path), quantized.saved_in(saved) is not None
-    if packed or asked is not None:
-        kwargs |= quantized.load_arguments(None if packed else asked, config.device)
+    for feature in features():
+        kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):
         hf_logging.disable_progress_bar()  # a download keeps its bar
     try:
         kind = AutoModelForImageTextToText if has_tower(saved) else AutoModelForCausalLM
         loaded = kind.from_pretrained(path, **kwargs)
-        if num_experts(loaded.config) and not packed and asked is None:
-            _freeze_as_made(loaded)
+        for feature in features():
+            feature.on_read(loaded)
         set_text_alone(loaded, has_images)
         return loaded
     except (OSError, ValueError) as error:

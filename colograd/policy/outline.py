@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..config import GRPOConfig
-from ..extensions.images.towers import has_tower
-from ..extensions.quantized.layers import packed_bytes
+from ..runtime import registry
 from ..runtime.hub import check_model_name
 from .lora import adapter_folder, wrap
+from .towers import has_tower
 
 LARGE = 1.0  # billions of parameters; a CPU trains larger models at few tokens per second
 
@@ -70,24 +70,8 @@ def with_adapter(model: Any, rank: int) -> Any:
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of an outline that transformers quantises with ``settings``, and each one's packed bytes.
+    """Return the weights of an outline that loading packs with ``settings``, and each one's packed bytes.
 
-    These are all linear layers except the head and the modules that the settings skip. Without settings: none.
+    Without settings: none. The function is offered at the seam "to_pack".
     """
-    if not settings:
-        return {}
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    kept = HfQuantizer.get_modules_to_not_convert(
-        model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
-    )
-    # transformers never quantises the last module. With a tied head an outline's last module isn't a loaded model's.
-    last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
-    if last != really_last:
-        kept = [name for name in kept if name != last.rpartition(".")[0]]
-    return {
-        module.weight: packed_bytes(module.weight.shape, settings)
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear and should_convert_module(name, kept)
-    }
+    return registry.hooks("to_pack")[0](model, settings) if settings else {}

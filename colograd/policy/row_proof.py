@@ -16,9 +16,9 @@ import torch
 from ..batch import FinishReason, Group, Images, MicroBatch, ModelInput, Rollout, ScoredGroup
 from ..extensions.hybrids import recurrent
 from ..extensions.images import towers as images
-from ..extensions.tensor_parallel.layers import vocabulary_size
 from ..parallel.ranks import gather, on_all_ranks
 from . import attention
+from .head import vocabulary_size
 from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap

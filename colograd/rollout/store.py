@@ -34,7 +34,7 @@ import pyarrow as pa
 import torch
 
 from ..batch import Group, Prompt
-from ..checkpoint.earlier_run import move_aside
+from ..checkpoint.folders import move_aside
 from ..extensions.agents.session_log import SessionLog
 from ..extensions.carry_over.in_flight import RoundEnd, read_round_end, write_round_end
 from ..extensions.images.data import ImageReader

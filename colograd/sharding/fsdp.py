@@ -43,6 +43,7 @@ class FullySharded(SharedParts):
         ValueError: the model can't be cut by rows.
     """
 
+    name = "fsdp"
     meets_in_backward = True
 
     def __init__(

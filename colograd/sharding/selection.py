@@ -1,48 +1,23 @@
-"""The selection of the sharding strategy by the configuration."""
+"""The selection of the sharding strategy by the configuration.
+
+Extensions offer further strategies at the seam "sharding" (classes with a `name`), and variants of all strategies at
+the seam "sharding_variant": functions that take the selected class and the configuration, and return that class or one
+derived from it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..config import GRPOConfig
-from ..extensions.offload.on_host import GradientsOnHost, OptimizerOnHost, WholeOnHost
-from ..extensions.sequence_parallel.shared_rows import RowsOfSharedGradients, RowsOfSharedOptimizer, RowsOfWholeCopies
-from ..extensions.tensor_parallel.strategy import (
-    RowsOfTensorGradients,
-    RowsOfTensorOptimizer,
-    RowsOfTensorParallel,
-    TensorGradients,
-    TensorOptimizer,
-    TensorParallel,
-)
+from ..runtime import registry
 from .fsdp import FullySharded
 from .strategy import ShardingStrategy
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
 STRATEGIES: dict[str, type[ShardingStrategy]] = {
-    "none": WholeCopies,
-    "optimizer": SharedOptimizer,
-    "gradients": SharedGradients,
-    "tensor": TensorParallel,
-    "tensor+optimizer": TensorOptimizer,
-    "tensor+gradients": TensorGradients,
-    "fsdp": FullySharded,
-}
-# Strategies with `sequence_parallel_size` above 1: ranks divide the tokens of each row.
-OF_ROWS: dict[str, type[ShardingStrategy]] = {
-    "none": RowsOfWholeCopies,
-    "optimizer": RowsOfSharedOptimizer,
-    "gradients": RowsOfSharedGradients,
-    "tensor": RowsOfTensorParallel,
-    "tensor+optimizer": RowsOfTensorOptimizer,
-    "tensor+gradients": RowsOfTensorGradients,
-}
-# Strategies with `offload_gradients`: sums of gradients are in host memory. FSDP has `fsdp_offload_params` instead.
-ON_HOST: dict[str, type[ShardingStrategy]] = {
-    "none": WholeOnHost,
-    "optimizer": OptimizerOnHost,
-    "gradients": GradientsOnHost,
+    way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients, FullySharded)
 }
 
 
@@ -53,10 +28,11 @@ def strategy_name(config: GRPOConfig) -> str:
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
     """Return the strategy of a run."""
-    if config.sequence_parallel_size > 1:
-        assert not config.offloads_gradients
-        return OF_ROWS[strategy_name(config)]
-    return (ON_HOST if config.offloads_gradients else STRATEGIES)[strategy_name(config)]
+    name = strategy_name(config)
+    way = STRATEGIES.get(name) or next(way for way in registry.hooks("sharding") if way.name == name)
+    for variant in registry.hooks("sharding_variant"):
+        way = variant(way, config)
+    return way
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:

@@ -64,6 +64,7 @@ class ShardingStrategy(ABC):
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
 
+    name: ClassVar[str]  # the value of `sharding`
     meets_in_backward: ClassVar[bool] = False  # ranks exchange in each backward, so all need the same number
     parts: int = 1  # number of parts of the optimizer's state
 

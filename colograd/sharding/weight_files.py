@@ -208,3 +208,22 @@ def _file_names(folder: Path) -> Mapping[str, str]:
         raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}. Use a complete checkpoint.")
     with safe_open(path, framework="pt", device="cpu") as file:
         return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+
+
+@torch.no_grad()
+def load_whole(model: Any, folder: str) -> None:
+    """Copy a folder's weights into a whole model, in place. Names of older versions of transformers work too.
+
+    Raises:
+        ValueError: a weight is missing or has another shape.
+    """
+    loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{folder!r} lacks {len(missing)} of the policy's weights ({', '.join(missing[:3])}): they are of another "
+            "model, or a file is missing."
+        )
+    for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        if parameter.shape != saved.shape:
+            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
+        parameter.copy_(saved)

@@ -23,6 +23,7 @@ IN_FLIGHT = 2  # reductions at once: they overlap with the computation of furthe
 class SharedOptimizer(SharedParts):
     """ZeRO stage 1: ranks divide the optimizer's state. Gradients are whole until a step's last backward."""
 
+    name = "optimizer"
     shared_out, exchanged = "optimizer state", "once per step"
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -94,6 +95,7 @@ class SharedGradients(SharedOptimizer):
     """ZeRO stage 2: ranks divide gradients as well. A bucket's gradients are reduced and freed as soon as a backward
     has computed them."""
 
+    name = "gradients"
     meets_in_backward, shared_out, exchanged = True, "optimizer state and gradients", "in each backward"
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -18,10 +18,8 @@ from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
-from ..extensions.offload.host_stream import ELEMENTS, HostStream, Job
-from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
-from ..runtime.page_locked import host_empty
+from ..runtime import registry
 from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
 
@@ -54,7 +52,7 @@ def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tenso
     return bits.add_(remainder).view(torch.float32)
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A parameter with its gradient and optimizer state, or the same slice of each tensor."""
 
     parameter: torch.Tensor
@@ -67,25 +65,6 @@ class _Piece(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self[:5] if tensor is not None]
 
-    def job(self, update: Callable[[_Piece], None], streamed: bool, factor: float | None) -> Job:
-        """Return a job that calls ``update`` on this piece, with device copies in place of its tensors on the host.
-
-        Args:
-            streamed: whether the state is on the host.
-            factor: scale of the gradient, if the gradient is on the host; None: it is on the device.
-        """
-        state = [name for name in DTYPES if streamed and getattr(self, name) is not None]
-        names = [*state, *(["grad"] if factor is not None else [])]
-
-        def kernel(tensors: Sequence[torch.Tensor]) -> None:
-            piece = self._replace(**dict(zip(names, tensors, strict=True)))
-            if factor is not None and factor < 1.0:
-                piece.grad.mul_(factor)
-            update(piece)
-
-        found = [getattr(self, name) for name in names]
-        return Job(kernel, found[: len(state)], found[len(state) :])
-
     def can_be_fused(self) -> bool:
         """Return whether the compiled kernel can take this piece. One element would be compiled for its size only."""
         return self.remainder is not None and self.parameter.numel() > 1 and self.is_flat()
@@ -94,22 +73,18 @@ class _Piece(NamedTuple):
         """Return whether 1-D views of all tensors name the same elements in the same order."""
         return all(tensor.is_contiguous() for tensor in self.tensors())
 
-    def cut(self, size: int) -> Iterator[_Piece]:
+    def cut(self, size: int) -> Iterator[Piece]:
         """Yield slices of at most ``size`` elements as 1-D views, or the piece itself if it has no such views."""
         if not self.is_flat():
             yield self
             return
         for parts in zip(*(tensor.view(-1).split(size) for tensor in self.tensors()), strict=True):
             parameter, grad, exp_avg, exp_avg_sq, *remainder = parts
-            yield _Piece(parameter, grad, exp_avg, exp_avg_sq, remainder[0] if remainder else None, self.step)
+            yield Piece(parameter, grad, exp_avg, exp_avg_sq, remainder[0] if remainder else None, self.step)
 
 
-class HostGradients(Protocol):
-    """Gradients in host memory. The optimizer multiplies them by ``factor`` if that is below 1."""
-
-    factor: float
-
-    def of(self, part: torch.Tensor) -> torch.Tensor | None: ...
+Step = Callable[[Piece], None]
+Steps = Callable[[Sequence[Piece]], None]
 
 
 class AdamWSplit(torch.optim.Optimizer):
@@ -126,10 +101,7 @@ class AdamWSplit(torch.optim.Optimizer):
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
         compiled: use one fused kernel per tensor (see `adamw_fused`). None: on a GPU with Triton. If compiling fails,
             a line is logged and torch's steps are taken.
-        streamed: keep the state in host memory and pass it through the device piece by piece (see `HostStream`).
     """
-
-    host_gradients: HostGradients | None = None  # replace the parameters' `grad`
 
     def __init__(
         self,
@@ -139,10 +111,9 @@ class AdamWSplit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         compiled: bool | None = None,
-        streamed: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.compiled, self.streamed = compiled, streamed
+        self.compiled = compiled
         self._kernels: dict[torch.device, Kernel | None] = {}
 
     @torch.no_grad()
@@ -168,40 +139,34 @@ class AdamWSplit(torch.optim.Optimizer):
             for count in {int(whole.step) for whole in fused}
         }
 
-        def in_one_pass(piece: _Piece) -> None:
+        def in_one_pass(piece: Piece) -> None:
             assert kernel is not None and piece.remainder is not None
             kernel(*piece[:4], piece.remainder, constants[int(piece.step)])
 
-        def by_torch(bucket: Sequence[_Piece]) -> None:
+        def by_torch(bucket: Sequence[Piece]) -> None:
             _torch_step(bucket, group, foreach=device.type == "cuda")
 
-        if self.streamed or self.host_gradients is not None:
-            factor = None if self.host_gradients is None else self.host_gradients.factor
-            updates = ((fused, in_one_pass), (plain, lambda piece: by_torch([piece])))
-            HostStream(device).run(
-                piece.job(update, self.streamed, factor)
-                for wholes, update in updates
-                for whole in wholes
-                for piece in whole.cut(ELEMENTS)
-            )
-        else:
-            for whole in fused:
-                in_one_pass(whole)
-            size = GPU_PIECE if device.type == "cuda" else CPU_PIECE
-            pieces = itertools.chain.from_iterable(whole.cut(size) for whole in plain)
-            for bucket in in_buckets(pieces, size, lambda piece: piece.parameter.numel()):
-                by_torch(bucket)
+        self._run(device, (fused, in_one_pass), (plain, by_torch))
         for whole in plain:
             whole.step.add_(1)
 
-    def _whole(self, parameter: torch.Tensor) -> _Piece:
+    def _run(self, device: torch.device, fused: tuple[list[Piece], Step], plain: tuple[list[Piece], Steps]) -> None:
+        """Update whole parameters: the first ones one by one, the others cut, in buckets of several pieces."""
+        for whole in fused[0]:
+            fused[1](whole)
+        size = GPU_PIECE if device.type == "cuda" else CPU_PIECE
+        pieces = itertools.chain.from_iterable(whole.cut(size) for whole in plain[0])
+        for bucket in in_buckets(pieces, size, lambda piece: piece.parameter.numel()):
+            plain[1](bucket)
+
+    def _whole(self, parameter: torch.Tensor) -> Piece:
         state, grad = self._state(parameter), self._gradient(parameter)
         assert grad is not None
         exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
-        return _Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
+        return Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
+        return parameter.grad
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -215,9 +180,6 @@ class AdamWSplit(torch.optim.Optimizer):
 
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Allocate an uninitialised state tensor of `DTYPES` for a parameter."""
-        if self.streamed:
-            watchdog.progress()  # page-locking a large model's state takes minutes
-            return host_empty(parameter.shape, DTYPES[name], parameter.device)
         return torch.empty_like(parameter, dtype=DTYPES[name])
 
     def _kernel(self, device: torch.device) -> Kernel | None:
@@ -259,15 +221,17 @@ class AdamWSplit(torch.optim.Optimizer):
             )
         state = self.state[parameter]
         state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu")
-        for name, dtype in DTYPES.items():
-            if name in saved and self.streamed:
-                state[name] = self._place(parameter, name).copy_(saved[name])
-            elif name in saved:
-                state[name] = saved[name].to(parameter.device, dtype)
+        for name in DTYPES:
+            if name in saved:
+                state[name] = self._loaded(parameter, name, saved[name])
         self._state(parameter)
 
+    def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
+        """Return a saved state tensor of `DTYPES` in its place."""
+        return saved.to(parameter.device, DTYPES[name])
 
-def _torch_step(bucket: Sequence[_Piece], group: dict[str, Any], foreach: bool) -> None:
+
+def _torch_step(bucket: Sequence[Piece], group: dict[str, Any], foreach: bool) -> None:
     """Run torch's AdamW on the bucket's masters. Step counts don't change, because a tensor's pieces share one."""
     masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
     adamw(
@@ -357,11 +321,14 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
     return True
 
 
-def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
-    """Return AdamWSplit and its arguments if ``optim`` needs it; None: transformers makes the optimizer.
+def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
+    """Return class and arguments of an optimizer of ours; None: transformers makes the optimizer.
+
+    Extensions offer functions at the seam "optimizer". Each takes the same two arguments, and returns a class derived
+    from `AdamWSplit` with further arguments, or None.
 
     Raises:
-        ValueError: ``optim_args`` has settings that adamw_split lacks.
+        ValueError: ``optim_args`` has unknown settings, or the optimizer can't train the model.
     """
     if args.optim not in KEEPS_MASTER:
         return None
@@ -369,12 +336,14 @@ def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
     if args.on_cpu and compiled:
         logger.warning("optim_args: compiled=true has no effect on a CPU, where torch's own step is faster")
         compiled = None
-    return AdamWSplit, {
+    offers = (offer(args, model) for offer in registry.hooks("optimizer"))
+    kind, further = next(filter(None, offers), (AdamWSplit, {}))
+    return kind, {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "compiled": compiled,
-        "streamed": args.streams_optimizer,
+        **further,
     }
 
 

@@ -26,28 +26,26 @@ from ..extensions.agents.session_log import SessionLog
 from ..extensions.agents.sessions import Agent, AgentSessions, AgentSettings
 from ..extensions.carry_over.source import CarryOver
 from ..extensions.distillation.teacher import check_teacher_context
-from ..extensions.experts.routing import num_experts
 from ..extensions.hybrids.recurrent import keep_uncompiled
-from ..extensions.images.towers import has_tower, reads_text_alone
 from ..extensions.tools.conversations import Conversations
 from ..extensions.tools.toolbox import Toolbox
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
-from ..memory.one_gpu import cheapest
 from ..memory.shape import CacheNeed, Shape
 from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import compile_layers, forget_compiled
-from ..policy.liger import apply_liger
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
+from ..policy.towers import has_tower, reads_text_alone
 from ..reporting.metrics import PhaseTimes
 from ..rollout.custom import CustomRollouts
 from ..rollout.stages import RolloutSource
 from ..rollout.store import RolloutStore
-from ..runtime import process
+from ..runtime import process, registry
+from ..runtime.sizes import num_experts
 from ..sharding import strategy_name
 from ..weights import (
     WeightSync,
@@ -219,6 +217,7 @@ def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> N
     if config.offload_optimizer == "auto":
         name = strategy_name(config)
         host = min(gather(psutil.virtual_memory().available // process.local_world_size()))
+        cheapest = registry.hooks("cheapest")[0]
         kept = {} if config.on_cpu else cheapest(read_run(config, task, config.token_budget), name, host)
         config.resolve_offload(
             "streams" in kept,
@@ -349,17 +348,21 @@ def choose_kernels(
     closing: ExitStack,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[str]:
-    """Put Liger's kernels or compiled layers into the policy and the second models, if set. A collective.
+    """Put other kernels or compiled layers into the policy and the second models, if set. A collective.
+
+    Extensions offer functions of the configuration at the seam "kernels". Each returns None, or a function that puts
+    its kernels into a model and into further ones, and returns a function that undoes this.
 
     Yields lines for the user, each before a slow part.
     """
     others = [
         each.model for each in second_models.values() if each.of_policy and unwrap(each.model) is not unwrap(model)
     ]
-    if args.use_liger_kernel:
-        with on_all_ranks("Liger's kernels"), autocast():
-            undo = apply_liger(model, args.device, args.liger_kernel_config, also=others)
-        closing.callback(undo)
+    for kernels_of in registry.hooks("kernels"):
+        if (put := kernels_of(args)) is not None:
+            with on_all_ranks("its kernels"), autocast():
+                undo = put(model, others)
+            closing.callback(undo)
     if args.torch_compile:
         yield "policy: torch compiles its layers: a minute or more, less the next time"
         for each in (unwrap(model), *others):

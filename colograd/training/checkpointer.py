@@ -26,19 +26,16 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..checkpoint import folders, writing
-from ..checkpoint.background import why_in_foreground
 from ..checkpoint.host_files import HostFiles, saving_model
-from ..checkpoint.node_folders import nodes_are_apart
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
 from ..checkpoint.stop_signal import StopSignal
-from ..checkpoint.writing import Save, Source, Writer
+from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
 from ..data import PromptStream
-from ..extensions.images.towers import load_weights
-from ..extensions.quantized import checkpoints as quantized
 from ..parallel.ranks import gather, on_all_ranks, rank, world_size
-from ..sharding.weight_files import load_renamed, saved_names, stacked_masters
+from ..policy.supported import features
+from ..sharding.weight_files import load_renamed, load_whole, saved_names, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
@@ -75,7 +72,7 @@ class Checkpointer(TrainerCallback):
             ValueError: ``save_on_each_node`` is set, but all nodes share the folder.
         """
         args = self.args
-        apart = nodes_are_apart(args.output_dir, args.layout)
+        apart = folders.nodes_are_apart(args.output_dir, args.layout)
         if args.save_on_each_node and args.layout.nodes > 1 and not apart:
             raise ValueError(
                 f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
@@ -446,11 +443,12 @@ class Checkpointer(TrainerCallback):
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:
-                quantized.check_fits(policy.quantization, checkpoint)
+                for feature in features():
+                    feature.check_adapter(policy, checkpoint)
             if self.trainer.sharding.load_weights(folder):
                 return
             if policy.adapter is None and policy.processor is not None:
-                load_weights(model, checkpoint)
+                load_whole(model, checkpoint)
             elif policy.adapter is not None or not load_renamed(model, folder):
                 usual()
 

@@ -17,7 +17,6 @@ from ..engine.load import Load
 from ..extensions.distillation.head import TeacherHead, TopTokens
 from ..extensions.experts.router_replay import replay_figures
 from ..extensions.experts.routing import Routing
-from ..extensions.offload.host_stream import device_bytes
 from ..extensions.overlap.beside_decoding import BesideDecoding
 from ..extensions.overlap.finished_groups import FinishedGroups, OwnGroups
 from ..extensions.overlap.first_rows import EarlyRows, FirstRows, first_rows
@@ -27,6 +26,7 @@ from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
 from ..losses.objective import Objective
 from ..memory import token_budget
+from ..memory.shape import left_on_device
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
@@ -378,7 +378,7 @@ class Learner:
 
         with self.times.phase("measure"):
             pending = token_budget.optimizer_bytes(self.model, self.hooks.optimizer, config.optim, self.sharding.parts)
-            pending = device_bytes(pending) if config.streams_optimizer else pending
+            pending = left_on_device().state(pending) if config.streams_optimizer else pending
             self.model.train()
             given = shape, self.rules, pending, config.sequence_parallel_size
             tokens, size = token_budget.measure(train, self._free_gradients, *given)

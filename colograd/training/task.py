@@ -23,20 +23,18 @@ from ..extensions.agents.prompts import with_prompts
 from ..extensions.agents.sessions import Agent, agent_reward
 from ..extensions.distillation.teacher import check_teacher
 from ..extensions.experts.engine.lora import why_no_slots
-from ..extensions.experts.routing import num_experts
 from ..extensions.images.data import has_images
 from ..extensions.quantized.checkpoints import take_quantization
 from ..extensions.tools.tool_format import ToolFormat
 from ..extensions.tools.toolbox import Toolbox, environment_reward
 from ..losses.entropy import EntropyController
 from ..losses.objective import Objective
-from ..memory.segments import expand_segments
+from ..memory.device_turns import expand_segments
 from ..parallel import watchdog
 from ..parallel.layout import Place, check_engines, check_places
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled
-from ..policy.liger import check_liger
-from ..policy.loading import Policy, load_policy, proven_with_images
+from ..policy.loading import Policy, load_policy, proven_on
 from ..policy.outline import note_on_cpu
 from ..policy.reference import check_reference
 from ..policy.supported import check_shared_rows, check_supported
@@ -46,6 +44,7 @@ from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..runtime import process
 from ..runtime.importing import find_object, is_import_path
+from ..runtime.sizes import num_experts
 from ..sharding import check_sharding
 from ..weights import check_adapter_in_parts, check_choice
 from .best_metric import check_best_metric
@@ -147,7 +146,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         eval_prompts = eval_prompts_of(eval_dataset, policy, args, toolbox)
         check_teacher_column(args, train_prompts)
         seen = prompts_with_images([train_prompts], policy, toolbox)
-        policy = proven_with_images(policy, seen) if args.on_cpu else policy
+        policy = proven_on(policy, seen) if args.on_cpu else policy
         check_best_metric(args, rewards, eval_prompts, given.adds_metrics or inspect.isclass(rollout_func))
         if rollout_func is None and agent is None and given.needs_columns:
             check_rewards(rewards, train_prompts, toolbox)
@@ -173,7 +172,6 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
             f"sharding is {args.sharding!r}, but recorded steps are trained without an engine in whose layout the "
             "policy could lie: set sharding: gradients or fsdp."
         )
-    check_liger(args)
 
 
 def _has_images(given: Given) -> bool:

@@ -17,12 +17,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint import folders, search
-from ..checkpoint.earlier_run import set_aside
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..data import prompt_at
 from ..engine.queue_order import LengthHistory
-from ..extensions.carry_over.in_flight import InFlight
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
@@ -33,6 +31,7 @@ from ..reporting.model_card import OF_TEACHERS, SETTINGS, RunFacts, license_of, 
 from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
 from ..rollout.store import RolloutStore, digest_of
+from ..runtime import registry
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
 from .best_metric import best_metric, lacks_best
@@ -66,7 +65,7 @@ class SeamTrainer(Trainer):
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self.in_flight = InFlight.of(self.args)
+        self.in_flight = next((kind.of(self.args) for kind in registry.hooks("in_flight")), None)
         self._unlogged: list[dict[str, float]] = []  # metrics of each step since the last log
         self._gathered: dict[str, torch.Tensor] | None = None  # weights to save, gathered from a sharded policy
         self.checkpointer = self.make_checkpointer()
@@ -128,7 +127,9 @@ class SeamTrainer(Trainer):
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
             goes_on = checkpoint is not None or (resumes and self.journal is not None and bool(self.journal.rounds()))
-            aside = set_aside(str(args.output_dir), self.policy.path) if args.should_save and not goes_on else None
+            aside = (
+                folders.set_aside(str(args.output_dir), self.policy.path) if args.should_save and not goes_on else None
+            )
             if aside is not None:
                 lines.append(f"an earlier run's files in {os.path.relpath(args.output_dir)} are now in {aside}")
         with on_all_ranks("the journal"):

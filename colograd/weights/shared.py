@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..engine.protocol import Engine, EngineTensors
-from ..extensions.quantized.layers import packed_weights
 from ..parallel import watchdog
 from ..parallel.shards import Shard
+from ..policy.packed_weights import packed_weights
 from .copied import CopiedWeights
 from .mapping import Slice
 

@@ -40,8 +40,8 @@ from colograd.parallel.shards import RankGroup, Shard  # noqa: E402
 from colograd.policy import attention  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import collate  # noqa: E402
+from colograd.runtime import registry  # noqa: E402
 from colograd.sharding import buckets  # noqa: E402
-from colograd.sharding.selection import STRATEGIES  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402
 
 # Of Llama 3.1: hidden and inner size, layers, heads, key-value heads.
@@ -131,7 +131,7 @@ def one_step(way: str, options: argparse.Namespace, ranks: int) -> dict[str, Any
             with counted.making_groups(), mock.patch.object(RankGroup, "gather", lambda self, value: every):
                 split(model, every[0], layout)
             accumulate_in_float32(model.parameters())
-            strategy = STRATEGIES[way](model)
+            strategy = next(each for each in registry.hooks("sharding") if each.name == way)(model)
             strategy.share(AdamWSplit(model.parameters(), lr=1e-6))
             with counted.counting():
                 for _ in range(options.rows):

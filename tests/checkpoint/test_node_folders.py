@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colograd.checkpoint import node_folders
-from colograd.checkpoint.node_folders import nodes_are_apart
+from colograd.checkpoint import folders as node_folders
+from colograd.checkpoint.folders import nodes_are_apart
 from colograd.parallel.layout import RankLayout
 
 

@@ -14,9 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from colograd.checkpoint.host_files import HostFiles, write_image
-from colograd.parallel import watchdog
 from colograd.runtime import page_locked
-from colograd.training.adamw_split import AdamWSplit
 from colograd.weights import state_dict_on_host
 
 
@@ -150,16 +148,6 @@ def test_a_tensors_pages_may_be_large(gpu: GPU) -> None:
     (area,) = (area for area, (a, b) in zip(areas, bounds, strict=True) if a <= tensor.data_ptr() < b)
     assert area.split()[1] == "rw-p"
     assert {"hg", "dc"} <= set(area.partition("VmFlags:")[2].split())
-
-
-def test_a_streamed_state_s_pages_are_progress() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(3)]
-    optimizer = AdamWSplit(parameters, streamed=True)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    before = watchdog._count
-    optimizer.step()
-    assert watchdog._count - before >= 3 * len(parameters)
 
 
 def test_nothing_is_asked_of_cuda_on_a_cpu(gpu: GPU, tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from colograd.checkpoint import folders, manifest, writing
-from colograd.checkpoint.background import why_in_foreground
 from colograd.checkpoint.host_files import BLOCK, HostFiles, Image, write_bytes, write_image
-from colograd.checkpoint.writing import Save, Writer
+from colograd.checkpoint.writing import Save, Writer, why_in_foreground
 from colograd.training import checkpointer
 
 # -- images of files

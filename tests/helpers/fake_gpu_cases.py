@@ -37,19 +37,19 @@ from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
 from colograd.extensions.images.towers import set_attention
 from colograd.extensions.offload import host_sums
+from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
-from colograd.policy.lora import wrap
-from colograd.policy.lora_inputs import keep_inputs_as_they_are
+from colograd.policy.lora import keep_inputs_as_they_are, wrap
 from colograd.policy.packing import dummy
 from colograd.policy.reference import FrozenCopy
 from colograd.policy.sending import to_device_async
 from colograd.sharding.whole import WholeCopies
-from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+from colograd.training.adamw_split import accumulate_in_float32
 
 CUDA = torch.device("cuda", 0)
 PROMPT, COMPLETION, GROUP = 512, 512, 8
@@ -343,7 +343,7 @@ def optimizer_step(gpu: FakeGPU, streamed: bool, compiled: bool = False) -> dict
     accumulate_in_float32(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
-    optimizer, before = AdamWSplit(model.parameters(), compiled=compiled, streamed=streamed), gpu.bytes
+    optimizer, before = HostAdamW(model.parameters(), compiled=compiled, streamed=streamed), gpu.bytes
     with mock.patch("torch.compile", lambda function, **options: function):
         optimizer.step()
     state = gpu.bytes - before
@@ -418,7 +418,7 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
     """Of one row and of two; bytes of page-locked memory after each step."""
     accumulate_in_float32(model.parameters())
     sharding, locked = (WholeOnHost if offloads else WholeCopies)(model), []
-    optimizer = AdamWSplit(model.parameters(), compiled=False, streamed=offloads)
+    optimizer = HostAdamW(model.parameters(), compiled=False, streamed=offloads)
     sharding.share(optimizer)
     with inputs_on_host(model, LayerInputs(CUDA) if offloads else None):
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -130,7 +130,7 @@ LEFT = 2**19  # bytes that the process keeps after a trainer has closed, at most
 # don't count, since its runner here is the one for CPUs.
 WAITS = {
     # once in a step, or less often
-    "loop.py Loop._log", "loop.py Loop._prepare", "memory/device_turns.py OptimizerOffload._wait",
+    "loop.py Loop._log", "loop.py Loop._prepare", "extensions/offload/turns.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
     "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
     "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",

@@ -205,9 +205,10 @@ def test_nothing_is_left_to_do(path: Path) -> None:
 def test_one_room_knows_each_way_of_sharding() -> None:
     """By their classes nobody else does; by their names those that say what they hold, and what goes with them."""
 
+    from colograd.runtime import registry
     from colograd.sharding.selection import STRATEGIES
 
-    classes = {way.__name__ for way in STRATEGIES.values()}
+    classes = {way.__name__ for way in (*STRATEGIES.values(), *registry.hooks("sharding"))}
     told = {"config", "sharding", "memory", "apps", "weights", "policy", "extensions"}
     for path in FILES:
         room, source = own_name(path).split("/")[0], path.read_text()

@@ -92,10 +92,9 @@ def test_sizes_are_read_from_a_model_without_weights(qwen: Path) -> None:
 
 def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
     """And the estimate of an adapter that isn't there is what peft makes."""
-    from colograd.memory.choice import adapter_elements
-
+    remedies = pytest.importorskip("colograd.extensions.remedies.changes")
     shape, sizes = large.sizes(qwen, 16)
-    assert sizes.trained == adapter_elements(shape, 16) and sizes.elements == large.PARAMETERS + sizes.trained
+    assert sizes.trained == remedies.adapter_elements(shape, 16) and sizes.elements == large.PARAMETERS + sizes.trained
     assert sizes.gradients == 4 * sizes.trained
     guessed = large.sizes(qwen)[1].with_adapter(sizes.trained)
     for name in ("elements", "trained", "gradients", "optimizer"):

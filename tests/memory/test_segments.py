@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from colograd.memory import segments
+from colograd.memory import device_turns as segments
 
 
 def run(device: str = "cuda:0", **changes: Any) -> Any:

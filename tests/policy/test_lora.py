@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from colograd.config import ModelConfig, parse_arguments
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import load_policy
-from colograd.policy.lora_inputs import keep_inputs_as_they_are
+from colograd.policy.lora import keep_inputs_as_they_are
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -15,7 +15,7 @@ import transformers
 from shown_rows import as_before_training, samples_of
 
 from colograd import GRPOTrainer
-from colograd.checkpoint import earlier_run
+from colograd.checkpoint import folders
 from colograd.rollout.record_file import RecordFile
 from colograd.rollout.store import FOLDER, JournalError, RolloutStore
 
@@ -106,7 +106,7 @@ def test_evaluations_in_between_are_neither_sampled_nor_scored_again(tiny_model,
 def test_no_push_takes_it_along() -> None:
     """By what transformers leaves out of an upload."""
     source = inspect.getsource(transformers.Trainer.push_to_hub)
-    assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and earlier_run.FOLDER.startswith("_")
+    assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and folders.EARLIER.startswith("_")
 
 
 def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny_model, tmp_path) -> None:
@@ -135,7 +135,7 @@ def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model
         in capfd.readouterr().out
     )
     assert len(train(tiny_model, tmp_path, resume="auto", learning_rate=2e-3, seed=8)["sampled"]) == 16
-    moved = [path.parent.name for path in (tmp_path / earlier_run.FOLDER).glob("*/_journal/step-*/rank-*.records")]
+    moved = [path.parent.name for path in (tmp_path / folders.EARLIER).glob("*/_journal/step-*/rank-*.records")]
     assert sorted(moved) == [f"step-{step:08d}" for step in (0, 1, 1, 2, 2, 3, 3)], "nothing is lost"
 
 
@@ -190,7 +190,7 @@ def test_a_fresh_start_moves_an_earlier_run_s_files_aside(whole, tiny_model, tmp
     said = capfd.readouterr().out
     assert "an earlier run's files in" in said and (tmp_path / "mine.py").is_file()
     assert not any(path.exists() for path in (*earlier, tmp_path / "config.json")), "a run's, which no other mixes with"
-    (aside,) = (tmp_path / earlier_run.FOLDER).iterdir()
+    (aside,) = (tmp_path / folders.EARLIER).iterdir()
     assert all((aside / path.relative_to(tmp_path)).is_file() for path in earlier)
     assert said.count("records can't be written (OSError: [Errno 28] No space left on device)") == 1
     assert len(files(tmp_path)) == 1 and len(list((aside / FOLDER).glob("step-*"))) == 4

@@ -25,14 +25,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fsdp_ranks import CPU, Fault, backward_pass, fresh, rows
 
-from colograd.extensions.offload import host_sums
+from colograd.extensions.offload import adamw, host_sums
+from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
+from colograd.extensions.offload.on_host import ON_HOST
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.lora import unwrap
 from colograd.sharding import buckets
-from colograd.sharding.selection import ON_HOST, STRATEGIES
-from colograd.training import adamw_split
-from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+from colograd.sharding.selection import STRATEGIES
+from colograd.training.adamw_split import accumulate_in_float32
 
 WAYS = ("", "stream", "gradients", "activations", "stream, gradients, activations")
 STEPS, FAILING = 3, 1
@@ -57,7 +58,7 @@ def train(kind: str, dtype: str, strategy: str, way: str) -> dict[str, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     sharding = (ON_HOST if "gradients" in way else STRATEGIES)[strategy](model)
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, norms, said = AdamWSplit(own, lr=1e-2, streamed="stream" in way), [], []
+    optimizer, norms, said = HostAdamW(own, lr=1e-2, streamed="stream" in way), [], []
     sharding.share(optimizer)
     mine, fault = rows()[rank() :: world_size()], Fault("backward memory", unwrap(model))
     for step in range(STEPS):
@@ -82,7 +83,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     buckets.buckets_of.__defaults__ = (4096, None)
-    adamw_split.ELEMENTS = host_sums.ELEMENTS = 1000
+    adamw.ELEMENTS = host_sums.ELEMENTS = 1000
     host_sums.LIMIT = 20000
     results = {
         f"{kind} {dtype} {strategy}": {way: train(kind, dtype, strategy, way) for way in WAYS}

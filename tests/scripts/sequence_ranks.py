@@ -34,7 +34,6 @@ from colograd.extensions.experts.router_replay import make_replaying
 from colograd.extensions.experts.routing import tells_routing
 from colograd.extensions.sequence_parallel import shared_rows
 from colograd.extensions.sequence_parallel.forward import RowGroups, share_rows, whole_rows
-from colograd.extensions.sequence_parallel.shared_rows import RowsOfSharedGradients
 from colograd.extensions.sequence_parallel.shared_rows import _unreached as unreached
 from colograd.parallel.layout import RankLayout
 from colograd.parallel.ranks import gather, rank, world_size
@@ -212,7 +211,7 @@ def experts_without_tokens(groups: RowGroups) -> list[float]:
         dist.all_reduce(gradient)
     model.zero_grad(set_to_none=True)
     zero.buckets_of = functools.partial(buckets_of, elements=1)
-    sharding = RowsOfSharedGradients(model)
+    sharding = shared_rows.rows_of(zero.SharedGradients)(model)
     sharding.backward(policy_logprobs(model, batch, 1.0)[0].sum())
     off = [float((piece.part.grad - piece.of(expected[piece.name])).abs().max()) for piece in sharding.owned()]
     sharding.close()
@@ -228,7 +227,7 @@ def walks(groups: RowGroups) -> list[int]:
         share_rows(model, groups)
         batch = PolicyForward.prepare(rows_of("llama")[0])
         with mock.patch.object(shared_rows, "_unreached", lambda *given: looked.append(1) or unreached(*given)):  # noqa: B023
-            sharding = RowsOfSharedGradients(model)
+            sharding = shared_rows.rows_of(zero.SharedGradients)(model)
             for _ in range(2):
                 sharding.backward(policy_logprobs(model, batch, 1.0)[0].sum())
         sharding.close()

@@ -22,17 +22,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.extensions.offload import host_sums
+from colograd.extensions.offload import adamw, host_sums
+from colograd.extensions.offload.adamw import HostAdamW
+from colograd.extensions.offload.on_host import ON_HOST
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
 from colograd.sharding import ShardingStrategy, buckets
 from colograd.sharding.fsdp import FullySharded
-from colograd.sharding.selection import ON_HOST, STRATEGIES
-from colograd.training import adamw_split
-from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+from colograd.sharding.selection import STRATEGIES
+from colograd.training.adamw_split import accumulate_in_float32
 
 STEPS, ROWS, SAVED = 6, 4, 3
-WAYS = [way for way in STRATEGIES if not way.startswith("tensor")]  # these need an engine: test_tensor_layout.py
+WAYS = [*STRATEGIES]
 HOST = " on the host"  # with sums of gradients there, and the optimizer's state too
 CASES = [(way, dtype) for way in (*WAYS, *(f"{way}{HOST}" for way in ON_HOST)) for dtype in ("bfloat16", "float32")]
 
@@ -108,7 +109,7 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
     way = (ON_HOST if on_host else STRATEGIES)[strategy if world_size() > 1 else "none"](model)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
-    optimizer = AdamWSplit([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2, streamed=on_host)
+    optimizer = HostAdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2, streamed=on_host)
     way.share(optimizer)
     watch, first = Watch(model, way), 0
     all_used = name == "fsdp" and dtype == "bfloat16"  # where a gradient that one rank doesn't have is an error
@@ -158,7 +159,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     buckets.buckets_of.__defaults__ = (4096, None)  # several buckets, with one parameter and with many
-    adamw_split.ELEMENTS = host_sums.ELEMENTS = 1000
+    adamw.ELEMENTS = host_sums.ELEMENTS = 1000
     host_sums.LIMIT = 20000
     out = Path(sys.argv[1])
     checkpoints = Path(sys.argv[2]) if len(sys.argv) > 2 else None

@@ -24,7 +24,7 @@ from colograd.training.adamw_split import (
     adopt_masters,
     join_master,
     join_remainders,
-    optimizer_class,
+    optimizer_of,
     split_master,
 )
 
@@ -356,6 +356,9 @@ def test_a_step_that_cannot_be_compiled_is_torch_s_and_one_line_says_so(
     assert all(torch.equal(a, b) for a, b in zip(masters_of(ours, first), masters_of(theirs, second), strict=True))
 
 
+MODEL = torch.nn.Linear(1, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "compiled"), [(None, None), ("", None), ("compiled=true", True), ("compiled = False", False)]
 )
@@ -363,15 +366,15 @@ def test_optim_args_say_whether_steps_are_compiled(
     tmp_path: Path, given: str | None, compiled: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny.config(tmp_path, optim="adamw_split", optim_args=given)
-    made = optimizer_class(config)
+    made = optimizer_of(config, MODEL)
     assert made is not None and made[0] is AdamWSplit
     assert made[1]["compiled"] is (None if compiled else compiled), "a CPU's steps are torch's"
     monkeypatch.setattr(type(config), "on_cpu", property(lambda self: False))
-    assert optimizer_class(config)[1]["compiled"] is compiled
+    assert optimizer_of(config, MODEL)[1]["compiled"] is compiled
 
 
 def test_compiled_has_no_effect_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = optimizer_class(tiny.config(tmp_path, optim="adamw_split", optim_args="compiled=true"))
+    made = optimizer_of(tiny.config(tmp_path, optim="adamw_split", optim_args="compiled=true"), MODEL)
     assert made is not None and made[1]["compiled"] is None
     assert "compiled=true has no effect on a CPU" in caplog.text
 
@@ -379,8 +382,10 @@ def test_compiled_has_no_effect_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptu
 @pytest.mark.parametrize("given", ["compiled", "compiled=maybe", "fused=true", "compiled=true,lr=1"])
 def test_other_optim_args_are_refused(tmp_path: Path, given: str) -> None:
     with pytest.raises(ValueError, match=f"optim_args is '{given}', but adamw_split takes `compiled=true` or"):
-        optimizer_class(tiny.config(tmp_path, optim="adamw_split", optim_args=given))
-    assert optimizer_class(tiny.config(tmp_path, optim="adamw_torch", optim_args=given)) is None, "transformers' own"
+        optimizer_of(tiny.config(tmp_path, optim="adamw_split", optim_args=given), MODEL)
+    assert optimizer_of(tiny.config(tmp_path, optim="adamw_torch", optim_args=given), MODEL) is None, (
+        "transformers' own"
+    )
 
 
 # -- float32 checkpoints, and to float32

@@ -29,10 +29,10 @@ from ...policy.loading import Policy, from_name
 from ...policy.logprobs import evaluation_mode, products_in_float32
 from ...policy.lora import adapter_folder, unwrap
 from ...policy.outline import outline, to_pack
+from ...policy.packed_weights import packed_weights
 from ...policy.row_proof import choose_rows
-from ...runtime import cpu_products
-from ..quantized import checkpoints as quantized
-from ..quantized.layers import packed_weights, settle
+from ...policy.supported import Wanted, features
+from ...runtime import cpu_products, registry
 from .head import TeacherHead
 
 SCALE = (
@@ -112,8 +112,12 @@ class _Source:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """Quantisation in the form of a checkpoint's config.json; None: the weights aren't quantised."""
-        saved = quantized.saved_in(self.configuration())
-        return saved or quantized.asked_for(self.loading, self.adapter or self.base)
+        found = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
+        return next(filter(None, found), None)
+
+    @property
+    def path(self) -> str:
+        return self.adapter or self.base
 
     def configuration(self) -> Any:
         return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
@@ -194,7 +198,8 @@ def _check_one(config: GRPOConfig, policy: Policy) -> None:
             f"have to be made anew: choose a teacher of {own}."
         )
     settings = source.quantization
-    quantized.check_quantized(source.configuration(), source.loading, source.adapter or source.base, has_adapter=True)
+    for kind in registry.hooks_of("quantized", "model_feature"):
+        kind().check(Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False))
     if settings is not None and config.offload_teacher:
         raise ValueError(
             "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
@@ -282,8 +287,8 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         model: Any = from_name(source.base, source.loading, adapter=source.adapter)
     except ValueError as error:
         raise ValueError(f"teacher_model_name_or_path {source.name!r} can't be loaded: {error}") from None
-    if packed_weights(model):
-        settle(model)
+    for feature in features():
+        feature.on_load(model, source.base, source.loading)
     if source.adapter:
         import peft
 

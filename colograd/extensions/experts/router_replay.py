@@ -15,6 +15,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...batch import UNKNOWN, MicroBatch
+from ...config import GRPOConfig
 from ...policy.layers import decoder_layers
 from ...policy.lora import unwrap
 from ...policy.packing import NOBODY
@@ -47,6 +48,12 @@ SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"), softmax_shares),
     **dict.fromkeys(("qwen3_moe", "qwen3_next"), softmax_shares),
 }
+
+
+def set_up(model: Any, config: GRPOConfig) -> None:
+    """Let the model replay the routing if the configuration asks for it."""
+    if config.router_replay:
+        make_replaying(model)
 
 
 def make_replaying(model: Any) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...batch import MicroBatch
+from ...policy.layers import tells_routing as tells_routing
 from ...policy.packing import NOBODY
 from ...policy.sending import to_device_async
-from ...runtime.sizes import size_of
 from ..sequence_parallel.forward import RowPart
 
 
@@ -51,33 +50,6 @@ class Routing:
     @property
     def _rows(self) -> torch.Tensor:
         return (self.tokens * len(self.loads)).clamp(min=1)
-
-
-def num_experts(model_config: Any) -> int:
-    """Return the number of a layer's experts that routers choose from; 0: no mixture of experts."""
-    found = size_of(model_config, "num_experts", "num_local_experts", "n_routed_experts")
-    return found if experts_per_token(model_config) or found > 1 else 0
-
-
-def experts_per_token(model_config: Any) -> int:
-    """Return the number of experts per token; 0: not in the configuration."""
-    return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
-
-
-def active_parameters(model: Any) -> int:
-    """Return the number of parameters that a token uses: of a mixture's experts only the chosen ones count."""
-    total, experts = int(model.num_parameters()), num_experts(model.config)
-    if not experts:
-        return total
-    idle = 1 - (experts_per_token(model.config) or experts) / experts
-    return total - int(idle * sum(p.numel() for name, p in model.named_parameters() if ".experts." in name))
-
-
-def tells_routing(model: Any) -> bool:
-    """Return whether the model can return its routers' logits."""
-    return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
-        getattr(model, "_can_record_outputs", None) or {}
-    )
 
 
 def routing_of(

@@ -18,17 +18,54 @@ import torch
 from ...batch import PER_TOKEN, Images, MicroBatch
 from ...policy import attention
 from ...policy.sending import to_device_async
-
-# transformers' model types that can be trained on images.
-FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
-TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # families trained like text models in a run without images
-TOWERS = ("visual", "vision_model", "vision_tower")  # vision towers; the projectors map their features to text space
-PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector", "embed_vision")
-HEARS = ("audio_tower", "embed_audio")  # audio towers: neither trained nor in the engine
-
-
-def takes_images(model_config: Any) -> bool:
-    return getattr(model_config, "model_type", None) in FAMILIES
+from ...policy.towers import (
+    FAMILIES as FAMILIES,
+)
+from ...policy.towers import (
+    HEARS as HEARS,
+)
+from ...policy.towers import (
+    PROJECTORS as PROJECTORS,
+)
+from ...policy.towers import (
+    TEXT_FIRST as TEXT_FIRST,
+)
+from ...policy.towers import (
+    TOWERS as TOWERS,
+)
+from ...policy.towers import (
+    freeze_unread as freeze_unread,
+)
+from ...policy.towers import (
+    has_tower as has_tower,
+)
+from ...policy.towers import (
+    hears as hears,
+)
+from ...policy.towers import (
+    in_tower as in_tower,
+)
+from ...policy.towers import (
+    keep_gradients_out as keep_gradients_out,
+)
+from ...policy.towers import (
+    read_parameters as read_parameters,
+)
+from ...policy.towers import (
+    reads_text_alone as reads_text_alone,
+)
+from ...policy.towers import (
+    sees as sees,
+)
+from ...policy.towers import (
+    set_text_alone as set_text_alone,
+)
+from ...policy.towers import (
+    takes_images as takes_images,
+)
+from ...policy.towers import (
+    tower_layers as tower_layers,
+)
 
 
 def see_both_ways(model_config: Any) -> str:
@@ -63,48 +100,6 @@ def find_processors() -> None:
             setattr(place, name, found)
 
 
-def has_tower(model_config: Any) -> bool:
-    """Return whether the model reads images or audio."""
-    return any(getattr(model_config, name, None) is not None for name in ("vision_config", "audio_config"))
-
-
-def reads_text_alone(model: Any) -> bool:
-    """Return whether a model that could read more than text is trained on text alone.
-
-    That is a model outside `FAMILIES`, or one of `TEXT_FIRST` in a run without images (`set_text_alone`).
-    """
-    config = getattr(model, "config", None)
-    return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
-
-
-def set_text_alone(model: Any, has_images: bool) -> None:
-    """Record before training that a model of `TEXT_FIRST` is trained on text alone if the run has no images."""
-    model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
-
-
-def read_parameters(model: Any) -> set[int] | None:
-    """Return the ids of the parameters that the run's rows use; None: the rows use all parameters."""
-    if reads_text_alone(model):
-        head = model.get_output_embeddings()
-        return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
-    if not hears(getattr(model, "config", None)):
-        return None
-    return {id(parameter) for name, parameter in model.named_parameters() if not {*name.split(".")} & {*HEARS}}
-
-
-def hears(model_config: Any) -> bool:
-    return getattr(model_config, "audio_config", None) is not None
-
-
-def freeze_unread(model: Any) -> None:
-    """Freeze the parameters that no row uses."""
-    if (read := read_parameters(model)) is None:
-        return
-    for parameter in model.parameters():
-        if id(parameter) not in read:
-            parameter.requires_grad_(False)
-
-
 def freeze_tower(model: Any) -> int:
     """Freeze the vision tower, but not its projector. Return the number of frozen elements."""
     frozen = 0
@@ -114,54 +109,6 @@ def freeze_tower(model: Any) -> int:
             frozen += parameter.numel()
     keep_gradients_out(tower_layers(model))
     return frozen
-
-
-def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
-    """Stop gradients before frozen layers, even if checkpointing has made their inputs require gradients."""
-
-    def detach(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
-
-    if layers:
-        layers[0].register_forward_pre_hook(detach)
-
-
-@torch.no_grad()
-def load_weights(model: Any, folder: str) -> None:
-    """Copy a folder's weights into a whole model, in place. Names of older versions of transformers work too.
-
-    Raises:
-        ValueError: a weight is missing or has another shape.
-    """
-    loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(
-            f"{folder!r} lacks {len(missing)} of the policy's weights ({', '.join(missing[:3])}): they are of another "
-            "model, or a file is missing."
-        )
-    for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):
-        if parameter.shape != saved.shape:
-            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
-        parameter.copy_(saved)
-
-
-def in_tower(name: str) -> bool:
-    """Return whether a parameter of that name belongs to the vision tower."""
-    parts = {*name.split(".")}
-    return bool(parts & {*TOWERS}) and not parts & {*PROJECTORS}
-
-
-def sees(name: str) -> bool:
-    """Return whether a parameter of that name belongs to the vision tower or its projector."""
-    return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
-
-
-def tower_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the vision tower's layers; empty: the model has no vision tower."""
-    if not takes_images(model.config):
-        return []
-    modules = (module for name, module in model.named_modules() if in_tower(name))
-    return list(max((each for each in modules if isinstance(each, torch.nn.ModuleList)), key=len, default=()))
 
 
 def in_each_forward(model: Any) -> bool:

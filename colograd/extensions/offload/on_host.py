@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...config import GRPOConfig
 from ...parallel import watchdog
 from ...parallel.gradients import sum_over_ranks
 from ...parallel.ranks import world_size
@@ -163,3 +164,16 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
 
 class GradientsOnHost(PartsOnHost, SharedGradients):
     """`sharding: gradients`."""
+
+
+def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
+    """Return the strategy with its sums of gradients in host memory, if the run has `offload_gradients`."""
+    return ON_HOST[way.name] if config.offloads_gradients else way
+
+
+# FSDP has `fsdp_offload_params` instead.
+ON_HOST: dict[str, type[ShardingStrategy]] = {
+    "none": WholeOnHost,
+    "optimizer": OptimizerOnHost,
+    "gradients": GradientsOnHost,
+}

@@ -122,6 +122,11 @@ def saved_in(model_config: Any) -> dict[str, Any] | None:
     return None if found is None else _as_settings(found)
 
 
+def settings_of(model_config: Any, config: GRPOConfig, name: str) -> dict[str, Any] | None:
+    """Return the quantisation of a checkpoint, or else the requested one; None: the weights aren't quantised."""
+    return saved_in(model_config) or asked_for(config, name)
+
+
 def check_method(settings: Mapping[str, Any], where: str) -> None:
     """Raise a ValueError if the method isn't bitsandbytes'."""
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
@@ -175,6 +180,11 @@ def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has
     if config.torch_compile:
         raise ValueError(
             "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove it."
+        )
+    if config.tensor_parallel:
+        raise ValueError(
+            f"sharding is {config.sharding!r}, but the base is quantised, and its parts aren't packed as the engine's "
+            "ranks would have them in this version: set sharding: gradients, or take the model as it is."
         )
     try:
         import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used

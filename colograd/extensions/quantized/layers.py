@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...policy.packed_weights import packed_weights as packed_weights
 from ...runtime.cpu_products import linear
 
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' classes of parameters
@@ -73,19 +74,6 @@ def packed_weight(module: Any) -> PackedWeight | None:
     return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
 
 
-def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
-    """Return a model's quantised weights by parameter name."""
-    found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
-    return {name: packed for name, packed in found if packed is not None}
-
-
-def dense_weight(module: Any) -> torch.Tensor:
-    """Return a layer's weight, dequantised if necessary."""
-    packed = packed_weight(module)
-    weight: torch.Tensor = module.weight if packed is None else packed.values()
-    return weight
-
-
 def _has_broken_rows(weight: Any) -> bool:
     """Return whether a block of 4-bit values spans rows on a CPU: bitsandbytes (0.50) then takes wrong scales."""
     state = getattr(weight, "quant_state", None)
@@ -133,7 +121,9 @@ def settle(model: Any) -> None:
             "The language-model head is quantised, but logits are computed from its weight: name it in "
             "llm_int8_skip_modules of the quantization_config, or leave that out."
         )
-    for packed in packed_weights(model).values():
+    for module in model.modules():
+        if (packed := packed_weight(module)) is None:
+            continue
         layer = packed.layer
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
@@ -179,3 +169,25 @@ def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any
     blocks = -(-numel // BLOCK)
     nested = settings.get("bnb_4bit_use_double_quant")
     return -(-numel // 2) + (blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if nested else 4 * blocks)
+
+
+def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
+    """Return the weights of an outline that transformers quantises with ``settings``, and each one's packed bytes.
+
+    These are all linear layers except the head and the modules that the settings skip.
+    """
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = HfQuantizer.get_modules_to_not_convert(
+        model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
+    )
+    # transformers never quantises the last module. With a tied head an outline's last module isn't a loaded model's.
+    last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
+    if last != really_last:
+        kept = [name for name in kept if name != last.rpartition(".")[0]]
+    return {
+        module.weight: packed_bytes(module.weight.shape, settings)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and should_convert_module(name, kept)
+    }

@@ -1,100 +1,24 @@
-"""Strategies with ranks that train each row together: with parts of the policy (`tensor`), or of the row's tokens.
-
-These ranks exchange in each forward and backward. So a rank that fails there must report it to the waiting ranks.
-"""
+"""Strategies in which each rank computes some of a row's tokens (`sequence_parallel_size`)."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ...config import GRPOConfig
-from ...parallel.faults import telling
-from ...parallel.ranks import on_all_ranks
-from ...parallel.shards import RankGroup
+from ...parallel.shards import RankGroup, parts_of
 from ...policy.lora import unwrap
-from ...runtime.process import forget_frames
-from ...sharding.strategy import ShardingStrategy, drop_graph
-from ...sharding.whole import WholeCopies
-from ...sharding.zero import SharedGradients, SharedOptimizer
-from ..experts.routing import num_experts
-from ..tensor_parallel.layers import parts_of
+from ...runtime.sizes import num_experts
+from ...sharding.shared_rows import SharedRows
+from ...sharding.strategy import ShardingStrategy
+from ...sharding.zero import SharedGradients
 from .forward import RowGroups, share_rows, whole_rows
-
-PATIENCE = 30.0  # seconds within which all ranks of a row run out of memory, if they do so at the same place
-
-
-@contextmanager
-def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Run a body in which the ranks of a row exchange, and report a failure to the waiting ranks.
-
-    The ranks do the same work, so all of them may run out of memory at the same place. Then no rank waits, nothing is
-    reported, and all ranks can try again.
-    """
-    shortage: torch.OutOfMemoryError | None = None
-    with telling(what):
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            forget_frames(error)  # they hold activations
-            if not row.meets(PATIENCE):
-                raise
-            shortage = error
-    if shortage is not None:
-        raise shortage
-
-
-class SharedRows(ShardingStrategy):
-    """The common part of these strategies, to be combined with another strategy."""
-
-    meets_in_backward = True
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self._around(model)
-
-    @property
-    @abstractmethod
-    def row(self) -> RankGroup:
-        """The ranks of a row."""
-
-    def share_frozen(self, model: torch.nn.Module) -> None:
-        """Report failures in the second model's forward. It is a copy of the policy, and is already cut."""
-        self._around(model)
-
-    def _around(self, model: torch.nn.Module) -> None:
-        # Set on the model below an adapter's wrapper: the wrapper reads it there, and the row proof runs that model.
-        unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
-
-    def close(self) -> None:
-        super().close()
-        del unwrap(self.model).around_forward
-
-    @contextmanager
-    def agree(self, what: str) -> Iterator[None]:
-        with on_all_ranks(what):
-            yield
-
-    def backward(self, loss: torch.Tensor) -> None:
-        try:
-            super().backward(loss)
-        except BaseException as error:
-            drop_graph(loss, error)
-            self.failed(error)
-            raise
-
-    def failed(self, error: BaseException) -> None:
-        with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.row):
-            raise error
 
 
 class SharedTokens(SharedRows):
-    """A strategy in which each rank computes some of a row's tokens, see `policy.sequence_parallel`."""
+    """A strategy in which each rank computes some of a row's tokens, see `forward`."""
 
     _reach_all = False
 
@@ -152,15 +76,14 @@ def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
     return tuple(index for index, parameter in enumerate(trained) if id(parameter) not in variables)
 
 
-class RowsOfWholeCopies(SharedTokens, WholeCopies):
-    """With `sharding: none`."""
+def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
+    """Return the strategy whose ranks divide the tokens of each row, if the run has `sequence_parallel_size`."""
+    return rows_of(way) if config.sequence_parallel_size > 1 else way
 
 
-class RowsOfSharedOptimizer(SharedTokens, SharedOptimizer):
-    """With `sharding: optimizer`."""
-
-
-class RowsOfSharedGradients(SharedTokens, SharedGradients):
-    """With `sharding: gradients`. Its backward answers the others' exchanges after a failure."""
-
-    backward = SharedGradients.backward
+@functools.cache
+def rows_of(way: type[ShardingStrategy]) -> type[ShardingStrategy]:
+    """Derive from a strategy the one whose ranks divide the tokens of each row."""
+    # The backward of ZeRO-2 answers the others' exchanges after a failure itself.
+    own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
+    return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)

@@ -1,3 +1,6 @@
 """Layers that are divided among the ranks of an engine, for training as for sampling."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "model_feature": "model:InEngineLayout",
+    "sharding": ("strategy:TensorParallel", "strategy:TensorOptimizer", "strategy:TensorGradients"),
+}

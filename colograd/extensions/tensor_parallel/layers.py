@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...parallel.layout import RankLayout
-from ...parallel.shards import RankGroup, Shard, group_of
+from ...parallel.shards import RankGroup, Shard, group_of, parts_of
 from ...policy.exchanges import enter, leave
 from ...policy.lora import AdaptedLayer, unwrap
 from ...runtime import cpu_products
@@ -148,25 +148,6 @@ class TensorParts:
         return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
 
 
-def parts_of(model: Any) -> TensorParts | None:
-    """Return the model's parts; None: each rank has the whole model."""
-    found: TensorParts | None = getattr(model, "tensor_parts", None)
-    return found
-
-
-def trained_elements(model: Any) -> int:
-    """Return the number of trained elements, on all ranks of an engine together."""
-    parts, trained = parts_of(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return sum(p.numel() if parts is None else torch.Size(parts.shards[name].shape).numel() for name, p in trained)
-
-
-def vocabulary_size(model: Any) -> int:
-    """Return the number of entries of the input embedding, summed over ranks if they share them out."""
-    table = model.get_input_embeddings()
-    own: VocabularyPart | None = getattr(table, "vocabulary", None)
-    return int(table.weight.shape[0]) if own is None else own.size
-
-
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
     """Make a model with cut parameters compute like the whole model. A collective.
 
@@ -189,7 +170,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             _cut_vocabulary(module, shard, engine, module is head)
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # cut by inputs; a hook, because `lora_inputs` may have replaced its forward
+        elif ".lora_A." in path:  # cut by inputs; a hook, because `lora` may have replaced its forward
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(functools.partial(_leave_product, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:

@@ -20,12 +20,12 @@ from ...parallel.ranks import gather
 from ...parallel.shards import RankGroup
 from ...policy.lora import is_adapted
 from ...sharding import optimizer_state
+from ...sharding.shared_rows import SharedRows
 from ...sharding.strategy import Owned, WriteTensors, scale_down, squared_norm
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.whole import WholeCopies
 from ...sharding.zero import SharedGradients, SharedOptimizer
-from ..sequence_parallel.shared_rows import SharedRows, SharedTokens
-from .layers import TensorParts, parts_of
+from .layers import TensorParts
 
 
 class TensorStrategy(SharedRows):
@@ -40,8 +40,7 @@ class TensorStrategy(SharedRows):
     @property
     def cut(self) -> TensorParts:
         """The parts of the policy."""
-        parts = parts_of(self.model)
-        assert parts is not None, "the policy isn't cut"
+        parts: TensorParts = self.model.tensor_parts
         return parts
 
     @property
@@ -144,6 +143,8 @@ class TensorStrategy(SharedRows):
 class TensorParallel(TensorStrategy, WholeCopies):
     """`sharding: tensor`. Each rank has the whole gradient and optimizer state of its part."""
 
+    name = "tensor"
+
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return True
 
@@ -168,6 +169,7 @@ class TensorParallel(TensorStrategy, WholeCopies):
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
     """`sharding: tensor+optimizer`. The ranks with the same part also divide the optimizer's state (ZeRO-1)."""
 
+    name = "tensor+optimizer"
     state_of = "optimizer state"
 
     def _sum_of_squares(self, local: float) -> float:
@@ -177,23 +179,12 @@ class TensorOptimizer(TensorStrategy, SharedOptimizer):
 class TensorGradients(TensorStrategy, SharedGradients):
     """`sharding: tensor+gradients`. The ranks with the same part also divide gradients (ZeRO-2)."""
 
+    name = "tensor+gradients"
     state_of = "optimizer state and gradients"
     backward = SharedGradients.backward
 
     def _sum_of_squares(self, local: float) -> float:
         return _over_all(local, self.device)
-
-
-class RowsOfTensorParallel(SharedTokens, TensorParallel):
-    """With a row's tokens divided among engines, as in the two classes below."""
-
-
-class RowsOfTensorOptimizer(SharedTokens, TensorOptimizer):
-    pass
-
-
-class RowsOfTensorGradients(SharedTokens, TensorGradients):
-    backward = SharedGradients.backward
 
 
 def _over_all(local: float, device: torch.device) -> float:

@@ -15,12 +15,13 @@ import trl_oracle
 from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd.batch import LossOutput, StepBatch, StepConstants
-from colograd.extensions.experts.routing import Routing, active_parameters, tells_routing, token_weights
+from colograd.extensions.experts.routing import Routing, tells_routing, token_weights
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.policy.logprobs import policy_logprobs, routed_logprobs
 from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.policy.row_proof import choose_rows
+from colograd.runtime.sizes import active_parameters
 
 ROUTED = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
 FAMILIES = {

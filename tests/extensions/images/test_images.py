@@ -40,7 +40,8 @@ from colograd.batch import Images, ModelInput
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader, in_rgb, text_of, with_images
 from colograd.extensions.images.engine.features import check_expanded
-from colograd.memory.shape import Lengths, Tower
+from colograd.extensions.images.memory import Tower
+from colograd.memory.shape import Lengths
 from colograd.policy import attention, merged_attention, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack

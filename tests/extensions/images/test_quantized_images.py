@@ -24,10 +24,10 @@ from colograd.apps import cli
 from colograd.batch import ModelInput
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
+from colograd.extensions.images.memory import Tower
 from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.layers import packed_weights, settle
 from colograd.memory.policy_sizes import PolicySizes
-from colograd.memory.shape import Tower
 from colograd.policy import outline, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap

@@ -9,8 +9,10 @@ import pytest
 import torch
 from races import Races
 
-from colograd.extensions.offload import host_stream
+from colograd.extensions.offload import adamw, host_stream
+from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.host_stream import ALIGNED, BUFFERS, HostStream, Job
+from colograd.parallel import watchdog
 from colograd.training import adamw_split
 from colograd.training.adamw_split import AdamWSplit
 
@@ -42,7 +44,7 @@ def test_a_streamed_state_leaves_the_same_bits_and_goes_on_either_way(
 ) -> None:
     """Pieces of seven elements, a transposed parameter that can't be cut, one without dimensions; saved and loaded
     after three steps from and to each way."""
-    monkeypatch.setattr(adamw_split, "ELEMENTS", 7)
+    monkeypatch.setattr(adamw, "ELEMENTS", 7)
     settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "compiled": compiled}
     plain, expected = parameters(True), {}
     optimizer = AdamWSplit(plain, **settings)
@@ -50,9 +52,9 @@ def test_a_streamed_state_leaves_the_same_bits_and_goes_on_either_way(
     expected = [value for p in plain for value in (p.detach(), *optimizer.state[p].values())]
     for first, second in ((True, True), (True, False), (False, True)):
         own = parameters(True)
-        begun = AdamWSplit(own, **settings, streamed=first)
+        begun = HostAdamW(own, **settings, streamed=first)
         steps(begun, own, range(3))
-        resumed = AdamWSplit(own, **settings, streamed=second)
+        resumed = HostAdamW(own, **settings, streamed=second)
         resumed.load_state_dict(begun.state_dict())
         steps(resumed, own, range(3, 6))
         found = [value for p in own for value in (p.detach(), *resumed.state[p].values())]
@@ -65,9 +67,9 @@ def test_a_streamed_state_leaves_the_same_bits_and_goes_on_either_way(
 
 
 def test_no_copy_overtakes_another_and_the_host_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw_split, "ELEMENTS", 16)
+    monkeypatch.setattr(adamw, "ELEMENTS", 16)
     own = parameters(False)
-    optimizer = AdamWSplit(own, lr=1e-3, compiled=False, streamed=True)
+    optimizer = HostAdamW(own, lr=1e-3, compiled=False, streamed=True)
     steps(optimizer, own, range(1))
     races = Races()
     monkeypatch.setattr(torch, "get_device_module", lambda device: races)
@@ -99,3 +101,13 @@ def test_a_larger_job_gets_a_larger_buffer() -> None:
 def test_what_passes_through_is_counted() -> None:
     most = BUFFERS * host_stream.ELEMENTS * 10
     assert host_stream.device_bytes(100) == 100 and host_stream.device_bytes(10**12) == most < 2**28
+
+
+def test_a_streamed_state_s_pages_are_progress() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = HostAdamW(parameters, streamed=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = watchdog._count
+    optimizer.step()
+    assert watchdog._count - before >= 3 * len(parameters)

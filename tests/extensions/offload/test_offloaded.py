@@ -13,9 +13,8 @@ from peft import LoraConfig
 from colograd import GRPOTrainer
 from colograd import trainer as trainer_module
 from colograd.config import GRPOConfig
-from colograd.extensions.offload import host_sums
+from colograd.extensions.offload import adamw, host_sums
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
-from colograd.training import adamw_split
 
 OFFLOADS: dict[str, Any] = {"offload_optimizer": "stream", "offload_gradients": True}
 
@@ -66,7 +65,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Layers' inputs that went to the host."""
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(trainer_module, "inputs_on_host", lambda model, _: inputs_on_host(model, Counting(sent)))
-    for module in (adamw_split, host_sums):
+    for module in (adamw, host_sums):
         monkeypatch.setattr(module, "ELEMENTS", 1000)
     monkeypatch.setattr(host_sums, "LIMIT", 10000)
     return sent
@@ -101,7 +100,7 @@ def test_a_run_with_all_of_it_ends_with_the_same_weights(
         try:
             trainer.train()
             assert trainer.passes > 3 and trainer.learner.rules.max_tokens < 80
-            assert bool(sent) == trainer.optimizer.optimizer.streamed == offloads
+            assert bool(sent) == getattr(trainer.optimizer.optimizer, "streamed", False) == offloads
             assert (getattr(trainer.optimizer.optimizer, "host_gradients", None) is not None) == offloads
             assert all(step["grad_norm"] > 0.01 for step in trainer.state.log_history if "grad_norm" in step)
             return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -131,7 +130,7 @@ def test_a_run_is_resumed_with_it_and_without_it(
             trainer = GRPOTrainer(str(tiny_model), tiny.vowels, config, tiny.prompts(12))
             try:
                 trainer.train(resume_from_checkpoint="auto")
-                assert bool(sent) == trainer.optimizer.optimizer.streamed == offloads
+                assert bool(sent) == getattr(trainer.optimizer.optimizer, "streamed", False) == offloads
                 found = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
             finally:
                 trainer.close()

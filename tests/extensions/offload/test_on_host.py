@@ -19,18 +19,18 @@ from races import Races
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from colograd.config import GRPOConfig
-from colograd.extensions.offload import host_stream, host_sums
+from colograd.extensions.offload import adamw, host_stream, host_sums
+from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.policy.lora import unwrap
 from colograd.sharding.whole import WholeCopies
-from colograd.training import adamw_split
-from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+from colograd.training.adamw_split import accumulate_in_float32
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (adamw_split, host_sums):
+    for module in (adamw, host_sums):
         monkeypatch.setattr(module, "ELEMENTS", 700)
     monkeypatch.setattr(host_sums, "LIMIT", 4 * 4000)
 
@@ -86,7 +86,7 @@ def trained(make: Callable[[], Any], *way: str) -> tuple[list[torch.Tensor], lis
 def steps(model: Any, on_host: bool, streamed: bool) -> tuple[list[torch.Tensor], list[float]]:
     sharding = (WholeOnHost if on_host else WholeCopies)(model)
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, norms = AdamWSplit(own, lr=1e-2, weight_decay=0.1, compiled=False, streamed=streamed), []
+    optimizer, norms = HostAdamW(own, lr=1e-2, weight_decay=0.1, compiled=False, streamed=streamed), []
     sharding.share(optimizer)
     draw = torch.Generator().manual_seed(2)
     for step in range(3):

@@ -15,7 +15,7 @@ import torch
 from ....engine.building import replaced
 from ....engine.protocol import EngineTensors
 from ....engine.tensors import VLLMTensors
-from ..layers import PackedWeight
+from ....policy.packed_weights import PackedWeight
 
 # The policy's weights for each layer of vLLM's model, by layer name. A fused layer has several.
 Parts = Mapping[str, Sequence[PackedWeight]]

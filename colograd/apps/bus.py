@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .page_locked import host_empty
+from ..runtime.page_locked import host_empty
 
 SIZE = 2**27  # bytes per copy
 COPIES = 4  # copies each way

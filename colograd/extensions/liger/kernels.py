@@ -14,12 +14,25 @@ from typing import Any
 
 import torch
 
-from ..config import GRPOConfig
-from ..config.policy import LIGER_LOSSES
-from .attention import autocast_dtype
-from .logprobs import evaluation_mode
-from .lora import unwrap
-from .row_proof import allowed, own_sample_logprobs
+from ...config import GRPOConfig
+from ...config.policy import LIGER_LOSSES
+from ...policy.attention import autocast_dtype
+from ...policy.logprobs import evaluation_mode
+from ...policy.lora import unwrap
+from ...policy.row_proof import allowed, own_sample_logprobs
+from ...policy.supported import ModelFeature, Wanted
+
+
+class Liger(ModelFeature):
+    def check(self, wanted: Wanted) -> None:
+        check_liger(wanted.config)
+
+
+def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], None]] | None:
+    """Return a function that puts Liger's kernels into a model and further ones; None: the run hasn't set it."""
+    if not config.use_liger_kernel:
+        return None
+    return lambda model, also: apply_liger(model, config.device, config.liger_kernel_config, also)
 
 
 def check_liger(config: GRPOConfig) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.sharding import TENSOR
-from ..extensions.offload.layer_inputs import KEPT
-from .choice import best_plan, fits
-from .description import RunDescription
-from .shape import again
-from .table import MemoryPlan
+from ...config.sharding import TENSOR
+from ...memory.choice import best_plan, fits
+from ...memory.description import RunDescription
+from ...memory.shape import again
+from ...memory.table import MemoryPlan, gib
+from .host_stream import device_bytes
+from .host_sums import buffer_bytes, on_way
+from .layer_inputs import KEPT
 
 BUS = 50.0  # GB/s each way of a GPU on 16 lanes of PCIe 5, of 63 at most; half of it on PCIe 4. Not measured here.
 # The settings of each way, which move parts of training to the host; larger choices cost more.
@@ -30,6 +32,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "stream, gradients": STREAM | GRADIENTS,
     "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
 }
+
+
+class LeftOnDevice:
+    """See `memory.shape.LeftOnDevice`."""
+
+    inputs = KEPT
+    state, sums, on_way = staticmethod(device_bytes), staticmethod(buffer_bytes), staticmethod(on_way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +128,21 @@ def bus_bytes(run: RunDescription, tokens: int) -> Bus:
         inputs, one = again(shape, run.checkpointing), whole * shape.hidden * sizes.itemsize
         to_gpu, to_host = to_gpu + max(inputs - KEPT, 0) * one, to_host + inputs * one
     return Bus(to_gpu, to_host)
+
+
+def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:
+    """Yield the single changes that make the run fit. ``fit`` is of `memory.choice`."""
+    if not run.devices.on_gpu:
+        return
+    if not (run.offloads or run.streams) and fit(offloads=True):
+        yield "offload_optimizer: sampling"
+    if run.can_stream and not run.streams and fit(streams=True):
+        moved = gib(run.sizes.optimizer // run.devices.ranks)
+        yield f"offload_optimizer: stream ({moved} GiB each way over the bus per step)"
+    goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
+    if run.can_stream and not run.offloads_gradients and goes_to_host:
+        moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
+        if fit(offloads_gradients=True):
+            yield f"offload_gradients: true ({moved})"
+        elif not run.streams and not fit(streams=True) and fit(offloads_gradients=True, streams=True):
+            yield f"offload_gradients: true ({moved}) with offload_optimizer: stream"

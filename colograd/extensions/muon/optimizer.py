@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim._muon import muon
 
-from ..config import GRPOConfig
-from ..policy.layers import decoder_layers
-from ..policy.lora import is_adapted
-from .adamw_split import AdamWSplit, join_master, optimizer_class, split_master
+from ...config import GRPOConfig
+from ...policy.layers import decoder_layers
+from ...policy.lora import is_adapted
+from ...training.adamw_split import AdamWSplit, join_master, split_master
 
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz
@@ -103,18 +103,17 @@ class MuonSplit(AdamWSplit):
         self._state(parameter)
 
 
-def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
-    """Return class and arguments of an optimizer of ours; None: transformers makes the optimizer.
+def muon_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit], dict[str, Any]] | None:
+    """Return class and further arguments of the run's optimizer; None: it isn't Muon.
 
     Raises:
-        ValueError: unknown ``optim_args``, or Muon for an adapter.
+        ValueError: an adapter is trained.
     """
-    found = optimizer_class(args)
-    if args.optim != "muon" or found is None:
-        return found
+    if args.optim != "muon":
+        return None
     if is_adapted(model):
         raise ValueError(
             "optim is 'muon', which orthogonalises the update of a whole matrix, but an adapter is trained, which has "
             "two factors of each: set optim: adamw_split, or train the policy in full."
         )
-    return MuonSplit, {**found[1], "matrices": matrices_of(model)}
+    return MuonSplit, {"matrices": matrices_of(model)}

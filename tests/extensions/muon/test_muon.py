@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
-from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32, join_master
-from colograd.training.muon_split import MOMENTUM, MuonSplit, matrices_of, optimizer_of
+from colograd.extensions.muon.optimizer import MOMENTUM, MuonSplit, matrices_of
+from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32, join_master, optimizer_of
 
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 

@@ -14,8 +14,8 @@ from layer_cases import make_rows, trained
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from colograd.policy import liger
-from colograd.policy.liger import apply_liger, check_liger
+from colograd.extensions.liger import kernels as liger
+from colograd.extensions.liger.kernels import apply_liger, check_liger
 from colograd.policy.row_proof import choose_rows
 
 CPU = torch.device("cpu")

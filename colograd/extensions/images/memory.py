@@ -1,0 +1,58 @@
+"""Bytes of a trained vision tower's activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...memory.shape import Lengths, Shape, kept_by_layers
+from .towers import has_tower, in_tower
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A trained vision tower."""
+
+    shape: Shape  # its layers' shape, as if they were a decoder's
+    patches: float  # patches per image token
+
+    @classmethod
+    def of(cls, model: Any) -> Tower | None:
+        """Describe a model's tower; frozen parameters must be marked. None: there is no tower, or it is frozen."""
+        config = model.config
+        if not has_tower(config) or getattr(config, "vision_config", None) is None:
+            return None
+        if not any(parameter.requires_grad for name, parameter in model.named_parameters() if in_tower(name)):
+            return None
+        vision = config.vision_config
+
+        def size(*names: str) -> int:  # model families name their sizes in two ways
+            return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
+
+        hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1
+        inner = size("intermediate_size") or 4 * hidden
+        layers = size("num_hidden_layers", "depth")
+        return cls(Shape(layers, hidden, inner, hidden, hidden, hidden // heads, 0), _patches(config))
+
+    def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
+        """Estimate the activations' bytes of a row of ``tokens``, as if all prompt tokens were image tokens."""
+        patches = self.patches * tokens * lengths.prompts_share(tokens)
+        return int(patches * sum(kept_by_layers(self.shape, itemsize, checkpointing)))
+
+
+def _patches(config: Any) -> float:
+    """Compute the tower's patches per image token."""
+    vision = config.vision_config
+    if pooled := getattr(vision, "pooling_kernel_size", None):
+        return float(pooled) ** 2
+    names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
+    if merged := next((found for of, name in names if (found := getattr(of, name, None))), None):
+        return float(merged) ** 2
+    if ratio := getattr(config, "downsample_ratio", None):
+        return float(ratio) ** -2
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        return float((vision.image_size // vision.patch_size) ** 2 / tokens)
+    return 1.0
+
+
+tower_of = Tower.of

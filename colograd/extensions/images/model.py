@@ -1,0 +1,88 @@
+"""Models that read images where a model is checked and loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...config import GRPOConfig
+from ...policy.supported import ModelFeature, Wanted
+from ...policy.towers import TEXT_FIRST, reads_text_alone, takes_images
+from .towers import find_processors, freeze_tower, see_both_ways
+
+
+class Images(ModelFeature):
+    def check(self, wanted: Wanted) -> None:
+        model_config = wanted.model_config
+        if takes_images(model_config) and (wanted.has_images or model_config.model_type not in TEXT_FIRST):
+            _check_images(model_config, wanted.config)
+
+    def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
+        if not takes_images(model.config) or reads_text_alone(model):
+            if config.freeze_vision_tower:
+                raise ValueError(
+                    f"freeze_vision_tower is true, but {type(model).__name__} has no vision tower: remove it."
+                )
+            return None
+        if config.freeze_vision_tower:
+            freeze_tower(model)
+        return given if hasattr(given, "image_processor") else load_processor(path, config)
+
+    def why_rows_stay_whole(self, model: Any) -> str:
+        reads_images = takes_images(model.config) and not reads_text_alone(model)
+        return f"{type(model).__name__} reads images" if reads_images else ""
+
+
+def _check_images(model_config: Any, config: GRPOConfig) -> None:
+    kind, text = model_config.model_type, model_config.get_text_config()
+    name = "mm_tokens_per_image" if hasattr(model_config, "mm_tokens_per_image") else "default_output_length"
+    tokens = getattr(model_config, name, 0) or getattr(model_config.vision_config, name, 0)
+    window = getattr(text, "sliding_window", None)
+    if see_both_ways(model_config) and window and tokens > window:
+        raise ValueError(
+            f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: the tokens "
+            "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
+        )
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    part = int(given.get("long_prefill_token_threshold") or 0)
+    if see_both_ways(model_config) and 0 < part < tokens:
+        raise ValueError(
+            f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
+            "which the engine must read in one step: raise it, or remove it."
+        )
+    if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
+        raise ValueError(
+            f"{kind} has pad_token_id {text.pad_token_id}, whose embeddings of each layer an image's tokens have, but "
+            "vLLM gives them those of token 0: set it to 0, as published, or choose another model."
+        )
+    settings = {
+        "torch_compile": config.torch_compile,
+        "use_liger_kernel": config.use_liger_kernel,
+        "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
+    }
+    if asked := [name for name, is_set in settings.items() if is_set]:
+        raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
+
+
+def load_processor(path: str, config: GRPOConfig) -> Any:
+    """Load a vision-language model's processor.
+
+    Raises:
+        ValueError: there is no processor, or a library for it isn't installed.
+    """
+    from transformers import AutoProcessor
+
+    find_processors()
+    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+    try:
+        found = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
+            "Gemma 4's, SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch "
+            "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was trained "
+            "from."
+        ) from None
+    if not hasattr(found, "image_processor"):
+        raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
+    return found

@@ -1,0 +1,6 @@
+"""Liger's Triton kernels in the policy (`use_liger_kernel`)."""
+
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "kernels": "kernels:liger_of",
+    "model_feature": "kernels:Liger",
+}

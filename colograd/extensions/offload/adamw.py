@@ -1,0 +1,82 @@
+"""`adamw_split` with parts in host memory: its state (`offload_optimizer: stream`), gradients (`offload_gradients`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...config import GRPOConfig
+from ...parallel import watchdog
+from ...runtime.page_locked import host_empty
+from ...training.adamw_split import DTYPES, AdamWSplit, Piece, Step, Steps
+from .host_stream import ELEMENTS, HostStream, Job
+
+
+class HostGradients(Protocol):
+    """Gradients in host memory. The optimizer multiplies them by ``factor`` if that is below 1."""
+
+    factor: float
+
+    def of(self, part: torch.Tensor) -> torch.Tensor | None: ...
+
+
+class HostAdamW(AdamWSplit):
+    """AdamW whose state, gradients or both pass through the device piece by piece (see `HostStream`).
+
+    Args:
+        streamed: keep the state in host memory.
+        given: arguments of `AdamWSplit`.
+    """
+
+    host_gradients: HostGradients | None = None  # replace the parameters' `grad`
+
+    def __init__(self, params: Iterable[Any], streamed: bool = False, **given: Any) -> None:
+        self.streamed = streamed
+        super().__init__(params, **given)
+
+    def _run(self, device: torch.device, fused: tuple[list[Piece], Step], plain: tuple[list[Piece], Steps]) -> None:
+        if not self.streamed and self.host_gradients is None:
+            super()._run(device, fused, plain)
+            return
+        updates = ((fused[0], fused[1]), (plain[0], lambda piece: plain[1]([piece])))
+        HostStream(device).run(
+            self._job(piece, update) for wholes, update in updates for whole in wholes for piece in whole.cut(ELEMENTS)
+        )
+
+    def _job(self, piece: Piece, update: Callable[[Piece], None]) -> Job:
+        """Return a job that updates a piece, with device copies in place of its tensors on the host."""
+        factor = None if self.host_gradients is None else self.host_gradients.factor
+        state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
+        names = [*state, *(["grad"] if factor is not None else [])]
+
+        def kernel(tensors: Sequence[torch.Tensor]) -> None:
+            copy = piece._replace(**dict(zip(names, tensors, strict=True)))
+            if factor is not None and factor < 1.0:
+                copy.grad.mul_(factor)
+            update(copy)
+
+        found = [getattr(piece, name) for name in names]
+        return Job(kernel, found[: len(state)], found[len(state) :])
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
+
+    def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        if not self.streamed:
+            return super()._place(parameter, name)
+        watchdog.progress()  # page-locking a large model's state takes minutes
+        return host_empty(parameter.shape, DTYPES[name], parameter.device)
+
+    def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
+        if not self.streamed:
+            return super()._loaded(parameter, name, saved)
+        return self._place(parameter, name).copy_(saved)
+
+
+def host_adamw_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit], dict[str, Any]] | None:
+    """Return class and further arguments of the run's optimizer; None: nothing of it is in host memory."""
+    if args.streams_optimizer or args.offloads_gradients:
+        return HostAdamW, {"streamed": args.streams_optimizer}
+    return None

@@ -1,0 +1,131 @@
+"""The single changes that would make a run fit its device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from ...config.sharding import TENSOR
+from ...memory.choice import fits
+from ...memory.description import ORDER, RunDescription
+from ...memory.shape import Shape
+from ...runtime import registry
+
+LORA_RANK = 16  # rank of a proposed adapter
+MOST_RANKS = 1024  # largest number of ranks to propose
+
+
+def remedies(run: RunDescription, strategy: str) -> str:
+    """Join the single changes that would make the run fit into one sentence without its full stop."""
+    if not (found := [*_changes(run, strategy)]):
+        return "no single change would fit this device: take a smaller model or larger GPUs"
+    return f"what would fit: {'; or '.join(found)}"
+
+
+def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
+    """Yield the single changes that make the run fit, the least costly first.
+
+    Extensions offer further changes at the seam "host_remedies": functions of (run, strategy, fit). ``fit`` tells
+    whether the run fits with some fields of `RunDescription` changed.
+    """
+
+    def fit(strategy: str = strategy, **changes: object) -> bool:
+        return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
+
+    on_gpu, ranks = run.devices.on_gpu, run.devices.ranks
+    if run.checkpointing != 1 and fit(checkpointing=1):
+        yield "gradient_checkpointing: true"
+    if on_gpu and not run.sleeps and fit(sleeps=True):
+        yield "vllm_enable_sleep_mode: true"
+    for offer in registry.hooks("host_remedies"):
+        yield from offer(run, strategy, fit)
+    if on_gpu and run.reference and fit(reference=0):
+        yield "offload_reference: true"
+    if on_gpu and run.teacher and fit(teacher=0):
+        yield "offload_teacher: true"
+    if run.sizes.packed and not run.served and fit(served=True):
+        yield "weights: shared (the engine reads the quantised base too)"
+    if run.tokens > run.length and fit(tokens=run.length):
+        yield f"max_tokens_per_microbatch: {run.length}"
+    if ranks > 1:
+        more_sharded = ORDER[ORDER.index(strategy) + 1 :]
+        if other := next((other for other in more_sharded if other in run.strategies and fit(other)), ""):
+            yield f"sharding: {other} over the {ranks} ranks"
+        if size := next((size for size in _row_sizes(run, strategy) if fit(ranks_per_sequence=size)), 0):
+            yield f"sequence_parallel_size: {size} ({size} ranks share out each row's tokens)"
+        if larger := next(_in_larger_engines(run), None):
+            yield larger
+    if run.sizes.trained == run.sizes.elements:
+        adapted = run.sizes.with_adapter(adapter_elements(run.shape, LORA_RANK))
+        if fit("none", sizes=adapted, reference=0):
+            yield f"use_peft: true (LoRA, rank {LORA_RANK})"
+    if (length := _shorter(run, strategy)) is not None:
+        yield f"vllm_max_model_length: {length}, with completions and prompts shorter alike"
+    if on_gpu and (more := _more_ranks(run)):
+        yield more
+
+
+def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
+    """List the larger numbers of ranks that could share out a row's tokens."""
+    parts = run.ranks_per_engine if strategy in TENSOR else 1
+    able = range(run.ranks_per_sequence + 1, run.devices.ranks + 1)
+    possible = strategy != "fsdp" and run.can_share_rows
+    return [size for size in able if run.devices.takes_rows_of(size * parts)] if possible else []
+
+
+def adapter_elements(shape: Shape, rank: int) -> int:
+    """Count the elements of a LoRA (A and B) on all linear layers."""
+    attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
+    return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
+
+
+def _shorter(run: RunDescription, strategy: str) -> int | None:
+    """Return the longest context that fits: a half, a quarter ... of the run's. None: no such context of at least
+    256."""
+    length = run.length // 2
+    while length >= 256:
+        part = length / run.length
+        prompt, completion = int(run.lengths.prompt * part), int(run.lengths.completion * part)
+        lengths = dataclasses.replace(run.lengths, prompt=prompt, completion=completion)
+        if fits(dataclasses.replace(run, length=length, lengths=lengths), strategy):
+            return length
+        length //= 2
+    return None
+
+
+def _in_larger_engines(run: RunDescription) -> Iterator[str]:
+    """Yield the settings of larger engines that make the run fit, the fewest ranks first."""
+    for larger in _with_larger_engines(run):
+        if strategy := next((strategy for strategy in larger.strategies if fits(larger, strategy)), ""):
+            yield f"vllm_tensor_parallel_size: {larger.ranks_per_engine} and sharding: {strategy}"
+
+
+def _more_ranks(run: RunDescription) -> str:
+    """Return the fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
+    ranks = 2 * run.devices.ranks
+    while ranks <= MOST_RANKS:
+        more = _with_ranks(run, ranks)
+        own = (f"sharding: {strategy}" for strategy in run.strategies[1:] if fits(more, strategy))
+        if settings := next(itertools.chain(own, _in_larger_engines(more)), ""):
+            return f"{ranks} ranks with {settings}"
+        ranks *= 2
+    return ""
+
+
+def _with_ranks(run: RunDescription, ranks: int) -> RunDescription:
+    """Return a run's work on ``ranks`` ranks."""
+    share = run.devices.ranks / ranks
+    sequences, running = (max(1, int(count * share)) for count in (run.sequences, run.running))
+    devices = dataclasses.replace(run.devices, ranks=ranks)
+    return dataclasses.replace(run, devices=devices, sequences=sequences, running=running)
+
+
+def _with_larger_engines(run: RunDescription) -> Iterator[RunDescription]:
+    """Yield a run's work with engines of more ranks, the fewest first."""
+    for ranks, strategies in run.larger_engines.items():
+        if run.devices.takes_rows_of(ranks * run.ranks_per_sequence):
+            sequences, running = (n * ranks // run.ranks_per_engine for n in (run.sequences, run.running))
+            yield dataclasses.replace(
+                run, ranks_per_engine=ranks, strategies=strategies, sequences=sequences, running=running
+            )
