@@ -8,7 +8,7 @@ from typing import Any
 
 QUESTIONS = 5
 # How a completion of `letters` is judged: checks that hang, die or raise are asked for by the document.
-UTILS = '''
+UTILS = """
 import os, signal, time
 
 def process_results(doc, results):
@@ -20,7 +20,7 @@ def process_results(doc, results):
     if doc["mood"] == "raise":
         raise KeyError("no such thing")
     return {"right": float(sum(each.isalpha() for each in text) >= int(doc["answer"]))}
-'''
+"""
 
 
 def write(folder: Path, moods: tuple[str, ...] = ("",) * QUESTIONS) -> Path:

@@ -75,7 +75,7 @@ class LoadedTask:
     task: Any  # lm_eval's object
     questions: tuple[Question, ...]
     n: int | None
-    cut: int  # prompts whose beginning is cut off
+    cut: int  # prompts that lost their beginning
 
     @property
     def sampling(self) -> Sampling | None:
@@ -145,7 +145,7 @@ class HarnessBenchmark(Benchmark):
 
 
 def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> HarnessBenchmark:
-    """Load a benchmark for evaluations of a run, whose completions are as long as other evaluations' at most."""
+    """Load a benchmark for a run. Its completions have at most the length of other evaluations'."""
     temperature = args.temperature if args.temperature_eval is None else args.temperature_eval
     rules = Rules(
         policy.tokenizer,
@@ -217,7 +217,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
 
 
 def _name_in(file: Path) -> str:
-    """Return the name of the task in a YAML file; empty: it has a group, whose tasks need the whole index."""
+    """Return the name of the task in a YAML file; empty: it has a group, and its tasks need the whole index."""
     from lm_eval.tasks._index import Kind, TaskIndex
 
     entry = TaskIndex.entry_from_path(file)

@@ -35,7 +35,7 @@ class Judge:
 
     def __reduce__(self) -> Any:
         for name, module in [*sys.modules.items()]:
-            if name.startswith("/"):  # the harness's name for a module beside a task's YAML file
+            if name.startswith("/"):  # the harness's name for a module next to a task's YAML file
                 cloudpickle.register_pickle_by_value(module)
         return _restored, (cloudpickle.dumps(self.task),)
 

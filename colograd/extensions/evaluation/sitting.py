@@ -55,7 +55,7 @@ def take(
     """Sample or score all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective.
 
     Args:
-        turn: a context in which the engine has its memory.
+        turn: a context that gives the engine its memory.
     """
     started, mine = time.perf_counter(), host.config.layout
     with on_all_ranks("the benchmark's checkers"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _FORM = re.compile(r"(?P<name>[^\[\]@=]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?")
 YAML = (".yaml", ".yml")
-# Names of this project's former exams whose task has another name in the harness.
+# Former exams of this project, and their names in the harness where these differ.
 FORMER = {"math500": "minerva_math500", "gpqa": "gpqa_diamond_cot_zeroshot"}
 INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama lxml evaluate"
 
@@ -21,7 +21,7 @@ class TaskSpec:
 
     name: str  # name in the harness, or path of a YAML file
     limit: int | None = None  # number of first rows; None: all rows
-    n: int | None = None  # completions per question, each judged alone; None: as the task says
+    n: int | None = None  # completions per question, each judged alone; None: the task's own number
 
     @classmethod
     def parse(cls, text: str) -> TaskSpec:
