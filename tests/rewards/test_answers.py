@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from colograd.rewards import (
     resolve_rewards,
     think_format_reward,
 )
+from colograd.rewards.gsm8k import rows
 from colograd.rollout.sampler import Sampler
 
 ENDLESS = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}"
