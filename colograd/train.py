@@ -110,14 +110,13 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def dataset_names(script: ScriptArguments) -> list[str]:
-    """Return the recipe's dataset names, and the Hub's dataset behind an exam's own loading function."""
-    from colograd.apps.exams.catalogue import EXAMS
+    """Return the recipe's dataset names, and the Hub's dataset that one of our loading functions reads."""
+    from colograd.rewards import gsm8k
 
     parts = script.datasets if isinstance(script.datasets, list) else []
     names = [name for name in (script.dataset_name, *(str(part.get("path")) for part in parts)) if name]
-    sources = {exam.check.partition(":")[0]: exam.path for exam in EXAMS.values()}
-    own = [sources.get(name.partition(":")[0], "") for name in names if not script.dataset_kwargs]
-    return [*names, *filter(None, own)]
+    own = [gsm8k.PATH for name in names if name.partition(":")[0] == gsm8k.__name__ and not script.dataset_kwargs]
+    return [*names, *own]
 
 
 def make_trainer(
@@ -138,7 +137,7 @@ def make_trainer(
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
-        eval_dataset = _with_exams(script, eval_dataset, bool(evaluates))
+        eval_dataset = _with_benchmarks(script, eval_dataset, bool(evaluates))
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),
@@ -156,22 +155,21 @@ def make_trainer(
     return trainer
 
 
-def _with_exams(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
-    """Add the recipe's exams to the test split, if there is one."""
-    from colograd.apps.exams.catalogue import EXAMS
-    from colograd.apps.exams.exam import parse_specs
+def _with_benchmarks(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
+    """Add the recipe's benchmarks to the test split, if there is one."""
+    from colograd.training.prompts import benchmark_names
 
-    specs = parse_specs(script.exams, EXAMS)
+    names = benchmark_names(script.exams)
     if not evaluates:
         raise ValueError(
             f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
             "eval_on_start."
         )
     if eval_dataset is None:
-        return dict(specs)
-    if script.dataset_test_split in specs:
-        raise ValueError(f"dataset_test_split is {script.dataset_test_split!r}, which is an exam's name: remove one.")
-    return {script.dataset_test_split: eval_dataset, **specs}
+        return dict(names)
+    if script.dataset_test_split in names:
+        raise ValueError(f"dataset_test_split is {script.dataset_test_split!r}, which is a task of exams: remove one.")
+    return {script.dataset_test_split: eval_dataset, **names}
 
 
 def run(trainer: GRPOTrainer) -> None:

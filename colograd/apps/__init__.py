@@ -1,1 +1,3 @@
-"""The console script ``colograd``, with a module for each of its commands."""
+"""Programs that use the package: report, plan, replay, evaluation, doctor."""
+
+HOOKS = {"report": "report:write_report"}

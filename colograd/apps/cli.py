@@ -13,7 +13,7 @@ COMMANDS = {
     "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train:main"),
     "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor:main"),
     "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "show what fits GPUs", ".plan:main"),
-    "eval": ("MODEL | CHECKPOINT | RUN --on gsm8k math500 ...", "take exams, with published numbers", ".eval:main"),
+    "eval": ("MODEL | CHECKPOINT | RUN --tasks gsm8k ifeval ...", "take tasks of lm-evaluation-harness", ".eval:main"),
     "export": ("CHECKPOINT FOLDER [--push REPO]", "write its model as a folder, an adapter merged", ".export:main"),
     "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay:main"),
     "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions, or search all steps", ".show:main"),

@@ -1,15 +1,16 @@
-"""Take exams: published benchmarks, with their question, sampling and checker, and the numbers to expect.
+"""Take benchmarks: tasks of lm-evaluation-harness, sampled or scored by the engine of this process.
 
-colograd eval MODEL --on gsm8k math500 [--n N] [--limit ROWS] [--json FILE] [--completions FILE] [--any_flag value]
-torchrun --nproc-per-node 8 -m colograd.apps.cli eval MODEL --on aime24 aime25
+colograd eval MODEL --tasks gsm8k ifeval [--limit ROWS] [--json FILE] [--completions FILE] [--any_flag value]
+torchrun --nproc-per-node 8 -m colograd.apps.cli eval MODEL --tasks aime24@16 mmlu
 
 MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model, else its newest checkpoint). An adapter
-is merged into a copy of its base first. Exams: gsm8k, math500, aime24, aime25, gpqa, mbpp, mbpp_plus; `name[:100]`
-takes the first rows, `name@4` 4 completions per question, `name=FILE` data of your own with the dataset's columns.
+is merged into a copy of its base first. A task is a task, group or tag of the harness, or a task's YAML file;
+`name[:100]` takes the first rows, `name@4` 4 completions per question. --include-path DIR has YAML files of your own.
 
---n, --limit, --temperature, --top-p and --max-tokens are for all exams. --json writes results with every question's
-count of right completions, --completions each completion with its verdict (JSON lines). Other flags are configuration
-keys that engine and prompts depend on, such as --dtype, --seed, --vllm_tensor_parallel_size or
+--limit, --temperature, --top-p and --max-tokens are for all tasks. --chat-template true (false) puts all (no) questions
+into the chat template; without it completions are, and texts to score aren't. --json writes results, after each task;
+--resume skips tasks that FILE has. --completions writes each question with its metrics (JSON lines). Other flags are
+configuration keys that engine and prompts depend on, such as --dtype, --seed, --vllm_tensor_parallel_size or
 --chat_template_kwargs.enable_thinking false. Exit status 2 for bad input.
 """
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -27,22 +27,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..runtime import process
+from ..runtime import process, registry
 from ..runtime.waiting import Waiting
 
 if TYPE_CHECKING:
-    from ..batch import ScoredGroup
     from ..config import GRPOConfig
     from ..engine.protocol import Engine
-    from .exams.exam import ExamSpec
-    from .exams.prompts import ExamPrompts
-    from .exams.results import ExamResult
+    from ..extensions.evaluation.harness import HarnessBenchmark
+    from ..extensions.evaluation.results import SuiteResult
 
 SET = ("--report_to", "none", "--report", "false", "--save_strategy", "no", "--vllm_enable_sleep_mode", "false")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Take the exams. Return the exit status."""
+    """Take the benchmarks. Return the exit status."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -77,23 +75,26 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command's own options. Return them, and the flags of the configuration."""
     parser = argparse.ArgumentParser(prog="colograd eval", allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--on", nargs="+", metavar="EXAM", default=[])
-    parser.add_argument("--n", type=int)
+    parser.add_argument("--tasks", "--on", nargs="+", metavar="TASK", default=[])
+    parser.add_argument("--include-path", nargs="+", type=Path, default=[])
     parser.add_argument("--limit", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--chat-template", choices=("true", "false"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--completions", type=Path)
+    parser.add_argument("--resume", action="store_true")
     try:
         options, flags = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error}: colograd eval MODEL --on gsm8k.") from None
+        raise ValueError(f"{error}: colograd eval MODEL --tasks gsm8k.") from None
     if options.model is None:
-        raise ValueError("the model is missing: colograd eval MODEL --on gsm8k, the model first.")
-    if not options.on:
-        raise ValueError("--on is missing, but names the exams: --on gsm8k math500.")
-    for name, least in (("n", 1), ("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
+        raise ValueError("the model is missing: colograd eval MODEL --tasks gsm8k, the model first.")
+    options.tasks = [text for each in options.tasks for text in each.split(",") if text]
+    if not options.tasks:
+        raise ValueError("--tasks is missing, but names the tasks: --tasks gsm8k ifeval.")
+    for name, least in (("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
         value = getattr(options, name)
         if value is not None and not value >= least:  # NaN too
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
@@ -102,20 +103,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for path in filter(None, (options.json, options.completions)):  # before hours are spent
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file.")
+    if options.resume and options.json is None:
+        raise ValueError("--resume reads the results of an earlier command: name them with --json FILE.")
+    if missing := [str(folder) for folder in options.include_path if not folder.is_dir()]:
+        raise ValueError(f"--include-path is {missing[0]}, but there is no such folder.")
     return options, flags
-
-
-def specs_of(options: argparse.Namespace) -> dict[str, ExamSpec]:
-    """Return the exams, with the options that change all exams applied."""
-    from .exams.catalogue import EXAMS
-    from .exams.exam import parse_specs
-
-    changes = {name: getattr(options, name) for name in ("n", "temperature", "top_p", "max_tokens")}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    found = {}
-    for name, spec in parse_specs(options.on, EXAMS, **changes).items():
-        found[name] = spec if options.limit is None else dataclasses.replace(spec, limit=options.limit)
-    return found
 
 
 def model_of(name: str) -> str:
@@ -139,85 +131,94 @@ def model_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
-    """A model in an engine, and the exams for it."""
+    """A model in an engine, and the benchmarks for it."""
 
     model: str
     config: GRPOConfig
     engine: Engine
     tokenizer: Any
-    prompts: dict[str, ExamPrompts]
+    benchmarks: dict[str, HarnessBenchmark]
+    request: dict[str, Any]  # the settings that results depend on, as `--resume` compares them
+    done: dict[str, Any]  # results of an earlier command, by the tasks' texts; grows
 
     def take(self, options: argparse.Namespace) -> None:
-        """Take the exams one after the other, print the table, and write the requested files. A collective."""
+        """Take the benchmarks one after the other, and write the results after each. A collective."""
+        from ..extensions.evaluation.results import table
+        from ..extensions.evaluation.sitting import Host, take
         from ..parallel.faults import waiting
         from ..parallel.ranks import gather, on_all_ranks
-        from .exams.results import table
-
-        results, rows = [], []
-        with waiting("the exams"):
-            for name, prompts in self.prompts.items():
-                result, groups = self._take_one(prompts)
-                results.append(result)
-                if options.completions is not None:
-                    rows += [row for part in gather([*self._rows(name, groups)]) for row in part]
-            with on_all_ranks("writing the results"):
-                if self.config.layout.is_main:
-                    for line in table(results):
-                        print(line, flush=True)
-                    _write(options, self.model, results, rows)
-
-    def _take_one(self, prompts: ExamPrompts) -> tuple[ExamResult, list[ScoredGroup]]:
-        import torch
-
-        from ..batch import Group, Prompt
-        from ..batch import ScoredGroup as Scored
-        from ..engine.load import stepping
-        from ..parallel.ranks import on_all_ranks
         from ..reporting.console import Console
-        from ..reporting.metrics import PhaseTimes
-        from ..rollout.rounds import roll_out
-        from ..rollout.stages import Stages
-        from .exams.taking import take
 
-        layout, engine, exam = self.config.layout, self.engine, prompts.exam
-        console = Console(enabled=layout.is_main, bars=True)
+        is_main = self.config.layout.is_main
+        host = Host(self.config, self.engine, self.tokenizer, Console(enabled=is_main, bars=True), 0)
+        results: list[SuiteResult] = []
+        if is_main and options.completions is not None and not options.resume:
+            options.completions.unlink(missing_ok=True)
+        with waiting("the benchmarks"):
+            for name, benchmark in self.benchmarks.items():
+                result, judged = take(benchmark, host, contextlib.nullcontext())
+                results.append(result)
+                rows = gather([*_rows(judged)]) if options.completions is not None else []
+                with on_all_ranks("writing the results"):
+                    if is_main:
+                        self._write(options, name, result, [row for part in rows for row in part])
+        if is_main:
+            for line in table(results):
+                print(line, flush=True)
 
-        def collect(asked: Sequence[Prompt], sampling: Any, judge: Any) -> list[ScoredGroup]:
-            def write(wanted: Sequence[Prompt]) -> Iterator[Group]:
-                bar = console.progress(len(wanted), exam.name, "question")
-                with contextlib.closing(bar), stepping(engine, bar.sampled):
-                    for group in engine.generate(wanted, sampling, version=0, seed=self.config.seed, purpose="eval"):
-                        bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
-                        yield group
+    def _write(
+        self, options: argparse.Namespace, name: str, result: SuiteResult, rows: Sequence[dict[str, Any]]
+    ) -> None:
+        if options.json is not None:
+            self.done[name] = {
+                "tasks": [each.as_json() for each in result.tasks],
+                "groups": {
+                    group: {",".join(key): value for key, value in values.items()}
+                    for group, values in result.groups.items()
+                },
+            }
+            text = json.dumps({"model": self.model, "request": self.request, "results": self.done}, indent=1)
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            part = options.json.with_name(options.json.name + ".part")
+            part.write_text(text + "\n")
+            os.replace(part, options.json)
+        if options.completions is not None:
+            options.completions.parent.mkdir(parents=True, exist_ok=True)
+            with options.completions.open("a", encoding="utf-8") as file:
+                for row in sorted(rows, key=lambda row: (row["task"], row["row"])):
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
-            def scored(group: Group, rewards: torch.Tensor) -> ScoredGroup:
-                return Scored(group, rewards, torch.zeros(len(group.rollouts)))
 
-            with on_all_ranks(f"the exam {exam.name}"):
-                stages = Stages(write, judge, scored)
-                return engine.on_engine_leader(lambda: roll_out(asked, stages, PhaseTimes()), others=[])
+def finished(path: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the results in a file, by the tasks' texts; none if it has other settings or isn't there."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    if found.get("request") != json.loads(json.dumps(request)):
+        raise ValueError(
+            f"--resume: {path} has results of another model or other settings: name another file, or leave --resume "
+            "out."
+        )
+    return dict(found["results"])
 
-        return take(exam, prompts.prompts(layout.data_rank, layout.data_size), self._decode, collect)
 
-    def _decode(self, group: Any) -> list[str]:
-        ids = [list(rollout.completion_ids) for rollout in group.rollouts]
-        found: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return found
-
-    def _rows(self, exam: str, groups: Sequence[ScoredGroup]) -> Iterator[dict[str, Any]]:
-        for scored in groups:
-            texts = self._decode(scored.group)
-            for rollout, text, right in zip(scored.group.rollouts, texts, scored.rewards[:, 0].tolist(), strict=True):
-                yield {
-                    "exam": exam,
-                    "row": scored.group.position,
-                    "prompt": scored.group.example["prompt"],
-                    "completion": text,
-                    "right": bool(right),
-                    "answer": scored.group.example["answer"],
-                    "tokens": len(rollout.completion_ids),
-                    "finish_reason": rollout.finish_reason.value,
-                }
+def _rows(judged: Any) -> Iterator[dict[str, Any]]:
+    """Yield each question with its answers and metrics: a row per completion, or per scored question."""
+    for sat, verdicts in judged:
+        named = [{",".join(key): value for key, value in verdict.items()} for verdict in verdicts]
+        row = {"task": sat.task, "row": sat.question.row, "answer": sat.question.target}
+        row["prompt"] = sat.question.requests[0].arguments[0]
+        rollouts = [rollout for group in sat.groups for rollout in group.rollouts]
+        for index, text in enumerate(text for texts in sat.texts for text in texts):
+            yield row | {
+                "completion": text,
+                "metrics": named[index if len(named) > 1 else 0],
+                "tokens": len(rollouts[index].completion_ids),
+                "finish_reason": rollouts[index].finish_reason.value,
+            }
+        if not rollouts:
+            yield row | {"metrics": named[0]}
 
 
 def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack) -> Sitting:
@@ -226,18 +227,30 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
     Raises:
         ValueError: bad input.
     """
-    specs, model = specs_of(options), model_of(options.model)  # before the slow imports
+    registry.require("evaluation", "colograd eval")
+    from ..extensions.evaluation.specs import names_of
+
+    texts, model = names_of(options.tasks), model_of(options.model)  # before the slow imports
+    if options.limit is not None:
+        texts = {name: _limited(text, options.limit) for name, text in texts.items()}
+    settings = ("temperature", "top_p", "max_tokens", "chat_template")
+    request = {"model": model, "flags": list(flags)} | {name: getattr(options, name) for name in settings}
+    done: dict[str, Any] = {}
+    if options.resume:
+        done = finished(options.json, request)
+        texts = {name: text for name, text in texts.items() if text not in done}
+        if not texts:
+            raise ValueError(f"--resume: {options.json} has all of these tasks: there is nothing left to take.")
     scratch = closing.enter_context(tempfile.TemporaryDirectory(prefix="colograd-eval-"))
 
     from transformers import AutoConfig, AutoTokenizer
 
     from ..config import parse_arguments
-    from ..data import PromptRules
+    from ..extensions.evaluation.harness import HarnessBenchmark, Rules
     from ..parallel.ranks import gather, on_all_ranks
     from ..policy.loading import check_tokenizer
     from ..runtime.hub import check_model_name
     from ..training.assembly import engine_alone
-    from .exams.prompts import ExamPrompts
 
     _, config, of_model, _ = parse_arguments(["--output_dir", scratch, *SET, "--dtype", "auto", *flags])
     config.resolve_loading(**of_model.init_kwargs())
@@ -254,28 +267,34 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
             tokenizer.chat_template = Path(config.chat_template_path).read_text()
     context = int(getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31)
     context = min(context, config.vllm_max_model_length or context)
-    with on_all_ranks("the exams' questions"):
-        rules = PromptRules(
+    with on_all_ranks("the tasks' questions"):
+        rules = Rules(
             tokenizer,
-            max_prompt_tokens=context - 1,
-            overlong="error",
-            chat_template_kwargs=dict(config.chat_template_kwargs or {}),  # type: ignore[arg-type]
-            name="",
+            context,
+            options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            template=None if options.chat_template is None else options.chat_template == "true",
+            template_kwargs=dict(config.chat_template_kwargs or {}),  # type: ignore[arg-type]
+            include=tuple(str(folder) for folder in options.include_path),
         )
-        prompts = {name: ExamPrompts.of(spec, rules) for name, spec in specs.items()}
-    length = max(min(part.longest + part.exam.max_tokens, context) for part in prompts.values())
-    each = max(-(-len(part) // config.layout.data_size) * part.exam.n for part in prompts.values())
+        made = {text: HarnessBenchmark(text, rules) for text in texts.values()}
+    length = min(max(each.longest_sequence for each in made.values()) + 1, context)
+    each = max(-(-len(part) // config.layout.data_size) * part.generations for part in made.values())
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     engine = engine_alone(config, served, model_config, end, length, each, closing)
     if config.layout.is_main:
         print(f"model: {model}", engine.describe(), sep="\n", flush=True)
-        for part in prompts.values():
-            if part.longest + part.exam.max_tokens > context:
-                print(
-                    f"{part.exam.name}: the exam allows {part.exam.max_tokens:,} tokens, but the context of "
-                    f"{context:,} leaves fewer behind its longest question"
-                )
-    return Sitting(model, config, engine, tokenizer, prompts)
+        for part in made.values():
+            if part.dropped:
+                print(part.dropped_line())
+    return Sitting(model, config, engine, tokenizer, made, request, done)
+
+
+def _limited(text: str, limit: int) -> str:
+    """Return a task's text with the first rows alone, unless it has its own number."""
+    name, at, n = text.partition("@")
+    return text if "[" in text else f"{name}[:{limit}]{at}{n}"
 
 
 def merged(model: str, scratch: Path, config: GRPOConfig) -> str:
@@ -291,20 +310,6 @@ def merged(model: str, scratch: Path, config: GRPOConfig) -> str:
     folder = scratch / "merged"
     export(Path(model), folder)
     return str(folder)
-
-
-def _write(
-    options: argparse.Namespace, model: str, results: Sequence[ExamResult], rows: Sequence[dict[str, Any]]
-) -> None:
-    if options.json is not None:
-        found = {"model": model, "exams": [result.as_json() for result in results]}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
-    if options.completions is not None:
-        options.completions.parent.mkdir(parents=True, exist_ok=True)
-        with options.completions.open("w", encoding="utf-8") as file:
-            for row in sorted(rows, key=lambda row: (row["exam"], row["row"])):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class ScriptArguments:
     )
     exams: list[str] = knob(
         [],
-        "Exams that an evaluation takes, by name: `gsm8k`, `math500`, `aime24`, `aime25`, `gpqa`, `mbpp`, `mbpp_plus`; "
-        "`name[:100]` its first rows, `name@4` with 4 completions per question, `name=FILE` with data of your own; see "
+        "Benchmarks that an evaluation takes: tasks, groups or tags of lm-evaluation-harness by name, such as `gsm8k`, "
+        "or a task's YAML file; `name[:100]` the first rows, `name@4` 4 completions per question; see "
         "docs/guide/evaluation.md.",
     )
     test_split_size: float | None = knob(None, "Share or number of examples of a mixture to hold out for evaluation.")

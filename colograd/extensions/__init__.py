@@ -10,6 +10,7 @@ EXTENSIONS = (
     "carry_over",
     "curriculum",
     "distillation",
+    "evaluation",
     "experts",
     "hybrids",
     "images",

@@ -20,6 +20,7 @@ import numpy as np
 FOLDER = "_report"  # transformers pushes no such name to the Hub
 EVENTS = "events.jsonl"
 BINS = 20  # bins of a histogram
+BEGINNING = 160  # characters of a prompt in a line
 
 
 class EventLog:
@@ -140,3 +141,18 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
                     yield entry
     except OSError:
         return
+
+
+def prompt_beginning(prompt: Any) -> str:
+    """Return a prompt's text, or its last user message's, short enough for a line; "" for another type."""
+    if isinstance(prompt, list):
+        messages = [message for message in prompt if isinstance(message, dict)]
+        asked = [message for message in messages if message.get("role") == "user"] or messages[-1:]
+        prompt = asked[-1].get("content") if asked else ""
+    if isinstance(prompt, list):
+        texts = (part.get("text") for part in prompt if isinstance(part, dict))
+        prompt = " ".join(each if isinstance(each, str) else "" for each in texts)
+    if not isinstance(prompt, str):
+        return ""
+    cut = prompt if len(prompt) <= BEGINNING else prompt[:BEGINNING] + " …"
+    return cut.encode(errors="replace").decode()

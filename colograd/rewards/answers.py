@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -110,3 +111,9 @@ def behind_hashes(text: str) -> str | None:
     """Return the digits behind a text's last ``####``, with sign and points but without commas."""
     numbers = _BEHIND_HASHES.findall(text)
     return numbers[-1].replace(",", "") if numbers else None
+
+
+def chance_of_pass(n: int, c: int, k: int) -> float:
+    """Estimate the chance that at least one of k completions is right, if c of n are right: 1 - C(n-c, k) / C(n, k),
+    which is unbiased (arXiv 2107.03374, equation 1)."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .answers import gsm8k_reward, has_thought_apart, last_number, text_of, thought_begun
+from .judge import judge
 from .mathematics import accuracy_reward, math_answer_reward, reasoning_accuracy_reward
 
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
@@ -65,6 +66,7 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
+    "judge": judge,
     # TRL's name and values for its command line. For other values, call the factory in a module of your own.
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
 }

@@ -19,6 +19,7 @@ import torch
 
 from ..runtime.importing import find_object, is_import_path
 from .builtin import BUILTIN_REWARDS
+from .judge import Judge
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ def _check_function(item: Any, function: Any) -> None:
             f"reward function {shown!r} is of type {type(function).__name__}, but must be callable: give a function "
             "f(prompts, completions, **kwargs) -> list[float]."
         )
+    if isinstance(function, Judge):
+        function.check_settings()
 
 
 def function_name(function: Any) -> str:

@@ -1,4 +1,4 @@
-"""Find what extensions offer. This is the only module of the core that imports `colograd.extensions`."""
+"""Find what extensions and applications offer. This is the only module of the core that imports either."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from .. import extensions
 
+APPS = "apps"
+
 
 @functools.cache
 def installed() -> tuple[str, ...]:
@@ -18,14 +20,14 @@ def installed() -> tuple[str, ...]:
 
 @functools.cache
 def hooks(seam: str) -> tuple[Any, ...]:
-    """Import and return what the extensions offer at a seam of the core, in the order of their list."""
-    return tuple(offer for name in installed() for offer in hooks_of(name, seam))
+    """Import and return what the extensions offer at a seam of the core, in the order of their list, then `apps`."""
+    return tuple(offer for name in (*installed(), APPS) for offer in hooks_of(name, seam))
 
 
 @functools.cache
 def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
-    """Import and return what one extension offers at a seam; () if it is missing or offers nothing there."""
-    if extension not in installed():
+    """Import and return what one extension, or `apps`, offers at a seam; () if it is missing or has no such offer."""
+    if extension not in installed() and (extension != APPS or importlib.util.find_spec(_module(APPS)) is None):
         return ()
     paths = importlib.import_module(_module(extension)).HOOKS.get(seam, ())
     return tuple(_offer(extension, path) for path in ((paths,) if isinstance(paths, str) else paths))
@@ -48,7 +50,7 @@ def require(extension: str, setting: str) -> None:
 
 
 def _module(extension: str) -> str:
-    return f"{extensions.__name__}.{extension}"
+    return f"{__package__.partition('.')[0]}.{APPS}" if extension == APPS else f"{extensions.__name__}.{extension}"
 
 
 def _offer(extension: str, path: str) -> Any:

@@ -56,7 +56,7 @@ from ..weights import (
     serves_packed,
     weight_sync,
 )
-from .prompts import Prompts, longest_completion, prompts_with_images, reset_rules, without_template
+from .prompts import Benchmark, Prompts, longest_completion, prompts_with_images, reset_rules, without_template
 from .task import Task
 
 # Tokens reserved behind the longest prompt for an environment's `reset`, unless the context is set or shorter.
@@ -93,7 +93,7 @@ class Assembly:
         yield from () if self.engine is None else self.engine.warnings(config)
         yield from task.policy.warnings(config)
         for part in task.prompts:
-            if isinstance(part, PromptDataset) and part.dropped:
+            if isinstance(part, PromptDataset | Benchmark) and part.dropped:
                 yield part.dropped_line()
         if task.rollout_func is None:
             yield from without_template(task.train_prompts, task.policy)
@@ -176,7 +176,7 @@ def engine_alone(
     config: GRPOConfig, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
     closing: ExitStack,
 ) -> Engine:  # fmt: skip
-    """Build an engine with a checkpoint's own weights and no policy, for exams. A collective.
+    """Build an engine with a checkpoint's own weights and no policy, for benchmarks. A collective.
 
     Args:
         model: folder or Hub id; ``model_config`` is its configuration, as transformers reads it.
@@ -274,7 +274,7 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
         prompts: prompts of training, then of each evaluation.
     """
     engines, each = config.layout.data_size, config.eval_generations()
-    parts = [part for part in prompts[1:] if isinstance(part, PromptDataset)]
+    parts = [part for part in prompts[1:] if isinstance(part, PromptDataset | Benchmark)]
     evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in parts)
     return max(sampled_together(config), *evaluated, 1)
 

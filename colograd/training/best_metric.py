@@ -9,17 +9,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..apps.exams.prompts import ExamPrompts
 from ..config import GRPOConfig
 from ..config.objective import LOSSES
 from ..config.sampling import OF_LOSS
 from ..rewards import RewardFunction
 from ..rewards.calling import parameters_of
+from .prompts import Benchmark
 
-# Names of an evaluation's metrics: of rewards, of the loss, of exams. OF_LOSS matches the loss's other metrics.
+# Names of an evaluation's metrics: of rewards, and of the loss. OF_LOSS matches the loss's other metrics.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
 NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
-NAMES_OF_EXAMS = ("accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens")
 OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
 
 
@@ -86,7 +85,7 @@ def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction],
         )
     if match := re.fullmatch(r"rewards/(.+)/(\w+)", name):
         return match[1] in [reward.name for reward in rewards] and match[2] in OF_REWARD
-    if re.fullmatch(r"pass@\d+", name) and isinstance(prompts, ExamPrompts):
+    if isinstance(prompts, Benchmark) and re.search(r"(^|_)pass@\d+$", name):
         return True
     return "/" in name or bool(OF_LOSS.search(name)) or name in [*_names(args, rewards, prompts), *NAMES_OF_LOSS]
 
@@ -97,8 +96,8 @@ def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) ->
         for part, of_part in prompts.items():
             yield from (f"{part}_{name}" for name in _names(args, rewards, of_part))
         return
-    if isinstance(prompts, ExamPrompts):
-        yield from NAMES_OF_EXAMS
+    if isinstance(prompts, Benchmark):
+        yield from prompts.metric_names()
         return
     yield from NAMES if rewards else NAMES[3:]
     yield from (f"rewards/{reward.name}/mean" for reward in rewards)

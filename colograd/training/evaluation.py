@@ -1,4 +1,4 @@
-"""Evaluations: TRL's metrics of completions, pass@k, and the loss over all groups as one step; exams have their own."""
+"""Evaluations: TRL's metrics of completions, pass@k, and the loss over all groups as one step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-from ..apps.exams.prompts import ExamPrompts
-from ..apps.exams.results import pass_at as chance_of_pass
-from ..apps.exams.taking import metrics_of, shortened, take
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
 from ..data import PromptDataset
@@ -19,14 +16,15 @@ from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.packing import PackingRules
 from ..reporting.metrics import PhaseTimes
-from ..rollout.sampler import OwnEvaluation
+from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import Combine, RolloutStatistics
+from .prompts import Benchmark
 from .step_batches import step_batch
 
 EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
-def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[str, float]:
+def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str) -> dict[str, float]:
     """Sample, score and measure every prompt once, over all ranks.
 
     Args:
@@ -36,8 +34,8 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[st
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
-    if isinstance(prompts, ExamPrompts):
-        return _exam_metrics(trainer, prompts, name)
+    if isinstance(prompts, Benchmark):
+        return prompts.evaluate(trainer, name)
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
     counts = sampler.take_counts()
     trainer.recorder.evaluated(groups, name)
@@ -49,22 +47,6 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[st
     seconds = time.perf_counter() - started
     metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
     return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
-
-
-def _exam_metrics(trainer: Any, prompts: ExamPrompts, name: str) -> dict[str, float]:
-    """Take an exam with its own sampling and checker, but with completions at most as long as other evaluations'."""
-    config, sampler = trainer.args, trainer.sampler
-    exam = shortened(prompts.exam, int(config.max_completion_length_eval or config.max_completion_length))
-    mine = prompts.prompts(config.layout.data_rank, config.layout.data_size)
-    result, groups = take(
-        exam,
-        mine,
-        trainer.decode,
-        lambda asked, sampling, judge: sampler.collect_evaluation(asked, name, OwnEvaluation(sampling, judge)),
-    )
-    if sampler.completion_log is not None:
-        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [exam.name])
-    return {**metrics_of(result), "num_tokens": float(trainer.state.num_input_tokens_seen)}
 
 
 def evaluation_metrics(
@@ -102,7 +84,7 @@ def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
 def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
     """Estimate pass@k for k = 1, 2, 4 ... ``most``: the chance that at least one of k completions is a pass.
 
-    Each prompt has the unbiased estimate from n completions with c passes (`exams.results.pass_at`). The result is the
+    Each prompt has the unbiased estimate from n completions with c passes (`chance_of_pass`). The result is the
     mean over the prompts with at least k judged completions.
 
     Args:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ..apps.exams.catalogue import EXAMS
-from ..apps.exams.exam import ExamSpec, parse_specs
-from ..apps.exams.prompts import ExamPrompts
 from ..batch import TEACHER, ModelInput
 from ..config import GRPOConfig
 from ..data import (
@@ -29,9 +27,57 @@ from ..extensions.images.data import ImageReader
 from ..extensions.tools.toolbox import EMPTY, Toolbox
 from ..policy.loading import Policy
 from ..reporting.console import Console
+from ..runtime import registry
 
 Prompts = PromptDataset | PromptStream
 IMAGES_LOOKED_AT = 64  # rows to search for an image
+
+
+class Benchmark(ABC):
+    """An evaluation with prompts, sampling and judgement of its own.
+
+    An extension makes it, at the seams `benchmark_names` (texts -> names in the log, with their texts) and
+    `benchmark` (text, policy, args, context of the engine -> `Benchmark`).
+    """
+
+    dropped: bool = False  # whether some prompts don't fit into the context, see `dropped_line`
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+
+    @property
+    @abstractmethod
+    def generations(self) -> int:
+        """Largest number of the engine's sequences for one question."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of questions."""
+
+    @abstractmethod
+    def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
+        """Take the benchmark with the published weights, and return its metrics. A collective."""
+
+    def dropped_line(self) -> str:
+        """Return a line for the user about prompts that don't fit into the context."""
+        return ""
+
+    @abstractmethod
+    def metric_names(self) -> list[str]:
+        """Return the usual names of metrics, without the evaluation's prefix."""
+
+
+def benchmark_names(texts: Sequence[str]) -> dict[str, str]:
+    """Map the names of benchmarks in the log to their texts in a recipe.
+
+    Raises:
+        ValueError: the extension is missing, or a text can't be read.
+    """
+    registry.require("evaluation", f"exams: {list(texts)}")
+    (names_of,) = registry.hooks("benchmark_names")
+    return dict(names_of(texts))
 
 
 def longest_completion(args: GRPOConfig) -> int:
@@ -118,8 +164,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         name: name of the dataset in messages: train, eval or the user's.
         context: tokens of the engine's context, if there is an engine already.
     """
-    completion = longest_completion(args)
-    most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
+    completion, most = longest_completion(args), engine_context(policy, args, context)
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
         raise ValueError(
@@ -139,6 +184,15 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
     )
 
 
+def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int:
+    """Return the maximum tokens of a sequence.
+
+    Args:
+        context: tokens of the engine's context, if there is an engine already.
+    """
+    return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
+
+
 def eval_prompts_of(
     dataset: Any,
     policy: Policy,
@@ -149,25 +203,27 @@ def eval_prompts_of(
 ) -> Any:
     """Return the prompts to evaluate on, in the form of ``dataset``: one, a dict, or None.
 
-    Streams are read to their end. Names of exams become a dict of exams."""
-    if dataset is None or isinstance(dataset, PromptDataset):
+    Streams are read to their end. Names of benchmarks become a dict of benchmarks."""
+    if dataset is None or isinstance(dataset, PromptDataset | Benchmark):
         return dataset
     if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
-        dataset = parse_specs([dataset] if isinstance(dataset, str) else dataset, EXAMS)
-    if isinstance(dataset, ExamSpec):
-        return _exam_prompts_of(dataset, policy, args, context)
+        dataset = benchmark_names([dataset] if isinstance(dataset, str) else dataset)
     if isinstance(dataset, dict):
-        given: dict[str, Any] = dataset
-        specs = {name: ExamSpec.parse(part, EXAMS) if isinstance(part, str) else part for name, part in given.items()}
-        return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in specs.items()}
+        texts = {name: part for name, part in dataset.items() if isinstance(part, str)}
+        made = _benchmarks(texts, policy, args, context)
+        return {
+            name: made[name] if name in made else eval_prompts_of(part, policy, args, tools, context, name)
+            for name, part in dataset.items()
+        }
     return tokenize_prompts(_wanted(dataset, policy, args, tools, name), _rules(policy, args, name, context, tools))
 
 
-def _exam_prompts_of(spec: ExamSpec, policy: Policy, args: GRPOConfig, context: int | None) -> ExamPrompts:
-    """Return an exam's prompts, as long as the context allows, and without the run's tools."""
-    rules = _rules(policy, args, spec.exam.name, context, None)
-    whole = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
-    return ExamPrompts.of(spec, dataclasses.replace(rules, max_prompt_tokens=whole - longest_completion(args)))
+def _benchmarks(texts: dict[str, str], policy: Policy, args: GRPOConfig, context: int | None) -> dict[str, Benchmark]:
+    if not texts:
+        return {}
+    benchmark_names([*texts.values()])
+    (benchmark_of,) = registry.hooks("benchmark")
+    return {name: benchmark_of(text, policy, args, context) for name, text in texts.items()}
 
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:

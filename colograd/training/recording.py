@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback
 
-from ..apps.report import write_report
-from ..apps.report.payload import prompt_beginning
 from ..batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
 from ..engine.load import watched
 from ..losses.advantages import group_std
@@ -28,7 +26,7 @@ from ..memory.table import GIB
 from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
 from ..reporting.advisor import Advisor
-from ..reporting.event_log import EventLog, events_of, histogram, plain
+from ..reporting.event_log import EventLog, events_of, histogram, plain, prompt_beginning
 from ..reporting.group_views import TokenTexts, chosen_groups, shown_notes
 from ..reporting.model_card import versions
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
@@ -38,6 +36,7 @@ from ..rollout.group_records import RewardedGroup, group_bytes
 from ..rollout.group_table import entries
 from ..rollout.statistics import Combine, RolloutStatistics
 from ..rollout.store import RolloutStore
+from ..runtime import registry
 from .utilisation import Matrices, Work, peak_flops
 
 T = TypeVar("T")
@@ -125,7 +124,8 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def _write_report(self) -> None:
-        write_report(str(self.args.output_dir))
+        for write in registry.hooks("report"):  # folder of a run -> its page
+            write(str(self.args.output_dir))
 
     @_never_fails
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The commands of a user on the device of `host_cuda`: check a recipe, train, replay a step, take an exam, plan.
+"""The commands of a user on the device of `host_cuda`: check a recipe, train, replay a step, take a benchmark, plan.
 
 It also runs the thread of a user's environment: the tiny models' template has no tools.
 
@@ -19,7 +19,7 @@ import host_cuda_cases
 
 def main(folder: Path) -> None:
     host_cuda_cases.prepare()
-    import exam_cases
+    import benchmark_cases
     import tiny
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
     }
     rewards = {"reward_funcs": ["tiny:vowels", str(judge)]}
     recipe.write_text(json.dumps(tiny.recipe(model, **settings, **rewards)))  # JSON is YAML
-    exam = exam_cases.write(folder)["gsm8k"]
+    tasks = benchmark_cases.write(folder)
     statuses = {
         command: cli.main([command, *map(str, arguments)])
         for command, *arguments in (
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
             ("doctor", "--config", recipe),
             ("train", "--config", recipe),
             ("replay", run, "--step", 1),
-            ("eval", model, "--on", f"gsm8k={exam}", "--max-tokens", 4, *flags),
+            ("eval", model, "--tasks", "letters", "choices", "--include-path", tasks, *flags),
         )
     }
     thread = EnvironmentThread()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import cuda_places
-import pytest
 from paths import TESTS
 
 
@@ -24,17 +22,3 @@ def test_tests_of_the_table_exist() -> None:
     for test in {entry["test"] for entry in entries}:
         file, _, name = test.partition("::")
         assert f"def {name}(" in (TESTS / file).read_text(), test
-
-
-def test_places_are_found_in_each_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_places, "PACKAGE", tmp_path)
-    (tmp_path / "part.py").write_text(
-        "class A:\n"
-        "    on_cpu: torch.cuda.Stream\n"
-        "    def of(self, tensor, on_gpu: bool):\n"
-        "        return tensor.is_cuda and on_gpu or self.config.device.type == 'cpu'\n"
-        "def work(device, config):\n"
-        "    if not config.on_cpu and device == 'cuda':\n"
-        "        torch.cuda.synchronize()\n"
-    )
-    assert cuda_places.of_package() == {"part.py A.of": 3, "part.py work": 3}

@@ -110,22 +110,6 @@ def test_every_check_is_a_command_that_exists(device: str) -> None:
             assert getattr(options, "model", "M") == "M" and options.out == Path("F.json")
 
 
-def test_options_of_the_training_path_are_fields_of_the_configuration() -> None:
-    from colograd import GRPOConfig
-
-    for given in gpu_check.OPTIONS.values():
-        options = training_path.parse(given)
-        assert options.fields.keys() <= GRPOConfig.__dataclass_fields__.keys()
-        training_path.make_config(options, "out")
-
-
-def test_the_tests_for_a_gpu_are_found() -> None:
-    command = gpu_check.gpu_tests(only_collect=False)
-    files = [Path(word).name for word in command if word.endswith(".py")]
-    assert "test_attention.py" in files and "test_gpu_check.py" not in files, "those with a marked test"
-    assert {*gpu_check.gpu_tests(only_collect=True)} - {*command} == {"--collect-only"}
-
-
 def test_only_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.parse(["--only", "path", "doctor"]).only == ["path", "doctor"]
     with pytest.raises(SystemExit):
@@ -141,19 +125,6 @@ def test_a_machine_without_a_gpu_is_told_what_to_do() -> None:
 
 
 # -- time, failures
-
-
-def test_a_row_ends_well_before_a_lent_machine_ends_the_call() -> None:
-    assert gpu_check.LIMIT <= 0.75 * 600
-    for device in ("cuda", "cpu"):
-        assert max(check.seconds for check in gpu_check.checks("M", "R", device)) <= gpu_check.LIMIT / 3
-
-
-def test_the_rows_are_in_the_order_of_their_worth() -> None:
-    names = [check.name for check in gpu_check.checks("M", "R", "cuda")]
-    order = ["doctor", "gpu tests", "training", "memory", "sleep and wake", "publish", "attention", "keys in place"]
-    assert names[: len(order)] == order and names[len(order)] == "path, as it is"
-    assert [name for name in names[len(order) :] if not name.startswith("path")][::3] == ["rollouts", "side by side"]
 
 
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,23 +147,6 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
     assert begun == [*"abc", *"cd"] and [(each.name, each.status) for each in results] == [(n, "ok") for n in "abcd"]
     gpu_check.run_all(wanted, {}, 50, tmp_path, lambda results, new: None)
     assert len(begun) == 5, "too little time for any"
-
-
-def test_a_slow_row_is_late_in_a_call_that_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "run", lambda check, limit, folder: Result(check.name, "late", "", limit, limit))
-    found = gpu_check.run_all([Check("a", (), 1.0, gpu_check.last_line)], {}, 580, tmp_path, lambda results, new: None)
-    assert [each.limit_s for each in found] == [gpu_check.LIMIT]
-
-
-def test_rows_of_another_machine_are_not_taken(tmp_path: Path) -> None:
-    settings = {"model": "M", "machine": "H100", "tail": (1, 2)}
-    results = [Result("doctor", "ok", "well", 3, 420, {"x": 1}, code="1"), Result("publish", "late", "", 420, 420)]
-    found = {"settings": settings, "checks": [vars(result) for result in results]}
-    (tmp_path / "F.json").write_text(json.dumps(found))
-    assert [*gpu_check.recorded(tmp_path / "F.json", settings).values()] == results
-    assert gpu_check.recorded(tmp_path / "F.json", settings | {"machine": "H200"}) == {}
-    (tmp_path / "F.json").write_text(json.dumps(found)[:-9])
-    assert gpu_check.recorded(tmp_path / "F.json", settings) == {} == gpu_check.recorded(tmp_path / "G.json", settings)
 
 
 def test_failing_late_and_missing_checks_are_rows_and_the_others_go_on(
@@ -303,16 +257,6 @@ def test_what_is_wrong_with_a_run_is_said() -> None:
     assert training_path.faults(bad, steps, on_gpu=False) == [apart], "a process on a CPU holds more than is planned"
     lost = training_path.faults(FIGURES, [{"loss": float("inf"), "grad_norm": 0.0}], on_gpu=True)
     assert lost == ["loss isn't finite: [inf]", "no step had a gradient"]
-
-
-def test_made_up_completions_are_the_same_in_every_process() -> None:
-    from colograd.batch import Prompt
-
-    asked = [Prompt({}, (1, 2), position) for position in range(2)]
-    first, again = ([training_path.made_up(prompt, v, 50, 3, (2, 16)).group for prompt in asked] for v in (0, 1))
-    ids = [[rollout.completion_ids for rollout in group.rollouts] for group in first]
-    assert ids == [[rollout.completion_ids for rollout in group.rollouts] for group in again]
-    assert ids[0] != ids[1] and all(2 <= len(of) <= 16 and max(of) < 50 for group in ids for of in group)
 
 
 # -- the real thing

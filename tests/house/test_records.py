@@ -35,19 +35,6 @@ def test_every_row_has_a_source_and_a_command_that_its_benchmark_takes() -> None
                     assert Path(script).stem == "side_by_side"
 
 
-def test_what_was_measured_stands_beside_what_was_published() -> None:
-    shown = records.page({"NVIDIA Made Up": {"TRL": "TRL / Colograd: step 2.00"}})
-    assert "| Ours, NVIDIA Made Up |" in shown and "| TRL / Colograd: step 2.00 |" in shown
-    assert shown.count(records.NOT_YET) == len(records.RECORDS) - 1
-
-
-def test_cells_are_made_of_the_benchmarks_figures() -> None:
-    found = {"tokens_per_second": 11900.4, "peak": {"training": 12.5 * 2**30}, "utilisation": 0.111}
-    assert records.tell_speed([found]) == "11,900 tokens/s, 12.5 GiB, 11.1% MFU"
-    runs = [{"seconds": {"train": 2.0}}, {"seconds": {"train": 3.4}}]
-    assert records.tell_sharing(runs) == "2.00 s instead of 3.40: 1.70 ×"
-
-
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_tiny_form_of_every_row_runs_on_a_cpu(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from colograd.config import ScriptArguments
 from colograd.reporting.model_card import RunFacts, license_of, reward_plot, write_card
 from colograd.train import dataset_names
 
-GSM8K_ROWS = "colograd.apps.exams.gsm8k:training_rows"
+GSM8K_ROWS = "colograd.rewards.gsm8k:rows"
 
 
 def make_history(length: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from colograd.rewards import (
     resolve_rewards,
     think_format_reward,
 )
+from colograd.rewards.gsm8k import rows
 from colograd.rollout.sampler import Sampler
 
 ENDLESS = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}"
@@ -236,3 +238,16 @@ def test_special_tokens_reach_rewards_where_asked_for() -> None:
 def test_built_in_rewards_need_no_torch() -> None:
     script = "import sys, colograd.rewards as r; r.last_number(['1'], [1]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_gsm8k_rows_have_verls_question(tmp_path: Path) -> None:
+    """The data of the recipes that reproduce a published number."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "What is 20 times 60?", "answer": "20 * 60 = 1200\\n#### 1,200"}\n')
+    (row,) = rows(path=str(file))
+    instruction = 'Let\'s think step by step and output the final answer after "####".'
+    assert row == {"prompt": [{"role": "user", "content": f"What is 20 times 60? {instruction}"}], "answer": "1200"}
+    assert rows("test", str(file)) is None, "a file has one split"
+    file.write_text('{"question": "?", "answer": "12"}\n')
+    with pytest.raises(ValueError, match="gsm8k, row 0: the answer '12' doesn't end with"):
+        rows(path=str(file))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from reward_cases import terminated
 
-from colograd.apps.exams.python_runner import run_python
+from colograd.extensions.evaluation.python_runner import run_python
 from colograd.usercode.programs import CommandProgram
 from colograd.usercode.worker_pool import WorkerPool
 

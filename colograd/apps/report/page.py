@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from .payload import alarm_steps, of_step, overview, prompt_beginning, spread_out
-from .reading import RecordedRun
+from ...reporting.event_log import prompt_beginning
+from .payload import alarm_steps, of_step, overview, spread_out
+from .recorded_run import RecordedRun
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (

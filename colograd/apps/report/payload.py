@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .reading import BEGINNING, RecordedRun
-from .untrusted import mapping, number, text, whole
+from .recorded_run import RecordedRun
+from .untrusted import mapping, number, whole
 
 POINTS = 2000  # points of a curve; with more steps, each point is the mean of several
 MOST_SPREADS = 400  # steps with histograms
@@ -95,15 +95,6 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
         "completions": completions,
         "left_out": left_out,
     }
-
-
-def prompt_beginning(prompt: Any) -> str:
-    """Return a prompt's text, or its last user message's, short enough for a line."""
-    if isinstance(prompt, list):
-        asked = [message for message in map(mapping, prompt) if message.get("role") == "user"] or prompt[-1:]
-        content = mapping(asked[-1]).get("content") if asked else ""
-        prompt = " ".join(text(mapping(part).get("text")) for part in content) if isinstance(content, list) else content
-    return text(prompt, BEGINNING)
 
 
 def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:

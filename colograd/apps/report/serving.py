@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 from ... import __version__
 from .page import compact, document
 from .payload import of_step, overview
-from .reading import RecordedRun
+from .recorded_run import RecordedRun
 
 STEP_BYTES = 8_000_000  # approximate bytes of a step's completions as JSON
 LOOK_SECONDS = 1.0  # seconds between two reads of the files, however many pages request data

@@ -26,7 +26,7 @@ from ..experts.engine.routed import as_written, one_prompt
 from ..images.data import REFUSALS, images_of, with_own_images
 from .tool_calls import Answers, shown_content, text_of
 from .tool_format import ToolFormat
-from .toolbox import Session, Toolbox
+from .toolbox import ConversationTools, Toolbox
 
 POLL = 0.02  # seconds between two looks at tools while the engine has nothing to do
 
@@ -37,7 +37,7 @@ class Conversation:
 
     prompt: Prompt
     index: int  # index of the completion in its group
-    session: Session
+    session: ConversationTools
     input: ModelInput  # the prompt's tokens, with the text that the environment's `reset` returned
     asked: Any  # the prompt's messages, with the content that `reset` returned
     read: ModelInput  # the input and all later tokens: the engine reads it for the next turn

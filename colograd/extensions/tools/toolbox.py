@@ -23,7 +23,7 @@ EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: `re
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ConversationTools:
     """One conversation's tools."""
 
     schemas: list[dict[str, Any]]  # JSON schemas of the tools, for chat templates
@@ -108,19 +108,19 @@ class Toolbox:
         """
         return self._schemas[self._factory_of(row)]
 
-    def open(self, row: dict[str, Any]) -> tuple[Session, Answers | None]:
+    def open(self, row: dict[str, Any]) -> tuple[ConversationTools, Answers | None]:
         """Return a conversation's tools, and the pending answer of its environment's ``reset(**row)``."""
         key = self._factory_of(row)
         if not self.has_environments:
-            return Session(self._schemas[key]), None
+            return ConversationTools(self._schemas[key]), None
         environment = self.environments.lend(key)
         arguments = {name: value for name, value in row.items() if not (self.by_name and name == "environment")}
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
         begun = self._runner.start_method(environment, "reset", arguments)
-        return Session(self._schemas[key], environment), Answers([begun], self.timeout, self._advice)
+        return ConversationTools(self._schemas[key], environment), Answers([begun], self.timeout, self._advice)
 
-    def call(self, session: Session, calls: Sequence[ToolCall]) -> Answers:
+    def call(self, session: ConversationTools, calls: Sequence[ToolCall]) -> Answers:
         """Begin to run a turn's calls."""
         self.counts["tools/calls"] += len(calls)
         environment, of_environment = session.environment, 0

@@ -27,7 +27,7 @@ from paths import ROOT
 from colograd.apps.cli import main
 from colograd.apps.report import page, samples, write_report
 from colograd.apps.report.payload import _half, of_step, overview, spread_out
-from colograd.apps.report.reading import RecordedRun
+from colograd.apps.report.recorded_run import RecordedRun
 from colograd.apps.report.untrusted import Tail, open_inside, parse
 from colograd.batch import Group, Logged, ModelInput
 from colograd.extensions.agents.tree import TokenTree

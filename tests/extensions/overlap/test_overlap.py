@@ -14,7 +14,7 @@ import tiny
 import torch
 from overlapping import STEPS, apart, check_resumed, is_replayed, results, start, weights
 
-from colograd.apps.report.reading import RecordedRun
+from colograd.apps.report.recorded_run import RecordedRun
 from colograd.config import GRPOConfig
 from colograd.extensions.overlap.first_rows import first_rows
 from colograd.extensions.overlap.partition import fits, has_equal_counts

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...reporting.event_log import BEGINNING
 from .samples import Samples
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, texts, whole
 
@@ -29,7 +30,6 @@ MOST_PROMPTS = 200_000  # prompts with a history
 MOST_ALARMS = 500
 MOST_LIMITS = 64  # reward functions per step
 MOST_KNOBS = 2000
-BEGINNING = 160  # characters of a prompt in a line
 GROUP_WIDTH = 7  # numbers per group: prompt, position, G, mean reward, spread, truncated share, carries signal
 TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # one of them marks a training step's entry
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -1,0 +1,1 @@
+"""The log-probabilities of given texts, from vLLM."""

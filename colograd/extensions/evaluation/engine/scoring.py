@@ -1,0 +1,43 @@
+"""Log-probabilities of given continuations, all in the engine's queue at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ....engine.sampling import Sampling
+from ....parallel import watchdog
+
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM wants to sample a token too
+
+
+def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+    """Score continuations on the engine's first rank.
+
+    Args:
+        parts: (context, continuation) as token ids. Both have tokens, and together fewer than the engine's context.
+
+    Returns:
+        Per part the sum of the continuation's log-probabilities, and whether greedy decoding would write it.
+    """
+    scores: dict[int, tuple[float, bool]] = {}
+    waiting = {engine.submit([*context, *target], SCORED, seed=0): i for i, (context, target) in enumerate(parts)}
+    names = [*waiting]
+    try:
+        while waiting:
+            watchdog.progress("a step of the engine")
+            for output in engine.core.step():
+                if output.finished:
+                    index = waiting.pop(output.request_id)
+                    scores[index] = _sum(output, len(parts[index][0]))
+            if engine.after_step is not None:
+                engine.after_step()
+    finally:
+        engine.abort(names)
+    return [scores[index] for index in range(len(parts))]
+
+
+def _sum(output: Any, start: int) -> tuple[float, bool]:
+    ids, entries = output.prompt_token_ids[start:], output.prompt_logprobs[start:]
+    found = [entry[token] for entry, token in zip(entries, ids, strict=True)]
+    return float(sum(each.logprob for each in found)), all(each.rank == 1 for each in found)

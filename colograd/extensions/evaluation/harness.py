@@ -1,0 +1,368 @@
+"""`HarnessBenchmark`: tasks of lm-evaluation-harness with their questions as tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import io
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+
+from ...config.sampling import SHAPING
+from ...engine.sampling import Sampling
+from ...training.prompts import Benchmark, engine_context, longest_completion
+from .judging import code_runs_apart
+from .specs import YAML, TaskSpec, check_harness
+
+GENERATE, SCORE, ROLLING = "generate_until", "loglikelihood", "loglikelihood_rolling"
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in this order
+NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
+DEFAULT_TOKENS = 256  # the harness's maximum length of a completion, if a task has none
+FEWSHOT_SEED = 1234  # the harness's default
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a question."""
+
+    kind: str
+    arguments: tuple[Any, ...]  # as the task made them
+    prompt: tuple[int, ...] = ()  # token ids to continue
+    sampling: Sampling | None = None  # None: log-probabilities of `parts` are wanted
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One document of a task."""
+
+    row: int  # number of the document
+    doc: Any
+    target: str  # the right answer, for people
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that turn documents into requests."""
+
+    tokenizer: Any
+    context: int  # maximum tokens of a prompt and its completion
+    max_tokens: int | None = None  # limit of a completion, in place of (`limits`: in addition to) the task's
+    limits: bool = False
+    temperature: float | None = None  # in place of the task's
+    top_p: float | None = None
+    spread: float = 1.0  # temperature of several completions per question of a task that samples greedily
+    template: bool | None = None  # whether to use the chat template; None: for completions, if the model has one
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    include: tuple[str, ...] = ()  # folders with YAML files of tasks
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTask:
+    """A task with its questions. Each completion is judged alone if ``n`` is set."""
+
+    name: str
+    task: Any  # lm_eval's object
+    questions: tuple[Question, ...]
+    n: int | None
+    cut: int  # prompts that lost their beginning
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """Sampling of the first question; None: the task samples nothing."""
+        return next((each.sampling for each in self.questions[0].requests if each.sampling is not None), None)
+
+
+class HarnessBenchmark(Benchmark):
+    """A task, group or tag of the harness."""
+
+    def __init__(self, text: str, rules: Rules) -> None:
+        """Load and tokenise it.
+
+        Raises:
+            ValueError: no such task, its data or packages are missing, or it asks for images or no room is left.
+        """
+        check_harness()
+        self.text, self.spec, self.rules = text, TaskSpec.parse(text), rules
+        with _as_the_harness():
+            loaded = _load(self.spec.name, rules.include)
+            self.groups: dict[str, Any] = loaded["groups"]
+            self.tasks = [_questions(name, task, self.spec, rules) for name, task in loaded["tasks"].items()]
+
+        self.dropped = any(task.cut for task in self.tasks)
+
+    def dropped_line(self) -> str:
+        cut = ", ".join(f"{task.cut} of {len(task.questions)} of {task.name}" for task in self.tasks if task.cut)
+        return (
+            f"data: prompts don't fit into the context of {self.rules.context:,} tokens, so their beginnings are cut "
+            f"off, as lm-evaluation-harness does: {cut}"
+        )
+
+    def __len__(self) -> int:
+        return sum(len(task.questions) for task in self.tasks)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, or of the longest scored text."""
+        return max(_tokens(request) for task in self.tasks for each in task.questions for request in each.requests)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with its longest completion, or of the longest scored text."""
+        requests = [request for task in self.tasks for each in task.questions for request in each.requests]
+        return max(_tokens(each) + (each.sampling.max_tokens if each.sampling else 0) for each in requests)
+
+    @property
+    def generations(self) -> int:
+        """Largest number of requests that a question puts into the engine's queue."""
+        return max(
+            sum(len(request.parts) or (request.sampling.n if request.sampling else 0) for request in each.requests)
+            for task in self.tasks
+            for each in task.questions
+        )
+
+    def metric_names(self) -> list[str]:
+        """Return the common names of metrics, without the evaluation's prefix."""
+        names = ["accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens"]
+        if len(self.tasks) > 1:
+            return [*names, *(f"{task.name}_accuracy" for task in self.tasks)]
+        return [*names, *map(str, self.tasks[0].task.aggregation())]
+
+    def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
+        from .sitting import evaluate
+
+        return evaluate(self, trainer, name)
+
+
+def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> HarnessBenchmark:
+    """Load a benchmark for a run. Its completions have at most the length of other evaluations'."""
+    temperature = args.temperature if args.temperature_eval is None else args.temperature_eval
+    rules = Rules(
+        policy.tokenizer,
+        engine_context(policy, args, context),
+        int(args.max_completion_length_eval or longest_completion(args)),
+        limits=True,
+        spread=temperature or 1.0,
+        template_kwargs=dict(args.chat_template_kwargs or {}),
+    )
+    return HarnessBenchmark(text, rules)
+
+
+# -- the harness's tasks
+
+
+@contextlib.contextmanager
+def _as_the_harness() -> Iterator[None]:
+    """Set the harness's random seeds, hide its progress lines, and restore the generators' states afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    level = logging.getLogger("lm_eval").level
+    try:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        random.seed(0)
+        np.random.seed(1234)
+        torch.manual_seed(1234)
+        with contextlib.redirect_stderr(io.StringIO()), code_runs_apart():
+            yield
+    finally:
+        logging.getLogger("lm_eval").setLevel(level)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@functools.cache
+def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=list(folders), include_defaults=builtin)
+
+
+def _load(name: str, include: tuple[str, ...]) -> Any:
+    """Load a task, group or tag by its name or YAML file. Indexing all of the harness's tasks takes long, so this
+    looks into ``include`` and for a file of the name first."""
+    import lm_eval.tasks
+
+    try:
+        if name.endswith(YAML):
+            if not Path(name).is_file():
+                raise ValueError(f"there is no such file (looked from {Path.cwd()})")
+            return _manager((str(Path(name).resolve().parent), *include), False).load([name])
+        if name in (own := _manager(include, False)).task_index:
+            return own.load([name])
+        files = [file for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml") if _name_in(file) == name]
+        if files:
+            return own.load([str(files[0])])
+        whole = _manager(include, True)
+        if name in whole.task_index:
+            return whole.load([name])
+        near = difflib.get_close_matches(name, whole.all_tasks, n=3)
+    except Exception as error:  # code of the task, its packages, and its data may raise anything
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise ValueError(
+            f"The task {name!r} can't be loaded: {why}. It may need a package, a connection to the Hub or a filled "
+            "cache; a task of your own is a YAML file, by its path or in a folder of --include-path."
+        ) from error
+    meant = f" Did you mean {', '.join(near)}?" if near else ""
+    raise ValueError(f"lm-evaluation-harness has no task {name!r}, and no folder of --include-path has one.{meant}")
+
+
+def _name_in(file: Path) -> str:
+    """Return the name of the task in a YAML file; empty: it has a group, and its tasks need the whole index."""
+    from lm_eval.tasks._index import Kind, TaskIndex
+
+    entry = TaskIndex.entry_from_path(file)
+    return str(entry.name) if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) else ""
+
+
+def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask:
+    if getattr(task, "MULTIMODAL", False):
+        raise ValueError(f"The task {name!r} asks about images or sounds, but benchmarks are texts here: leave it out.")
+    if task.get_config("num_fewshot") is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(FEWSHOT_SEED)
+    generates, has_template = task.OUTPUT_TYPE == GENERATE, bool(getattr(rules.tokenizer, "chat_template", None))
+    repeats = int(task.get_config("repeats") or 1)
+    if spec.n is not None and (not generates or repeats > 1):
+        why = f"takes {repeats} of its own" if generates else "is scored by log-probabilities"
+        raise ValueError(
+            f"{name}@{spec.n} asks for {spec.n} completions per question, but the task {why}: write {name}."
+        )
+    template = has_template and generates if rules.template is None else rules.template
+    if template and not has_template:
+        raise ValueError("The model has no chat template: give --chat-template false, or chat_template_path.")
+    task.build_all_requests(
+        limit=spec.limit,
+        apply_chat_template=template,
+        fewshot_as_multiturn=template,
+        chat_template=functools.partial(_chat, rules) if template else None,
+    )
+    encoder = _encoder(rules.tokenizer)
+    by_row: dict[int, list[Any]] = {}
+    for instance in task.instances:
+        by_row.setdefault(instance.doc_id, []).append(instance)
+    cut, questions = 0, []
+    for row, instances in by_row.items():
+        instances.sort(key=lambda each: each.idx)
+        requests = [_request(name, each, spec.n or repeats, rules, encoder) for each in instances]
+        cut += any(shortened for _, shortened in requests)
+        doc = instances[0].doc
+        questions.append(Question(row, doc, str(task.doc_to_target(doc)), tuple(each for each, _ in requests)))
+    return LoadedTask(name, task, tuple(questions), spec.n, cut)
+
+
+def _chat(rules: Rules, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def text(messages: Sequence[dict[str, str]]) -> str:
+        return str(
+            rules.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **rules.template_kwargs,
+            )
+        )
+
+    try:
+        return text(messages)
+    except jinja2.TemplateError:  # many templates refuse a system message; the harness leaves it out too
+        return text([message for message in messages if message["role"] != "system"])
+
+
+# -- requests as tokens
+
+
+def _encoder(tokenizer: Any) -> Any:
+    """Return the harness's own rules for tokens of a context and its continuation."""
+    from lm_eval.api.model import TemplateLM
+
+    class Encoder(TemplateLM):
+        eot_token_id = tokenizer.eos_token_id
+        prefix_token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            if add_special_tokens is None:  # a chat template writes the first token itself
+                add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
+            ids: list[int] = tokenizer(string, add_special_tokens=add_special_tokens).input_ids
+            return ids
+
+        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
+            return [(context, continuation) for _, context, continuation in requests]
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            raise NotImplementedError
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            raise NotImplementedError
+
+    return Encoder()
+
+
+def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
+    """Return a request, and whether its beginning is cut off, as the harness does with too long ones."""
+    kind, arguments = instance.request_type, tuple(instance.args)
+    if kind == GENERATE:
+        sampling = _sampling(name, arguments[1], n, rules)
+        ids = encoder.tok_encode(arguments[0])
+        room = max(rules.context - sampling.max_tokens, rules.context // 2)
+        return Request(kind, arguments, tuple(ids[-room:]), sampling), len(ids) > room
+    room = rules.context - 1  # the engine samples a token behind
+    if kind == SCORE:
+        ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
+        kept = max(room - len(target), 1)
+        parts = [(tuple(context[-kept:]), tuple(target[-(room - 1) :]))]
+        return Request(kind, arguments, parts=tuple(parts)), len(context) + len(target) > room
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    ids = encoder.tok_encode(arguments[0], add_special_tokens=False)
+    windows = get_rolling_token_windows(ids, encoder.prefix_token_id, room - 1, 1)
+    pairs = [make_disjoint_window(window) for window in windows]
+    return Request(kind, arguments, parts=tuple((tuple(a), tuple(b)) for a, b in pairs)), False
+
+
+def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
+    """Convert the arguments of a task's generation."""
+    if unknown := [key for key in kwargs if key not in (*NO_SAMPLING, *SHAPING)]:
+        raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, which the engine doesn't have.")
+    own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
+    tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
+    temperature = 0.0 if kwargs.get("do_sample") is False else float(kwargs.get("temperature") or 0.0)
+    if temperature == 0 and n > 1:  # at 0 all completions of a question would be equal
+        temperature = rules.spread
+    options = {key: kwargs[key] for key in SHAPING if key in kwargs}
+    if rules.temperature is not None:
+        temperature = rules.temperature
+    if temperature == 0 and n > 1:
+        raise ValueError(
+            f"{name}: {n} completions per question at temperature 0 would be equal: ask for 1, or raise the "
+            "temperature."
+        )
+    if rules.top_p is not None:
+        options["top_p"] = rules.top_p
+    if not thinks(rules.tokenizer) and (stop := stops(kwargs)):
+        options["stop"] = stop
+    return Sampling(n, tokens, temperature, options)
+
+
+def stops(kwargs: dict[str, Any]) -> list[str]:
+    """Return the strings that end a completion."""
+    until = kwargs.get("until") or []
+    return [each for each in ([until] if isinstance(until, str) else until) if each]
+
+
+def thinks(tokenizer: Any) -> bool:
+    """Return whether the model thinks before it answers. Strings that end an answer may stand in its thought."""
+    return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")
+
+
+def _tokens(request: Request) -> int:
+    return max(len(request.prompt), *(len(context) + len(target) for context, target in request.parts), 0)

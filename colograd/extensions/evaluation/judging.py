@@ -1,0 +1,103 @@
+"""`Judge`: the filters and metrics of a task, called in worker processes that can be killed.
+
+Code that a model wrote runs below the worker, in an interpreter of its own: `CodeEval` takes the place of the metric
+`code_eval` of Hugging Face's evaluate, which runs it in a copy of the calling process, with its environment variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+
+from ...rewards.answers import chance_of_pass
+from .python_runner import run_python
+
+CODE_SECONDS = 20.0  # limit of one program and its tests
+# Attributes of the harness's tasks that hold documents. A judge gets each document with its call.
+DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
+
+
+class Judge:
+    """Computes a document's metrics from the model's responses."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = copy.copy(task)
+        for name in DOCUMENTS:
+            if hasattr(self.task, name):
+                with contextlib.suppress(AttributeError):
+                    setattr(self.task, name, None)
+
+    def __reduce__(self) -> Any:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("/"):  # the harness's name for a module next to a task's YAML file
+                cloudpickle.register_pickle_by_value(module)
+        return _restored, (cloudpickle.dumps(self.task),)
+
+    def __call__(
+        self, doc: Any, requests: Sequence[tuple[str, tuple[Any, ...]]], responses: Sequence[list[Any]]
+    ) -> dict[tuple[str, str], Any]:
+        """Return the metrics by (metric, filter).
+
+        Args:
+            requests: kind and arguments of the document's requests.
+            responses: responses to each request, one per repeat: a text, or (log-probability, is greedy).
+        """
+        from lm_eval.api.instance import Instance
+
+        instances = [
+            Instance(kind, doc, arguments, index, (None, 0, len(of_one)), list(of_one))
+            for index, ((kind, arguments), of_one) in enumerate(zip(requests, responses, strict=True))
+        ]
+        self.task._instances = instances
+        self.task.apply_filters()
+        return {
+            (metric, name): value
+            for name in instances[0].filtered_resps
+            for metric, value in self.task.process_results(doc, [i.filtered_resps[name] for i in instances]).items()
+        }
+
+
+def _restored(pickled: bytes) -> Judge:
+    with code_runs_apart():
+        return Judge(pickle.loads(pickled))
+
+
+class CodeEval:
+    """The metric `code_eval`: pass@k of programs with their tests, each in an interpreter of its own."""
+
+    def compute(
+        self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: Any
+    ) -> tuple[dict[str, float], dict[int, list[Any]]]:
+        """Return pass@k by name, and for each reference whether its predictions passed."""
+        passes = [
+            [run_python(f"{code}\n{tests}\n", CODE_SECONDS).passed for code in candidates]
+            for tests, candidates in zip(references, predictions, strict=True)
+        ]
+        shares = {
+            f"pass@{each}": sum(chance_of_pass(len(of_one), sum(of_one), each) for of_one in passes) / len(passes)
+            for each in k
+            if all(len(of_one) >= each for of_one in passes)
+        }
+        return shares, {index: [*enumerate(of_one)] for index, of_one in enumerate(passes)}
+
+
+@contextlib.contextmanager
+def code_runs_apart() -> Iterator[None]:
+    """Give `CodeEval` to tasks that load the metric `code_eval`. It needs no connection."""
+    try:
+        import evaluate
+    except ImportError:
+        yield
+        return
+    load = evaluate.load
+    evaluate.load = lambda path, *args, **kwargs: CodeEval() if path == "code_eval" else load(path, *args, **kwargs)
+    try:
+        yield
+    finally:
+        evaluate.load = load

@@ -1,0 +1,242 @@
+"""Results of benchmarks: the harness's metrics, 95 % intervals over questions, pass@k, lengths; as a table and JSON.
+
+Intervals are the normal approximation over questions (arXiv 2411.00640, section 2.1 and 2.2). A question's value is the
+mean of its completions' values; the interval is the mean ± 1.96 standard deviations of these values over the root of
+their number. So the completions of a question count once, because they are not independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...rewards.answers import chance_of_pass
+from .harness import HarnessBenchmark, LoadedTask
+
+NORMAL_95 = 1.959964
+Key = tuple[str, str]  # metric and filter
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over questions, and half the width of its 95 % interval (NaN for a single question)."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Compute the estimate from each question's value."""
+        count = len(values)
+        mean = sum(values) / count
+        if count < 2:
+            return cls(mean, math.nan)
+        variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+        return cls(mean, NORMAL_95 * math.sqrt(variance / count))
+
+    def percent(self) -> str:
+        return f"{100 * self.mean:.1f}" + ("" if math.isnan(self.half) else f" ± {100 * self.half:.1f}")
+
+
+@dataclass(slots=True)
+class Answered:
+    """One question with its verdicts."""
+
+    row: int
+    verdicts: list[dict[Key, Any]]  # one per completion that is judged alone, else one; empty: the check failed
+    tokens: int = 0  # tokens of all completions
+    cut_off: int = 0  # completions that ended at their limit of tokens
+
+
+@dataclass(slots=True)
+class TaskResult:
+    """The result of a task over all ranks' questions, in the order of its rows."""
+
+    loaded: LoadedTask
+    answered: list[Answered]
+    counts: Counter[str] = field(default_factory=Counter)  # checks that were late, died or raised
+    example: str = ""  # the error of a check that raised
+    seconds: float = 0.0  # seconds of the whole benchmark
+    aggregates: dict[Key, float] = field(default_factory=dict)  # the harness's values
+
+    @property
+    def name(self) -> str:
+        return self.loaded.name
+
+    @property
+    def completions(self) -> int:
+        sampling = self.loaded.sampling
+        return 0 if sampling is None else len(self.answered) * sampling.n
+
+    def values(self) -> dict[Key, list[list[Any]]]:
+        """Return by metric each question's values, one per verdict.
+
+        A failed check counts as a wrong answer: 0 where more is better and all values are numbers, else left out.
+        """
+        found: dict[Key, list[list[Any]]] = defaultdict(list)
+        keys = list(dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict))
+        better = self.loaded.task.higher_is_better()
+        for key in keys:
+            numbers = all(_is_number(v[key]) for each in self.answered for v in each.verdicts if key in v)
+            zero = numbers and better.get(key[0]) is not False
+            for each in self.answered:
+                values = [v.get(key, 0.0) if zero else v[key] for v in each.verdicts if zero or key in v]
+                if values:
+                    found[key].append(values)
+        return dict(found)
+
+    def raw(self) -> dict[Key, list[Any]]:
+        """Return each metric's values for the harness to aggregate: a question's mean if they are numbers."""
+        return {
+            key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [each for v in values for each in v]
+            for key, values in self.values().items()
+        }
+
+    @property
+    def primary(self) -> Key | None:
+        """The task's first metric and filter."""
+        return next(iter(self.aggregates), None)
+
+    @property
+    def accuracy(self) -> Estimate | None:
+        """The primary metric with its interval; None: it isn't a mean of shares."""
+        values = self.values().get(self.primary) if self.primary is not None else None
+        if values is None or not _are_numbers(values) or not all(0 <= each <= 1 for v in values for each in v):
+            return None
+        found = Estimate.of([sum(v) / len(v) for v in values])
+        return found if math.isclose(found.mean, self.aggregates[self.primary], abs_tol=1e-6) else None  # type: ignore[index]
+
+    def passes(self) -> dict[int, Estimate]:
+        """Compute pass@k of the primary metric for k = 2, 4, 8 ... n; at k = 1 it is the accuracy."""
+        n = self.loaded.n or 1
+        values = self.values().get(self.primary, []) if self.accuracy is not None else []  # type: ignore[arg-type]
+        if n < 2 or any(each not in (0, 1) for v in values for each in v):
+            return {}
+        rights = [int(sum(v)) for v in values]
+        ks = [2**power for power in range(1, n.bit_length())]
+        return {k: Estimate.of([chance_of_pass(n, right, k) for right in rights]) for k in ks}
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics for the log of a run: shares, not percent."""
+        found: dict[str, float] = {}
+        if (accuracy := self.accuracy) is not None:
+            found["accuracy"] = accuracy.mean
+            if not math.isnan(accuracy.half):
+                found["accuracy_ci95"] = accuracy.half
+        found |= {_name(key): value for key, value in self.aggregates.items()}
+        found |= {f"pass@{k}": estimate.mean for k, estimate in self.passes().items()}
+        if self.completions:
+            found["completions/mean_length"] = sum(each.tokens for each in self.answered) / self.completions
+            found["completions/clipped_ratio"] = sum(each.cut_off for each in self.answered) / self.completions
+        found["completions"] = float(self.completions)
+        return found | {f"checks/{kind}": float(count) for kind, count in self.counts.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the whole result with its settings."""
+        sampling, task = self.loaded.sampling, self.loaded.task
+        found = {
+            "task": self.name,
+            "version": str(task.VERSION),
+            "num_fewshot": task.get_config("num_fewshot"),
+            "questions": len(self.answered),
+            "n": self.loaded.n or 1,
+            "metrics": self.metrics(),
+            "seconds": self.seconds,
+        }
+        if sampling is not None:
+            settings = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+            found["sampling"] = settings | {name: v for name, v in sampling.options.items() if _is_number(v)}
+        primary = self.values().get(self.primary, []) if self.accuracy is not None else []  # type: ignore[arg-type]
+        rows = (each.row for each in self.answered)
+        return found | {"right": {str(row): sum(values) for row, values in zip(rows, primary, strict=False)}}
+
+
+@dataclass(slots=True)
+class SuiteResult:
+    """The results of a benchmark's tasks, and of its groups."""
+
+    tasks: list[TaskResult]
+    groups: dict[str, dict[Key, float]]
+
+    @classmethod
+    def of(cls, benchmark: HarnessBenchmark, tasks: Sequence[TaskResult]) -> SuiteResult:
+        """Let the harness aggregate the verdicts."""
+        from lm_eval.evaluator_utils import _process_results
+
+        gathered = {
+            each.name: {"task": each.loaded.task, "raw_metrics": each.raw(), "logged_samples": []} for each in tasks
+        }
+        whole = _process_results(gathered, benchmark.groups, bootstrap_iters=0).metrics
+        for each in tasks:
+            each.aggregates = dict(_numbers(whole[each.name]))
+        return cls(list(tasks), {name: dict(_numbers(whole[name])) for name in benchmark.groups})
+
+    def metrics(self) -> dict[str, float]:
+        """Return the log's metrics; with several tasks or a group each task's have its name in front."""
+        if len(self.tasks) == 1 and not self.groups:
+            return self.tasks[0].metrics()
+        found: dict[str, float] = {}
+        for index, values in enumerate(self.groups.values()):  # the first one has the others in it
+            if values and index == 0:
+                found["accuracy"] = next(iter(values.values()))
+                found |= {_name(key): value for key, value in values.items()}
+        for each in self.tasks:
+            found |= {f"{each.name}_{name}": value for name, value in each.metrics().items()}
+        return found | {"completions": float(sum(each.completions for each in self.tasks))}
+
+
+def table(results: Sequence[SuiteResult]) -> list[str]:
+    """Format lines for people: a row per task and metric, then groups and failed checks."""
+    rows = [("task", "questions", "metric", "value", "pass@k", "tokens", "cut off")]
+    lines = []
+    for result in (each for suite in results for each in suite.tasks):
+        accuracy, passes = result.accuracy, result.passes()
+        for key, value in result.aggregates.items():
+            first = key == result.primary
+            shown = accuracy.percent() + " %" if first and accuracy is not None else f"{value:.4g}"
+            count = result.completions
+            each = f"@{result.loaded.n} " if result.loaded.n else ""
+            rows.append(
+                (
+                    result.name,
+                    str(len(result.answered)),
+                    f"{each}{_name(key)}",
+                    shown,
+                    (", ".join(f"@{k} {e.percent()}" for k, e in passes.items()) if first else "") or "-",
+                    f"{sum(a.tokens for a in result.answered) / count:.0f}" if count else "-",
+                    f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %" if count else "-",
+                )
+            )
+        if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts.items())):
+            about = f": {result.example}" if result.example else ""
+            lines.append(f"{result.name}: checks that judged nothing count as wrong answers: {wrong}{about}")
+    for suite in results:
+        for group, values in suite.groups.items():
+            rows += [(group, "", _name(key), f"{value:.4g}", "-", "-", "-") for key, value in values.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    shown_rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [*(row.rstrip() for row in shown_rows), *lines]
+
+
+def _name(key: Key) -> str:
+    metric, name = key
+    return metric if name == "none" else f"{metric}/{name}"
+
+
+def _numbers(metrics: dict[str, Any]) -> Iterable[tuple[Key, float]]:
+    """Yield the harness's values, without standard errors."""
+    for joined, value in metrics.items():
+        metric, comma, name = joined.partition(",")
+        if comma and not metric.endswith("_stderr") and _is_number(value):
+            yield (metric, name), float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0)
+
+
+def _are_numbers(values: Sequence[Sequence[Any]]) -> bool:
+    return all(_is_number(each) for v in values for each in v)

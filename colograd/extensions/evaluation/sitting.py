@@ -1,0 +1,198 @@
+"""A benchmark on this rank's engine: its questions are sampled or scored, and judged in workers at the same time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...batch import FinishReason, Group, ModelInput, Prompt, ScoredGroup
+from ...engine.load import stepping
+from ...parallel import watchdog
+from ...parallel.ranks import gather, on_all_ranks
+from ...rewards.answers import after_thinking
+from ...runtime import process
+from ...usercode.worker_pool import WorkerCall, WorkerPool
+from .engine.scoring import score
+from .harness import HarnessBenchmark, LoadedTask, Question, Request, stops, thinks
+from .judging import Judge
+from .results import Answered, SuiteResult, TaskResult
+
+MOST_WORKERS = 8  # default limit
+CHECK_SECONDS = 120.0  # limit of one call: all filters and metrics of a question
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The engine, and the run or command that it belongs to."""
+
+    config: Any
+    engine: Any
+    tokenizer: Any
+    console: Any
+    version: int  # the optimizer step of the engine's weights
+
+
+@dataclass(slots=True)
+class Sat:
+    """This rank's work on one question."""
+
+    task: str
+    question: Question
+    calls: list[WorkerCall]
+    groups: list[Group]  # one per sampled request
+    texts: list[list[str]]  # the judged texts of each sampled request
+
+
+def take(
+    benchmark: HarnessBenchmark, host: Host, turn: AbstractContextManager[Any]
+) -> tuple[SuiteResult, list[tuple[Sat, list[dict[Any, Any]]]]]:
+    """Sample or score all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective.
+
+    Args:
+        turn: a context that gives the engine its memory.
+    """
+    started, mine = time.perf_counter(), host.config.layout
+    with on_all_ranks("the benchmark's checkers"):
+        judges = {task.name: Judge(task.task) for task in benchmark.tasks}
+        pool = WorkerPool("benchmark", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
+        if lost := [name for name in judges if name not in pool]:
+            raise ValueError(f"The checks of {lost[0]!r} run in no worker process: {'; '.join(pool.notes)}")
+    with closing(pool):
+        with turn, on_all_ranks("the benchmark"):
+            sat: list[Sat] = host.engine.on_engine_leader(
+                lambda: [
+                    each
+                    for task in benchmark.tasks
+                    for each in _sit(task, task.questions[mine.data_rank :: mine.data_size], host, pool)
+                ],
+                others=[],
+            )
+        counts: dict[str, Counter[str]] = {task.name: Counter() for task in benchmark.tasks}
+        examples: dict[str, str] = {}
+        judged = [(each, [_verdict(each.task, call, counts, examples) for call in each.calls]) for each in sat]
+    parts = gather(([(each.task, _answered(each, verdicts)) for each, verdicts in judged], counts, examples))
+    results = []
+    for task in benchmark.tasks:
+        answered = sorted((a for rows, _, _ in parts for name, a in rows if name == task.name), key=lambda a: a.row)
+        whole = Counter[str]()
+        for _, of_rank, _ in parts:
+            whole.update(of_rank[task.name])
+        example = next((of_rank[task.name] for _, _, of_rank in parts if task.name in of_rank), "")
+        results.append(TaskResult(task, answered, whole, example, time.perf_counter() - started))
+    with on_all_ranks("the benchmark's metrics"):
+        return SuiteResult.of(benchmark, results), judged
+
+
+def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool) -> list[Sat]:
+    """Answer this engine's questions of a task: log-probabilities first, then samples, judged as they finish."""
+    sat = {each.row: Sat(task.name, each, [], [], [[] for _ in each.requests]) for each in questions}
+    responses: dict[int, list[list[Any]]] = {each.row: [[] for _ in each.requests] for each in questions}
+
+    def answer(row: int, index: int, found: list[Any]) -> None:
+        responses[row][index] = found
+        if all(responses[row]):
+            sat[row].calls = [*_submit(task, sat[row].question, responses.pop(row), pool)]
+
+    _score(questions, host, answer)
+    wanted: dict[int, tuple[Question, int, Request]] = {}
+    for each in questions:
+        wanted |= {each.row * len(each.requests) + i: (each, i, r) for i, r in enumerate(each.requests) if r.prompt}
+    for prompts in _by_sampling(wanted):
+        bar = host.console.progress(len(prompts), task.name, "question")
+        sampling, seed = wanted[prompts[0].position][2].sampling, host.config.seed
+        generated = host.engine.generate(prompts, sampling, version=host.version, seed=seed, purpose="eval")
+        with closing(bar), stepping(host.engine, bar.sampled):
+            for group in generated:
+                bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
+                question, index, request = wanted[group.position]
+                texts = _texts(group, request, host.tokenizer)
+                sat[question.row].groups.append(group)
+                sat[question.row].texts[index] = texts
+                answer(question.row, index, texts)
+    return [*sat.values()]
+
+
+def _score(questions: Sequence[Question], host: Host, answer: Any) -> None:
+    asked = [(each.row, i, r) for each in questions for i, r in enumerate(each.requests) if r.parts]
+    scores = iter(score(host.engine, [part for _, _, request in asked for part in request.parts]))
+    for row, index, request in asked:
+        found = [next(scores) for _ in request.parts]
+        total = sum(logprob for logprob, _ in found)
+        answer(row, index, [total if request.kind.endswith("rolling") else (total, found[0][1])])
+
+
+def _by_sampling(wanted: dict[int, tuple[Question, int, Request]]) -> list[list[Prompt]]:
+    """Group a task's prompts by their sampling, which is one for nearly all tasks."""
+    found: dict[str, list[Prompt]] = {}
+    for position, (question, _, request) in wanted.items():
+        example = {"prompt": request.arguments[0], "answer": question.target}
+        found.setdefault(repr(request.sampling), []).append(Prompt(example, ModelInput(request.prompt), position))
+    return [*found.values()]
+
+
+def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
+    """Return the completions as the task's filters want them: without a thought, and up to its `until`."""
+    ids = [list(rollout.completion_ids) for rollout in group.rollouts]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    if thinks(tokenizer):
+        begun = str(request.arguments[0]).rstrip().endswith("<think>")
+        texts = [after_thinking(text, begun).lstrip() for text in texts]
+    for stop in stops(request.arguments[1]):
+        texts = [text.partition(stop)[0] for text in texts]
+    return texts
+
+
+def _submit(
+    task: LoadedTask, question: Question, responses: Sequence[list[Any]], pool: WorkerPool
+) -> Iterator[WorkerCall]:
+    asked = [(request.kind, request.arguments) for request in question.requests]
+    alone = [[[each] for each in of_one] for of_one in zip(*responses, strict=True)] if task.n else [responses]
+    for of_call in alone:
+        yield pool.submit(task.name, {"doc": question.doc, "requests": asked, "responses": of_call})
+
+
+def _verdict(task: str, call: WorkerCall, counts: dict[str, Counter[str]], examples: dict[str, str]) -> dict[Any, Any]:
+    watchdog.progress(f"the checks of {task}")
+    outcome = call.result()
+    if outcome.kind == "value":
+        return dict(outcome.value)
+    counts[task][outcome.kind] += 1
+    if outcome.kind == "raised":
+        examples.setdefault(task, outcome.value[0])
+    return {}
+
+
+def _answered(sat: Sat, verdicts: list[dict[Any, Any]]) -> Answered:
+    rollouts = [rollout for group in sat.groups for rollout in group.rollouts]
+    tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+    return Answered(sat.question.row, verdicts, tokens, sum(r.finish_reason is not FinishReason.STOP for r in rollouts))
+
+
+def evaluate(benchmark: HarnessBenchmark, trainer: Any, name: str) -> dict[str, float]:
+    """Take a benchmark with the policy's present weights, and log its completions with their verdicts."""
+    started, sampler = time.perf_counter(), trainer.sampler
+    host = Host(trainer.args, trainer.engine, trainer.policy.tokenizer, trainer.console, trainer.state.global_step)
+    result, judged = take(benchmark, host, sampler.device_turns.sampling(trainer.optimizer))
+    if sampler.completion_log is not None:
+        groups = [*_scored(result, judged)]
+        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [name])
+    seconds = time.perf_counter() - started
+    times = {"runtime": seconds, "samples_per_second": len(benchmark) / seconds}
+    return {**result.metrics(), **times, "num_tokens": float(trainer.state.num_input_tokens_seen)}
+
+
+def _scored(result: SuiteResult, judged: Sequence[tuple[Sat, list[dict[Any, Any]]]]) -> Iterator[ScoredGroup]:
+    """Yield the sampled groups with the primary metric as their reward."""
+    primary = {each.name: each.primary for each in result.tasks}
+    for sat, verdicts in judged:
+        values = [float(verdict.get(primary[sat.task], 0.0)) for verdict in verdicts]
+        for group in sat.groups:
+            size = len(group.rollouts)
+            rewards = torch.tensor(values if len(values) == size else values[:1] * size).reshape(-1, 1)
+            yield ScoredGroup(group, rewards, torch.zeros(size))

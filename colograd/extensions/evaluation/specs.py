@@ -1,0 +1,73 @@
+"""`TaskSpec`: a task of lm-evaluation-harness, as a command line or a recipe names it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_FORM = re.compile(r"(?P<name>[^\[\]@=]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?")
+YAML = (".yaml", ".yml")
+# Former exams of this project, and their names in the harness where these differ.
+FORMER = {"math500": "minerva_math500", "gpqa": "gpqa_diamond_cot_zeroshot"}
+INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama lxml evaluate"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """A task, group or tag with the requested changes: ``NAME[:ROWS]@N``, where only the name is required."""
+
+    name: str  # name in the harness, or path of a YAML file
+    limit: int | None = None  # number of first rows; None: all rows
+    n: int | None = None  # completions per question, each judged alone; None: the task's own number
+
+    @classmethod
+    def parse(cls, text: str) -> TaskSpec:
+        """Read ``gsm8k``, ``mmlu[:100]``, ``aime24@16``, ``tasks/mine.yaml`` or a mixture of these.
+
+        Raises:
+            ValueError: another form, or no rows or completions.
+        """
+        match = _FORM.fullmatch(text)
+        if match is None:
+            own = (
+                " For data of your own write a YAML file with the task's prompt and metrics, `dataset_path: json` and "
+                "`dataset_kwargs: {data_files: {test: FILE}}`."
+            )
+            raise ValueError(
+                f"The task {text!r} can't be read: write NAME, NAME[:ROWS] for the first rows, NAME@N for N "
+                f"completions per question, or FILE.yaml for a task of your own.{own if '=' in text else ''}"
+            )
+        if match["limit"] == "0" or match["n"] == "0":
+            raise ValueError(f"The task {text!r} asks for 0 rows or completions, but both are at least 1.")
+        limit, n = (None if match[each] is None else int(match[each]) for each in ("limit", "n"))
+        return cls(FORMER.get(match["name"], match["name"]), limit, n)
+
+
+def names_of(texts: Sequence[str]) -> Mapping[str, str]:
+    """Map each task's name in the log to its text.
+
+    Raises:
+        ValueError: lm_eval is missing, a text has another form, or a task is named twice.
+    """
+    check_harness()
+    names: dict[str, str] = {}
+    for text in texts:
+        TaskSpec.parse(text)
+        name = re.split(r"[\[@]", text)[0]  # a former name stays: `eval_math500_accuracy`
+        name = Path(name).stem if name.endswith(YAML) else name
+        if name in names:
+            raise ValueError(f"The task {name!r} is named twice: name it once.")
+        names[name] = text
+    return names
+
+
+def check_harness() -> None:
+    """Raise a ValueError with the remedy if lm-evaluation-harness isn't installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"Benchmarks are tasks of lm-evaluation-harness, but the package lm_eval is missing: {INSTALL}, or pip "
+            "install 'colograd[eval]'."
+        )

@@ -1,0 +1,45 @@
+"""GSM8K (arXiv 2110.14168) as verl and SkyRL ask it: the question with their instruction, and the number as the answer.
+
+`rows` is a recipe's dataset, `gsm8k_reward` its reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .answers import behind_hashes
+from .answers import gsm8k_reward as reward
+
+__all__ = ["reward", "rows", "training_rows"]
+
+PATH = "openai/gsm8k"
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def rows(split: str = "train", path: str = PATH) -> Any:
+    """Load a split: columns ``prompt`` (a user's message) and ``answer`` (the number). None: there is no such split.
+
+    Args:
+        split: ``train`` with 7,473 problems, or ``test`` with 1,319.
+        path: a folder or Hub id with the dataset's files, or one file of rows, which is the split ``train``.
+    """
+    from datasets import Dataset
+
+    from ..data.sources import load_source
+
+    loaded = load_source(path, "main" if path == PATH else None, {}, (split,), streaming=False)
+    found = loaded.get(split) if isinstance(loaded, dict) else loaded if split == "train" else None
+    return None if found is None else Dataset.from_list([_row(row, number) for number, row in enumerate(found)])
+
+
+def training_rows(path: str = PATH) -> Any:
+    """Load the split ``train`` alone, see `rows`."""
+    return rows("train", path)
+
+
+def _row(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    gold = behind_hashes(str(row["answer"]))
+    if gold is None:
+        raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`.")
+    return {"prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}], "answer": gold}
