@@ -136,11 +136,6 @@ def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     return engine_dtype(config, dtype) == dtype and same_layout
 
 
-def serves_packed(config: GRPOConfig, policy: Policy) -> bool:
-    """Return whether the engine reads a quantised base in the policy's memory, instead of dequantised copies."""
-    return policy.quantization is not None and config.weights == "shared"
-
-
 def weight_sync(
     wanted: str,
     policy: torch.nn.Module,

@@ -1,3 +1,5 @@
 """Mixtures of experts: routing, the load-balancing loss, replayed routing."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "engine_feature": ("engine.kernels:mixture_build", "engine.routed:router_log"),
+}

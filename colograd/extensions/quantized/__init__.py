@@ -1,3 +1,6 @@
 """Bases of 4 or 8 bits below an adapter."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "engine_feature": "engine.layers:served_layers",
+    "packed_weights": "layers:packed_weights",
+}
