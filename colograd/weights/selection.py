@@ -13,12 +13,11 @@ from ..engine.arguments import engine_dtype
 from ..engine.protocol import Engine
 from ..extensions.images.towers import sees
 from ..extensions.quantized.layers import packed_weights
-from ..extensions.tensor_parallel.layers import adapter_shards, split
 from ..parallel.ranks import on_all_ranks
-from ..parallel.shards import Shard
 from ..policy.loading import Policy
 from ..policy.lora import Adapter, adapted_layers, base_name
 from ..runtime.importing import find_object, is_import_path
+from ..runtime.registry import hooks
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights, Copies, MergedWeights
@@ -41,7 +40,7 @@ class Sides:
     seen: ModelInput | None = None  # a prompt with images
 
 
-def _move(policy: torch.nn.Module, device: torch.device) -> None:
+def move(policy: torch.nn.Module, device: torch.device) -> None:
     """Move a policy to a device, unless it is there."""
     if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
         policy.to(device)  # conditional, because `.to("cpu:0")` copies tensors on "cpu" and would undo the sharing
@@ -187,7 +186,11 @@ def weight_sync(
     if packed or served:
         _dequantise(slices if engine.blank else packed, policy, engine, device, seen)
     sides = Sides(policy, engine, slices, device, equal and not packed, seen)
-    sync = _in_parts(sides, adapter) if cut == "parts" else _select(wanted, sides, adapter, cut == "rows")
+    if cut == "parts":  # an extension offers a function of a `Sides` and an adapter that cuts the policy
+        (in_parts,) = hooks("weights_in_parts")
+        sync: WeightSync = in_parts(sides, adapter)
+    else:
+        sync = _select(wanted, sides, adapter, cut == "rows")
     if sides.equal:
         proof.check_same(policy, engine)  # equal weights don't prove that both compute the same architecture
     return sync
@@ -219,7 +222,7 @@ def _dequantise(
     Raises:
         RuntimeError: the outputs differ, or the engine doesn't use some of the policy's packed weights.
     """
-    _move(policy, device)
+    move(policy, device)
     Copies(slices).write()
     proof.check_same(policy, engine, seen)
     untested = [weight for name, weight in packed_weights(policy).items() if seen is None and sees(name)]
@@ -232,7 +235,7 @@ def _dequantise(
 
 def _custom(path: str, sides: Sides) -> WeightSync:
     """Prove the mapping and create the user's `WeightSync`."""
-    _move(sides.policy, sides.device)
+    move(sides.policy, sides.device)
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return find_weight_sync(path)(sides.policy, sides.engine, sides.slices)
 
@@ -242,42 +245,9 @@ def _gathered(sides: Sides) -> GatheredWeights:
     never has two copies."""
     if not any(shared.obstacle(part) for part in sides.slices):
         shared.bind(sides.slices)
-        _move(sides.policy, sides.device)  # its buffers
+        move(sides.policy, sides.device)  # its buffers
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return GatheredWeights(sides.policy, sides.engine, sides.slices)
-
-
-def _in_parts(sides: Sides, adapter: Adapter | None) -> WeightSync:
-    """Prove the mapping while the policy is whole, then make every parameter the tensor of the engine's rank.
-
-    An adapter is cut as its base is, because vLLM cuts it in its slots in that way.
-
-    Raises:
-        ValueError: a parameter can't share the engine's memory, or the engine has no slot for an adapted layer.
-        RuntimeError: in parts, the policy's output differs from the engine's.
-    """
-    policy, engine = sides.policy, sides.engine
-    with on_all_ranks("the plan of the policy's parts"):
-        parts = shared.parts(sides.slices)
-    proof.check_read(sides.slices, policy, engine, seen=sides.seen)
-    shared.bind_parts(parts)
-    shards, lora_shards = {part.name: shard for part, shard in parts}, dict[int, Shard]()
-    if adapter is not None:
-        lora_shards = adapter_shards(adapted_layers(policy), {str(base_name(name)): s for name, s in shards.items()})
-        for name, parameter in policy.named_parameters():
-            if (shard := lora_shards.get(id(parameter))) is not None:
-                parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
-    _move(policy, sides.device)  # the adapter, and buffers
-    split(policy, shards, engine.layout)
-    sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
-    if adapter is not None:
-        try:
-            sync = AdapterWeights(policy, engine, map_adapter(policy, engine, lora_shards), base)
-        except Unserved as unserved:
-            raise ValueError(f"sharding is 'tensor', but {unserved}: set sharding: gradients.") from None
-    if not sides.equal:
-        proof.check_same(policy, engine)
-    return sync
 
 
 def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
@@ -298,7 +268,7 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
     split = sides.engine.layout.ranks_per_engine > 1
     if wanted != "copied" and len(obstacles) < len(sides.slices) and not split:
         return _shared(sides, obstacles, constant)
-    _move(sides.policy, sides.device)
+    move(sides.policy, sides.device)
     if not constant:
         proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     why = "as configured" if wanted == "copied" else next(iter(obstacles.values()), "")
@@ -312,7 +282,7 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
     views = [part for part in sides.slices if part.name not in obstacles]
     copies = [(part, obstacles[part.name]) for part in sides.slices if part.name in obstacles]
     shared.bind(views)
-    _move(sides.policy, sides.device)  # moves the rest: buffers, and the parameters that are copied
+    move(sides.policy, sides.device)  # moves the rest: buffers, and the parameters that are copied
     tested = [*views, *(part for part, _ in copies if part.packed is not None)]
     for part in [] if constant else proof.check_read(tested, sides.policy, sides.engine, sides.slices, seen=sides.seen):
         if part.packed is not None:
@@ -336,7 +306,7 @@ def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
 
 
 def _merged(sides: Sides, why: str) -> MergedWeights:
-    _move(sides.policy, sides.device)
+    move(sides.policy, sides.device)
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
     moving = merged.moving if sides.equal else sides.slices
     proof.check_read(moving, sides.policy, sides.engine, sides.slices, seen=sides.seen)
