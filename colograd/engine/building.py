@@ -36,7 +36,7 @@ _kernels_found = False  # whether an engine of this process replaced vLLM's kern
 
 
 @contextlib.contextmanager
-def told_of_vllm(model: str) -> Iterator[None]:
+def explained_errors(model: str) -> Iterator[None]:
     """Replace an error of vLLM's code by one that names vLLM and the model.
 
     vLLM lists models that its build for this device can't run, so such errors are expected.
@@ -131,7 +131,7 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         enter = while_built.enter_context
-        enter(usual_algorithms())
+        enter(nondeterminism_allowed())
         if not on_cpu:
             while_built.callback(process.compile_with_threads, _compile_threads)
         enter(output_with_a_descriptor())
@@ -177,7 +177,7 @@ def same_float32_products() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def usual_algorithms() -> Iterator[None]:
+def nondeterminism_allowed() -> Iterator[None]:
     """Let torch use nondeterministic algorithms while the context lasts.
 
     `full_determinism` concerns the policy's gradients, and some of vLLM's kernels have no deterministic counterpart.

@@ -21,16 +21,21 @@ from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
 from ..runtime import process
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
+from .building import (
+    buffers_stay,
+    build_conditions,
+    check_vllm,
+    explained_errors,
+    nondeterminism_allowed,
+    untested_vllm,
+)
 from .closing import closed_if_it_fails, closes_with
 from .feature import EngineFeature, EngineUse, Features, engine_features
-from .last_outputs import last_outputs
-from .leading import follow, leading
-from .per_layer_inputs import computed_per_layer_inputs
+from .leading import follow, last_outputs, leading
+from .model_classes import classes_apart, computed_per_layer_inputs
 from .protocol import Sampled, ServedWeights, StaleWeights, T
 from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
 from .tensors import VLLMTensors
-from .transformers_classes import classes_apart
 
 
 class VLLMEngine:
@@ -98,7 +103,7 @@ class VLLMEngine:
                 while_built.enter_context(feature.while_built())
             while_built.enter_context(classes_apart(lambda: self.model))
             while_built.enter_context(computed_per_layer_inputs())
-            with told_of_vllm(model_path):
+            with explained_errors(model_path):
                 self.llm = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             self.vocab_size = int(self.vllm_config.model_config.hf_text_config.vocab_size)  # of the checkpoint
@@ -249,7 +254,7 @@ class VLLMEngine:
             Exception: an error of ``work`` on the first rank; on the other ranks an error in a repeated call.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(usual_algorithms())
+            stack.enter_context(nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
             for context in self._features.while_generating:
                 stack.enter_context(context())
@@ -423,7 +428,7 @@ class VLLMEngine:
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
         request = self._enqueue(prompt, params)
         outputs: list[Any] = []
-        with usual_algorithms(), told_of_vllm(self.vllm_config.model_config.model):
+        with nondeterminism_allowed(), explained_errors(self.vllm_config.model_config.model):
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
         del self._open[request]

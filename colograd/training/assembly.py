@@ -130,7 +130,7 @@ def assemble(
             device=config.device,
             adapter=policy.adapter,
             cut="rows" if config.cuts_weights else "parts" if config.tensor_parallel else "",
-            seen=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
+            tower_prompt=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former memory

@@ -14,12 +14,12 @@ from ...policy.lora import Adapter, adapted_layers, base_name
 from ...weights import WeightSync, proof
 from ...weights.adapter import AdapterWeights, Unserved, map_adapter
 from ...weights.mapping import Slice
-from ...weights.selection import Sides, move
+from ...weights.selection import Pairing, move
 from ...weights.shared import SharedWeights, obstacle
 from .layers import adapter_shards, split
 
 
-def weights_in_parts(sides: Sides, adapter: Adapter | None) -> WeightSync:
+def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
     """Prove the mapping while the policy is whole, then make every parameter the tensor of the engine's rank.
 
     An adapter is cut as its base is, because vLLM cuts it in its slots in that way.
@@ -28,10 +28,10 @@ def weights_in_parts(sides: Sides, adapter: Adapter | None) -> WeightSync:
         ValueError: a parameter can't share the engine's memory, or the engine has no slot for an adapted layer.
         RuntimeError: in parts, the policy's output differs from the engine's.
     """
-    policy, engine = sides.policy, sides.engine
+    policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
-        parts = _parts(sides.slices)
-    proof.check_read(sides.slices, policy, engine, seen=sides.seen)
+        parts = _parts(pairing.slices)
+    proof.check_read(pairing.slices, policy, engine, tower_prompt=pairing.tower_prompt)
     _bind(parts)
     shards, lora_shards = {part.name: shard for part, shard in parts}, dict[int, Shard]()
     if adapter is not None:
@@ -39,7 +39,7 @@ def weights_in_parts(sides: Sides, adapter: Adapter | None) -> WeightSync:
         for name, parameter in policy.named_parameters():
             if (shard := lora_shards.get(id(parameter))) is not None:
                 parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
-    move(policy, sides.device)  # the adapter, and buffers
+    move(policy, pairing.device)  # the adapter, and buffers
     split(policy, shards, engine.layout)
     sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
     if adapter is not None:
@@ -47,7 +47,7 @@ def weights_in_parts(sides: Sides, adapter: Adapter | None) -> WeightSync:
             sync = AdapterWeights(policy, engine, map_adapter(policy, engine, lora_shards), base)
         except Unserved as unserved:
             raise ValueError(f"sharding is 'tensor', but {unserved}: set sharding: gradients.") from None
-    if not sides.equal:
+    if not pairing.equal:
         proof.check_same(policy, engine)
     return sync
 
