@@ -17,9 +17,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..engine.protocol import EngineTensors
-from ..extensions.images.towers import in_tower, read_parameters
-from ..extensions.quantized.layers import PackedWeight, packed_weights
 from ..policy.lora import base_name, unwrap
+from ..policy.packed_weights import PackedWeight, packed_weights
+from ..policy.towers import in_tower, read_parameters
 from ..sharding.weight_files import saved_names
 
 # Names in transformers and in vLLM of the experts of a block, (E, 2I, H) and (E, H, I), and of their biases. A policy

@@ -21,11 +21,11 @@ import torch
 
 from ..batch import ModelInput
 from ..engine.protocol import Engine
-from ..extensions.images.towers import sees
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted, unwrap
 from ..policy.row_proof import allowed, completion_logprobs
+from ..policy.towers import sees
 from .mapping import Slice
 from .row_order import is_near
 from .sign_probe import EMBEDDING, cancelling, plain_name, with_signs

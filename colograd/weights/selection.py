@@ -11,11 +11,11 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.protocol import Engine
-from ..extensions.images.towers import sees
-from ..extensions.quantized.layers import packed_weights
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
 from ..policy.lora import Adapter, adapted_layers, base_name
+from ..policy.packed_weights import packed_weights
+from ..policy.towers import sees
 from ..runtime.importing import find_object, is_import_path
 from ..runtime.registry import hooks
 from . import proof, shared

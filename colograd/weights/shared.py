@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..engine.protocol import Engine, EngineTensors
-from ..extensions.quantized.layers import packed_weights
 from ..parallel import watchdog
+from ..policy.packed_weights import packed_weights
 from .copied import CopiedWeights
 from .mapping import Slice
 

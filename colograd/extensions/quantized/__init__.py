@@ -2,5 +2,5 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "engine_feature": "engine.layers:served_layers",
-    "packed_weights": "layers:packed_weights",
+    "packed_weight": "layers:packed_weight",
 }

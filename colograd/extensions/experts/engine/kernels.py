@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, linear, silu
 from ....config import GRPOConfig
 from ....engine.building import replaced
 from ....engine.feature import EngineFeature, EngineUse
-from ..routing import num_experts
+from ....runtime.sizes import num_experts
 
 # Constants of gpt-oss. Its gates and ups alternate, and both are clamped.
 SLOPE, LIMIT = 1.702, 7.0

@@ -20,7 +20,7 @@ from ....config import GRPOConfig
 from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ....policy.lora import unwrap
-from ..towers import has_tower, reads_text_alone
+from ....policy.towers import has_tower, reads_text_alone
 from .whole_pictures import whole_of_known_features, whole_on_cpu
 
 

@@ -19,8 +19,8 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import EngineTensors, ServedWeights
 from ....engine.tensors import VLLMTensors
 from ....policy.lora import base_name
+from ....policy.packed_weights import PackedWeight, packed_weights
 from ....weights.mapping import TOWER
-from ..layers import PackedWeight, packed_weights
 
 # The policy's weights for each layer of vLLM's model, by layer name. A fused layer has several.
 Parts = Mapping[str, Sequence[PackedWeight]]
