@@ -59,7 +59,7 @@ class EngineFeature:
         return {}
 
     def while_built(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which vLLM is built."""
+        """Return a context for the construction of vLLM."""
         return contextlib.nullcontext()
 
     def built(self, engine: BuiltEngine) -> None:
@@ -76,7 +76,7 @@ class EngineFeature:
         """Return a prompt in vLLM's form; None: its token ids are enough."""
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Return the completions of a finished or stopped request with what this feature adds.
+        """Return the completions of a finished or stopped request, with additions.
 
         Args:
             request: the request's name.
@@ -84,7 +84,7 @@ class EngineFeature:
             sampled: the completions, by index.
 
         Raises:
-            RuntimeError: vLLM didn't return what this feature needs.
+            RuntimeError: vLLM's output lacks a value.
         """
         return sampled
 
@@ -102,7 +102,7 @@ class EngineFeature:
 
 
 class Features:
-    """The features of an engine and, for each method that is called per request, those that override it."""
+    """The features of an engine, with a list of the overriding methods for each method that is called per request."""
 
     def __init__(self, features: Iterable[EngineFeature] = ()) -> None:
         self.every = tuple(features)

@@ -1,4 +1,4 @@
-"""Mends of model classes while vLLM is built: transformers' classes stay as they are, and vLLM computes what they do.
+"""Mends of model classes while vLLM is built: vLLM leaves transformers' classes alone, and computes the same numbers.
 
 vLLM's transformers backend decorates transformers' model classes in place for its compiler. The policy has the same
 class in the same process, so it would run through vLLM's ``__call__``, and the next model couldn't be loaded. vLLM also

@@ -47,7 +47,7 @@ class VLLMEngine:
         context: maximum tokens of one sequence, prompt and completion together; None: the model's maximum.
         kv_bytes: bytes of the KV cache; 0: on a GPU the memory that ``vllm_gpu_memory_utilization`` leaves for it.
         use: further facts of the run.
-        features: optional parts; None: those of the installed extensions that the run uses.
+        features: optional parts; None: the extensions' features that the run uses.
 
     Raises:
         RuntimeError: vLLM is missing, has an unsupported version, or can't sleep although the configuration sets it.
@@ -258,22 +258,17 @@ class VLLMEngine:
             stack.enter_context(process.collector_at_rest())
             for context in self._features.while_generating:
                 stack.enter_context(context())
-            if self._lockstep is None:
-                return self._tidily(work)
-            stack.enter_context(faults.waiting("the generation"))
-            if not self._lockstep.leads:
-                follow(self.core, self._lockstep)
-                return others
-            with leading(self.core, self._lockstep):
-                return self._tidily(work)
-
-    def _tidily(self, work: Callable[[], T]) -> T:
-        """Run ``work``, and abort all requests afterwards. An error's traceback may keep generators open."""
-        try:
-            return work()
-        finally:
-            with contextlib.suppress(Exception):  # if the engine has failed, its first error counts
-                self.abort([*self._open])
+            if self._lockstep is not None:
+                stack.enter_context(faults.waiting("the generation"))
+                if not self._lockstep.leads:
+                    follow(self.core, self._lockstep)
+                    return others
+                stack.enter_context(leading(self.core, self._lockstep))
+            try:
+                return work()
+            finally:  # an error's traceback may keep generators open, so their requests are aborted here
+                with contextlib.suppress(Exception):  # if the engine has failed, its first error counts
+                    self.abort([*self._open])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"

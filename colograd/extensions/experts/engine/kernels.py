@@ -87,7 +87,7 @@ class MixtureBuild(EngineFeature):
 
 
 def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
-    """Offer `MixtureBuild` to all engines except those of models without experts.
+    """Offer `MixtureBuild` to all engines, unless the model is known to have no experts.
 
     Raises:
         RuntimeError: vLLM would repack the experts.

@@ -83,14 +83,14 @@ class ImagePrompts(EngineFeature):
 
 
 class TextAlone(EngineFeature):
-    """A model whose towers are left out, because the run has text alone."""
+    """A model without its towers, because the run has text alone."""
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"language_model_only": True}
 
 
 def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
-    """Offer what an engine does with a model's towers: read images, or leave them out."""
+    """Offer `ImagePrompts`, or `TextAlone` for a run that doesn't use the model's towers."""
     if use.policy is None:
         return TextAlone() if has_tower(use.model_config) else None
     if use.policy.processor is None:

@@ -75,7 +75,7 @@ class KeptTokensRecord(EngineFeature):
 
 
 def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
-    """Offer a `KeptTokensRecord` to runs whose truncated sampling is replayed in training."""
+    """Offer a `KeptTokensRecord` to runs that replay truncated sampling in training."""
     return KeptTokensRecord(config) if config.replays_truncation else None
 
 

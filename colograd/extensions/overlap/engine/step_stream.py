@@ -108,5 +108,5 @@ class StepStream(EngineFeature):
 
 
 def step_stream(config: GRPOConfig, use: EngineUse) -> StepStream | None:
-    """Offer a `StepStream` to a GPU's engine whose rank trains between its steps."""
+    """Offer a `StepStream` on a GPU, if the rank trains between the engine's steps."""
     return StepStream() if config.overlap != "off" and not (config.on_cpu or config.why_not_between_steps) else None

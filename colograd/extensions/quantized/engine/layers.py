@@ -137,7 +137,7 @@ class ServedLayers(ServedWeights, EngineFeature):
 
 
 def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
-    """Offer `ServedLayers` of a quantised base whose memory the engine shares (``weights: shared``)."""
+    """Offer `ServedLayers` of a quantised base that the engine reads in place (``weights: shared``)."""
     policy = use.policy
     if policy is None or policy.quantization is None or config.weights != "shared":
         return None
