@@ -10,8 +10,6 @@ from typing import Any, get_args
 import torch
 
 from ..config import GRPOConfig
-from ..extensions.images.engine.features import find_gemma3
-from ..extensions.kept_tokens.engine.kept_tokens import TELLS_KEPT
 from ..policy.lora import Adapter
 
 CPU_BLOCK = 32  # tokens per KV block. A group shares only whole blocks; with vLLM's 128 most prompts fill none
@@ -20,13 +18,12 @@ FAR_APART = 128  # tokens between two CUDA graph sizes above the width of traini
 VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of this before it splits the rows
 # vLLM's kernel that reads a mixture's experts in the layout of a checkpoint. Other kernels swap or permute them.
 KEEPS_EXPERTS = "triton"
-TELLS_EXPERTS = "enable_return_routed_experts"  # adds the experts of each token to completions; not on a CPU
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's environment variable
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
     "max_cpu_loras", "max_lora_rank", "lora_target_modules", "moe_backend",
-    TELLS_EXPERTS, TELLS_KEPT,
+    "enable_return_routed_experts", "return_sampling_mask",
 )  # fmt: skip
 
 TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # timeouts of vLLM's process groups
@@ -34,13 +31,12 @@ TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
-    images: int = 0, trained: int = 0,
+    trained: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` overrides each of them except the reserved ones.
 
     Args:
         sequences: maximum number of sequences in one generation, in training or evaluation; 0: unknown.
-        images: maximum number of images in one prompt; 0: images aren't read.
         trained: maximum number of sequences in one generation in training; 0: ``sequences``.
 
     Raises:
@@ -69,10 +65,8 @@ def engine_kwargs(
     }
     if config.cast_lm_head_to_fp32 and computes_float32_heads():
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
-    if images:
-        kwargs["limit_mm_per_prompt"] = {"image": images, "video": 0, "audio": 0}
     if config.world_size > 1:
-        kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
+        kwargs |= dict.fromkeys(accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
         kwargs["async_scheduling"] = False  # in some versions each rank would schedule by whether its own batch is done
     if config.on_cpu:
@@ -82,21 +76,11 @@ def engine_kwargs(
         # With a KV cache size the share has no effect, but vLLM refuses to start where less of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
-        kwargs |= dict.fromkeys(_accepted("moe_backend"), KEEPS_EXPERTS)
+        kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
             kwargs["disable_custom_all_reduce"] = True  # it queries the other ranks' GPUs, but a task sees only its own
         if sequences:
             kwargs |= _batch_kwargs(config, sequences, trained or sequences)
-    if config.router_replay and _runs_v2(config, "router_replay is true", "router_replay: false"):
-        kwargs |= _experts_told(given)
-    truncates = "top_k truncates the sampler's distribution"
-    if config.replays_truncation and _runs_v2(config, truncates, "vllm_importance_sampling_correction: false"):
-        if not _accepted(TELLS_KEPT):
-            raise RuntimeError(
-                f"{truncates}, but this vLLM doesn't tell which tokens were left: install 0.31, or set "
-                "vllm_importance_sampling_correction: false."
-            )
-        kwargs[TELLS_KEPT] = True
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
@@ -105,10 +89,10 @@ def _unpacked_latents() -> dict[str, Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     plain = getattr(AttentionBackendEnum, "CPU_MLA", None)  # has no effect on other models' attention
-    return {} if plain is None else dict.fromkeys(_accepted("attention_backend"), plain)
+    return {} if plain is None else dict.fromkeys(accepted("attention_backend"), plain)
 
 
-def _runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
+def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
     """Return whether vLLM uses its Model Runner V2, which returns a completion's experts and kept tokens by itself.
 
     Raises:
@@ -126,22 +110,6 @@ def _runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
     return True
 
 
-def _experts_told(given: Mapping[str, Any]) -> dict[str, Any]:
-    from vllm import __version__ as found
-
-    if given.get("enable_prefix_caching") is False:
-        raise ValueError(
-            "router_replay is true and vllm_engine_kwargs sets enable_prefix_caching: false, but vLLM's Model Runner "
-            "V2 keeps the experts by the prefix cache's blocks: remove one of them."
-        )
-    if not _accepted(TELLS_EXPERTS):
-        raise RuntimeError(
-            f"router_replay is true, but vLLM {found} doesn't tell which experts it chooses: install 0.31, or set "
-            "router_replay: false."
-        )
-    return {TELLS_EXPERTS: True}
-
-
 def _batch_kwargs(config: GRPOConfig, sequences: int, trained: int) -> dict[str, Any]:
     """Size vLLM's batches and CUDA graphs for one generation. Its defaults suit a server: up to 512 sequences."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
@@ -150,7 +118,7 @@ def _batch_kwargs(config: GRPOConfig, sequences: int, trained: int) -> dict[str,
     says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
     if compiles(config) and not says_graphs:
         sizes = graph_sizes(width, trained, *drafted_tokens(config, width))
-        kwargs |= dict.fromkeys(_accepted("cudagraph_capture_sizes"), sizes)
+        kwargs |= dict.fromkeys(accepted("cudagraph_capture_sizes"), sizes)
     return kwargs
 
 
@@ -186,7 +154,7 @@ def compiles(config: GRPOConfig) -> bool:
     return not given.get("enforce_eager", config.on_cpu)
 
 
-def _accepted(*names: str) -> list[str]:
+def accepted(*names: str) -> list[str]:
     """Return the arguments among ``names`` that this vLLM knows."""
     from vllm import EngineArgs
 
@@ -250,7 +218,7 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
     kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if _accepted("lora_target_modules"):  # then other layers get no slots
+    if accepted("lora_target_modules"):  # then other layers get no slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
 
@@ -276,8 +244,6 @@ def serves_lora(model_path: str, config: GRPOConfig) -> bool:
 
     revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
     model = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=config.trust_remote_code)
-    if model.model_type == "gemma3":
-        find_gemma3()  # its class is loaded here, before an engine is built
     known = [ModelRegistry.models[name] for name in model.architectures or () if name in ModelRegistry.models]
     return not known or bool(supports_lora(known[0].load_model_cls()))
 

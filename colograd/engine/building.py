@@ -21,8 +21,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 
-from ..extensions.experts.engine.kernels import apply_experts
-from ..extensions.images.engine.whole_pictures import whole_of_known_features, whole_on_cpu
 from ..runtime import cpu_products, process
 from .cpu_layers import mend_cpu_layers
 
@@ -38,7 +36,7 @@ _kernels_found = False  # whether an engine of this process replaced vLLM's kern
 
 
 @contextlib.contextmanager
-def told_of_vllm(model: str) -> Iterator[None]:
+def explained_errors(model: str) -> Iterator[None]:
     """Replace an error of vLLM's code by one that names vLLM and the model.
 
     vLLM lists models that its build for this device can't run, so such errors are expected.
@@ -107,23 +105,6 @@ def check_vllm() -> None:
         )
 
 
-def check_experts(experts: int, on_cpu: bool) -> None:
-    """Raise a RuntimeError if vLLM would repack a mixture's ``experts``, so that a publish can't write them."""
-    if not experts or not on_cpu:
-        return
-    try:
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    except ImportError:
-        cpu_moe = None
-    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
-        from vllm import __version__ as found
-
-        raise RuntimeError(
-            f"The model is a mixture of experts, whose weights vLLM {found} packs away on a CPU: install 0.31, or "
-            "train it on a GPU."
-        )
-
-
 def untested_vllm() -> Iterator[str]:
     """Yield a warning if no test was run with the installed vLLM."""
     from vllm import __version__ as found
@@ -141,9 +122,7 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def build_conditions(
-    device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, reads_images: bool = False
-) -> Iterator[None]:
+def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
     """Set up everything that an engine needs while it is built.
 
     Its weights stay writable, and sleeping doesn't move them. The random state is kept. The engine is on the policy's
@@ -152,7 +131,7 @@ def build_conditions(
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         enter = while_built.enter_context
-        enter(usual_algorithms())
+        enter(nondeterminism_allowed())
         if not on_cpu:
             while_built.callback(process.compile_with_threads, _compile_threads)
         enter(output_with_a_descriptor())
@@ -165,22 +144,14 @@ def build_conditions(
             ranks_without_compiling()
             draws_taken_back()
             mend_cpu_layers()
-            for change in (live_weights, live_experts, one_draw_per_token, kernels_found_once):
+            for change in (live_weights, one_draw_per_token, kernels_found_once):
                 enter(change())
         if on_cpu and ranks > 1:
             enter(plain_collectives())
-        if reads_images:
-            whole_of_known_features()
-        if on_cpu and reads_images:
-            from ..extensions.images.engine.bidirectional import both_ways
-
-            enter(both_ways())
-            enter(whole_on_cpu())
         if on_cpu and has_adapter:
             enter(one_adapter())
         if sleeps:
             enter(weights_stay())
-        enter(groups_of_experts())
         enter(rank_variables_of(device))
         yield
 
@@ -206,7 +177,7 @@ def same_float32_products() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def usual_algorithms() -> Iterator[None]:
+def nondeterminism_allowed() -> Iterator[None]:
     """Let torch use nondeterministic algorithms while the context lasts.
 
     `full_determinism` concerns the policy's gradients, and some of vLLM's kernels have no deterministic counterpart.
@@ -316,19 +287,6 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
     return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
 
 
-def live_experts() -> contextlib.AbstractContextManager[None]:
-    """Keep the weights of a mixture's experts in place while an engine is built on a CPU, see `live_weights`."""
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # another version, see `check_experts`
-        return contextlib.nullcontext()
-
-    def keep(self: Any, layer: torch.nn.Module) -> None:
-        self.apply = functools.partial(apply_experts, self)
-
-    return replaced(CPUUnquantizedExperts, "process_weights_after_loading", keep)
-
-
 def ranks_without_compiling() -> None:
     """Replace two compiled functions of vLLM by plain torch, for the whole process.
 
@@ -376,29 +334,6 @@ def draws_taken_back() -> None:
 
     bookkeeping.takes_back = True  # type: ignore[attr-defined]
     CPUModelRunner._bookkeeping_sync = bookkeeping
-
-
-def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """Create vLLM's process group for experts if a mixture is built in this context after a dense model's engine.
-
-    vLLM creates its process groups once per process, and the one for experts only if the first model has experts.
-    """
-    from vllm.config import get_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.v1.worker import gpu_worker
-
-    theirs = gpu_worker.ensure_model_parallel_initialized
-
-    def ensure(ranks: int, *others: Any, **named: Any) -> None:
-        theirs(ranks, *others, **named)
-        if parallel_state._EP is None and getattr(get_current_vllm_config().model_config, "is_moe", False):
-            world = parallel_state.get_world_group()
-            backend = torch.distributed.get_backend(world.device_group)
-            engines = torch.arange(torch.distributed.get_world_size()).view(-1, ranks).tolist()
-            make = parallel_state.init_model_parallel_group
-            parallel_state._EP = make(engines, world.local_rank, backend, group_name="ep")
-
-    return replaced(gpu_worker, "ensure_model_parallel_initialized", ensure)
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:

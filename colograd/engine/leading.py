@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ..parallel import faults
@@ -63,3 +63,35 @@ def follow(core: Any, group: Lockstep) -> None:
                 getattr(core, name)(*args, **kwargs)
             if goes_on:
                 core.step()
+
+
+class _Outputs(list[Any]):
+    """A list in the role of vLLM's RequestOutputCollector."""
+
+    def put(self, output: Any) -> None:
+        self.append(output)
+
+
+@contextlib.contextmanager
+def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Collect the last output of each request of ``core`` (vLLM's LLMEngine) that is aborted in the body.
+
+    The outputs have all tokens that the requests have written. vLLM makes such outputs only for streaming clients of
+    its server. So a list takes the place of a client's stream while requests are aborted.
+
+    The yielded mapping, from request to output, is filled when the body ends.
+
+    Raises:
+        RuntimeError: this vLLM makes no last output of aborted requests.
+    """
+    found, outputs, wanted = dict[str, Any](), _Outputs(), set(requests)
+    for state in core.output_processor.request_states.values():
+        if state.external_req_id in wanted:
+            state.queue = outputs
+    yield found
+    found |= {output.request_id: output for output in outputs}
+    if lacking := wanted - found.keys():
+        raise RuntimeError(
+            f"vLLM told nothing of {len(lacking)} of {len(wanted)} requests that were stopped: carry_over can't be had "
+            "with this version, leave it out."
+        )

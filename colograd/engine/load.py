@@ -53,16 +53,12 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
         found.number = (found.number or 0) + 1
         return own(*args, **kwargs)
 
-    def after_step() -> None:
-        if (load := load_of(engine.core)) is not None:
-            look(load)
-
     with contextlib.ExitStack() as stack:
         if own is not None:
             found.number = 0
             stack.callback(scheduler.__dict__.pop, "_preempt_request", None)  # runs last: uncovers the class's method
             stack.enter_context(replaced(scheduler, "_preempt_request", counted))
-        stack.enter_context(replaced(engine, "after_step", after_step))
+        stack.enter_context(load_after_each_step(engine, look))
         yield found
 
 
@@ -70,7 +66,7 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
 def stepping(engine: Any, tell: Callable[[int], None]) -> Iterator[None]:
     """Call ``tell`` with the number of running sequences after each step, while the context lasts.
 
-    Each running sequence got a token in the step. Earlier watchers stay active.
+    Each running sequence got a token in the step.
     """
     with load_after_each_step(engine, lambda load: tell(load.running)):
         yield
@@ -78,7 +74,7 @@ def stepping(engine: Any, tell: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> Iterator[None]:
-    """Call ``look`` with the load after each step, while the context lasts. Earlier watchers stay active."""
+    """Call ``look`` with the load after each step, while the context lasts."""
 
     def after_step() -> None:
         if (load := load_of(engine.core)) is not None:
@@ -90,13 +86,9 @@ def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> Iterator[
 
 @contextlib.contextmanager
 def after_each_step(engine: Any, work: Callable[[], None]) -> Iterator[None]:
-    """Call ``work`` after each step of the engine, behind earlier watchers, while the context lasts."""
-    before = engine.after_step
-
-    def after_step() -> None:
-        if before is not None:
-            before()
-        work()
-
-    with replaced(engine, "after_step", after_step):
+    """Call ``work`` after each step of the engine, after the listeners that are there, while the context lasts."""
+    engine.after_step.append(work)
+    try:
         yield
+    finally:
+        engine.after_step.remove(work)

@@ -88,14 +88,16 @@ class EngineTensors(Protocol):
         """Return the layers with slots for adapters, by name."""
 
 
-class ServedWeights(Protocol):
-    """The policy's quantised weights that the engine's layers read in place."""
+class ServedWeights:
+    """The policy's quantised weights that the engine's layers read in place; here none."""
 
     @property
-    def weights(self) -> Sequence[PackedWeight]: ...
+    def weights(self) -> Sequence[PackedWeight]:
+        return ()
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
         """Count layers without any computation since the engine was built, except layers with a weight of ``but``."""
+        return 0
 
 
 class Engine(Protocol):
@@ -112,7 +114,8 @@ class Engine(Protocol):
     blank: bool  # whether the engine was built without loading weights; a publish writes all weights
     sleeps: bool  # whether `sleep` frees the KV cache's memory
     asleep: bool  # whether the engine sleeps now
-    after_step: Callable[[], None] | None  # function called after each step
+    served: ServedWeights  # the policy's quantised weights that the engine reads in place
+    after_step: list[Callable[[], None]]  # called after each step, in this order
 
     # requests
 
@@ -172,9 +175,6 @@ class Engine(Protocol):
     @property
     def tensors(self) -> EngineTensors:
         """The engine's tensors in this process. A publish writes them."""
-
-    @property
-    def served(self) -> ServedWeights: ...
 
     def invalidate(self) -> None:
         """Declare the weights' step unknown: nothing can be sampled before the next `stamp`."""

@@ -1,14 +1,17 @@
-"""The sampling parameters of a run, checked against vLLM's, and the seed of each request."""
+"""The sampling parameters of a run, checked against vLLM's, each request's seed, and the order of prompts."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import inspect
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..batch import FinishReason
+from ..batch import FinishReason, Group, Prompt
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
@@ -41,6 +44,7 @@ REFUSED = {
     "output_text_buffer_length": _INTERNAL,
 }
 
+LENGTHS = "lengths_{rank}.json"  # file name in a checkpoint
 UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: number of sampled ids without a token in the tokenizer
 
 
@@ -159,3 +163,35 @@ def finish_reason_of(name: str) -> FinishReason:
             "verbose: true, and look for the cause in vLLM's log."
         )
     return FinishReason(name)
+
+
+class LengthHistory:
+    """Mean completion length of each prompt in tokens, from the last time it was sampled.
+
+    If not all prompts fit into the engine at once, long ones start first. A long completion that starts last is decoded
+    alone at the end. One that starts first is decoded together with others. This is the longest-processing-time rule
+    of list scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request has its own seed, so the order
+    changes no rollout, except by a kernel's rounding in other batches (none on a CPU). A checkpoint holds the lengths,
+    so that a resumed run has the same batches.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}  # mean length in tokens, by `ModelInput.key`
+
+    def add(self, prompt: Prompt, group: Group) -> None:
+        lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
+        self._means[prompt.input.key] = sum(lengths) / len(lengths)
+
+    def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Sort prompts by descending expected length. A new prompt has the mean of all; ties keep their order."""
+        if not self._means:
+            return list(prompts)
+        unknown = sum(self._means.values()) / len(self._means)
+        return sorted(prompts, key=lambda prompt: -self._means.get(prompt.input.key, unknown))
+
+    def save(self, folder: str | Path, rank: int) -> None:
+        Path(folder, LENGTHS.format(rank=rank)).write_text(json.dumps(self._means))
+
+    def load(self, folder: str | Path, rank: int) -> None:
+        path = Path(folder, LENGTHS.format(rank=rank))
+        self._means = json.loads(path.read_text()) if path.is_file() else {}

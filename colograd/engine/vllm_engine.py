@@ -11,48 +11,31 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..batch import Group, ModelInput, Prompt
 from ..config import GRPOConfig
-from ..extensions.experts.engine.routed import RouterLog, expect_no_experts, one_prompt
-from ..extensions.images.engine import features as images
-from ..extensions.kept_tokens.engine.kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
-from ..extensions.overlap.engine.step_stream import StepStream
-from ..extensions.quantized.engine.layers import Parts, ServedLayers, served_layers
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
-from ..policy.lora import Adapter
 from ..runtime import process
-from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
+from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
+from .building import (
+    buffers_stay,
+    build_conditions,
+    check_vllm,
+    explained_errors,
+    nondeterminism_allowed,
+    untested_vllm,
+)
 from .closing import closed_if_it_fails, closes_with
-from .last_outputs import last_outputs
-from .leading import follow, leading
-from .per_layer_inputs import computed_per_layer_inputs
-from .protocol import EngineTensors, Sampled, StaleWeights, T
+from .feature import EngineFeature, EngineUse, Features, engine_features
+from .leading import follow, last_outputs, leading
+from .model_classes import classes_apart, computed_per_layer_inputs
+from .protocol import Sampled, ServedWeights, StaleWeights, T
 from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
 from .tensors import VLLMTensors
-from .transformers_classes import classes_apart
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Sizes and features that a run needs from its engine, in addition to the configuration."""
-
-    end_tokens: tuple[int, ...] = ()  # ids that end a completion, besides the checkpoint's own
-    adapter: Adapter | None = None  # LoRA that gets a slot; see `load_adapter`
-    sequences: int = 0  # maximum number of sequences in one generation; 0: unknown
-    trained: int = 0  # maximum number of sequences in one generation of training; 0: ``sequences``
-    blank: bool = False  # whether to skip loading weights, because a publish writes all of them
-    # Function that names the layers to multiply with the policy's packed weights. It makes the engine blank.
-    parts_of: Callable[[EngineTensors], Parts] | None = None
-    images: int = 0  # maximum number of images in one prompt; 0: no images
-    tokens: int = 0  # number of tokens in the tokenizer, often fewer than the model's rows; 0: unknown
-    text_alone: bool = False  # whether to leave out a multimodal model's towers
 
 
 class VLLMEngine:
@@ -63,97 +46,88 @@ class VLLMEngine:
         dtype: the policy's dtype. The engine uses it too unless ``vllm_engine_kwargs`` sets another.
         context: maximum tokens of one sequence, prompt and completion together; None: the model's maximum.
         kv_bytes: bytes of the KV cache; 0: on a GPU the memory that ``vllm_gpu_memory_utilization`` leaves for it.
+        use: further facts of the run.
+        features: optional parts; None: the extensions' features that the run uses.
 
     Raises:
         RuntimeError: vLLM is missing, has an unsupported version, or can't sleep although the configuration sets it.
     """
 
+    llm: Any  # vllm.LLM
+    dtype: torch.dtype  # dtype of weights and activations
+
     def __init__(
         self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
-        needs: Needs = Needs(),
+        use: EngineUse = EngineUse(), features: Sequence[EngineFeature] | None = None,
     ) -> None:  # fmt: skip
         started = time.perf_counter()
         check_vllm()
+        self.layout, self.end_tokens = config.layout, use.end_tokens
         self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu  # whether `sleep` frees the KV cache
         self.asleep = False
-        self.end_tokens = needs.end_tokens
         self.version: int | None = None  # step of the weights; only `stamp` and `invalidate` write it
+        self.after_step: list[Callable[[], None]] = []  # called after each step
         self._adapter: Any = None  # LoRARequest of every request
         self._requests = 0  # number of requests so far
-        self._open: dict[str, tuple[int, ...]] = {}  # prompt ids of the requests in flight, by name
+        self._open: dict[str, ModelInput] = {}  # prompts of the requests in flight, by name
         self._written: list[tuple[str, Sequence[int]]] = []
-        self.after_step: Callable[[], None] | None = None  # called after each step, see `load.watched`
-        self.layout = config.layout
-        ranks = self.layout.ranks_per_engine
-        self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        self._reads_images, self._on_cpu = needs.images > 0, config.on_cpu
-        self._seen: dict[str, ModelInput] = {}  # prompts of the requests in flight that have images, by name
-        gives_way = config.overlap != "off" and not (config.on_cpu or config.why_not_between_steps)
-        self._stream = StepStream() if gives_way else None  # None: steps run on the current stream
-        numbers = needs.sequences, needs.images, needs.trained
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, *numbers)
-        if needs.text_alone:
-            kwargs["language_model_only"] = True
-        kwargs |= lora_kwargs(model_path, config, needs.adapter)
-        parts_of = needs.parts_of
-        self.blank, self.served = needs.blank or parts_of is not None, ServedLayers()
+        self._unknown_tokens = 0  # number of sampled unknown tokens since `take_counts`
+        self.served = ServedWeights()
+        self._features = Features(engine_features(config, use) if features is None else features)
+        self.blank = use.blank or any(feature.blank for feature in self._features.every)
+        shared = self.layout.ranks_per_engine > 1
+        self._lockstep = Lockstep(self.layout, config.ddp_timeout) if shared else None
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use.sequences, use.trained)
+        self._build(kwargs, config, use)
+        self._measure(use.tokens)
+        self.build_seconds = time.perf_counter() - started
+
+    def _build(self, kwargs: dict[str, Any], config: GRPOConfig, use: EngineUse) -> None:
+        """Build vLLM with the features' changes."""
+        model_path: str = kwargs["model"]
+        for feature in self._features.every:
+            kwargs |= feature.arguments(kwargs)
+        kwargs |= lora_kwargs(model_path, config, use.adapter)
         if self.blank:
             kwargs |= blank_kwargs(kwargs)
         watchdog.progress("the start of vLLM")
-        conditions = build_conditions(config.device, self.sleeps, needs.adapter is not None, ranks, self._reads_images)
+        ranks = self.layout.ranks_per_engine
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(closed_if_it_fails())
-            while_built.enter_context(conditions)
+            while_built.enter_context(build_conditions(config.device, self.sleeps, use.adapter is not None, ranks))
             from vllm import LLM
 
-            if self._stream is not None:  # after the import, because vLLM tracks the current stream from then on
-                while_built.enter_context(self._stream.building())
             if self.blank:
                 while_built.enter_context(buffers_stay())
-            if parts_of is not None:
-                self.served = while_built.enter_context(served_layers(parts_of))
-            if self._reads_images:
-                images.find_gemma3()
+            for feature in self._features.every:
+                while_built.enter_context(feature.while_built())
             while_built.enter_context(classes_apart(lambda: self.model))
             while_built.enter_context(computed_per_layer_inputs())
-            with told_of_vllm(model_path):
-                self.llm: Any = LLM(**kwargs)
+            with explained_errors(model_path):
+                self.llm = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
-            if self._stream is not None:
-                self._stream.take_steps(self.core)
-            leads = self._lockstep is None or self._lockstep.leads
-            tells = TELLS_EXPERTS in kwargs
-            self._routed = RouterLog(self.core, tells) if config.router_replay and leads else None
-            if config.replays_truncation:
-                tell_kept_tokens(self.core, self._runner, TELLS_KEPT in kwargs)
-            if tells and not leads:
-                expect_no_experts(self.core)
+            self.vocab_size = int(self.vllm_config.model_config.hf_text_config.vocab_size)  # of the checkpoint
+            for feature in self._features.every:
+                feature.built(self)
             from .speculation import sample_as_without_drafts
 
             self._speculation = sample_as_without_drafts(self._runner)
+
+    def _measure(self, tokens: int) -> None:
+        """Read vLLM's sizes. ``tokens`` is the number of tokens in the tokenizer; 0: unknown."""
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
-        self.dtype: torch.dtype = found.dtype  # dtype of weights and activations
+        self.dtype = found.dtype
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
         self.head_dtype = asked if computes_float32_heads() else self.dtype
-        self.vocab_size = int(found.hf_text_config.vocab_size)  # vocabulary size of the checkpoint
-        self.tokens = min(needs.tokens or self.vocab_size, self.vocab_size)
-        self._unknown_tokens = 0  # number of sampled unknown tokens since `take_counts`
+        self.tokens = min(tokens or self.vocab_size, self.vocab_size)
         self.context = int(found.max_model_len)  # maximum tokens of a sequence, with its prompt
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # capacity of the cache in tokens
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each parameter counted once
-        self.build_seconds = time.perf_counter() - started
 
     def check_processor(self, processor: Any) -> None:
-        """Check that vLLM processes images like the trainer's ``processor``, and encodes them anew for new weights.
-
-        Raises:
-            ValueError: vLLM's processor has other settings.
-            RuntimeError: this vLLM can't drop image features, or can't attend within an image as the model does.
-        """
-        images.check_forgets(self.core)
-        images.check_reads_as_the_model(self.core, self._on_cpu)
-        images.check_same_processor(self.vllm_config.model_config, processor)
+        for feature in self._features.every:
+            feature.check_processor(processor)
 
     @property
     def core(self) -> Any:
@@ -213,15 +187,13 @@ class VLLMEngine:
         # have a batch in flight, and vLLM's record of routed experts wouldn't survive a reset during that batch.
         while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
             self.core.step()
-        if self._routed is not None:
-            self._routed.forget()
         if not self.core.reset_prefix_cache():
             raise RuntimeError(
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
                 "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
-        if self._reads_images:
-            images.forget_features(self.core)
+        for forget in self._features.forget:
+            forget()
 
     @property
     def tensors(self) -> VLLMTensors:
@@ -281,27 +253,22 @@ class VLLMEngine:
         Raises:
             Exception: an error of ``work`` on the first rank; on the other ranks an error in a repeated call.
         """
-        apart = contextlib.nullcontext() if self._stream is None else self._stream.apart()
-        with usual_algorithms(), process.collector_at_rest(), apart:
-            return self._led(work, others)
-
-    def _led(self, work: Callable[[], T], others: T) -> T:
-        if self._lockstep is None:
-            return self._tidily(work)
-        with faults.waiting("the generation"):
-            if not self._lockstep.leads:
-                follow(self.core, self._lockstep)
-                return others
-            with leading(self.core, self._lockstep):
-                return self._tidily(work)
-
-    def _tidily(self, work: Callable[[], T]) -> T:
-        """Run ``work``, and abort all requests afterwards. An error's traceback may keep generators open."""
-        try:
-            return work()
-        finally:
-            with contextlib.suppress(Exception):  # if the engine has failed, its first error counts
-                self.abort([*self._open])
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(nondeterminism_allowed())
+            stack.enter_context(process.collector_at_rest())
+            for context in self._features.while_generating:
+                stack.enter_context(context())
+            if self._lockstep is not None:
+                stack.enter_context(faults.waiting("the generation"))
+                if not self._lockstep.leads:
+                    follow(self.core, self._lockstep)
+                    return others
+                stack.enter_context(leading(self.core, self._lockstep))
+            try:
+                return work()
+            finally:  # an error's traceback may keep generators open, so their requests are aborted here
+                with contextlib.suppress(Exception):  # if the engine has failed, its first error counts
+                    self.abort([*self._open])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -321,7 +288,7 @@ class VLLMEngine:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
                     rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
-                    yield Group(prompt.example, one_prompt(rollouts), prompt.position)
+                    yield Group(prompt.example, rollouts, prompt.position)
         finally:
             self.abort(waiting)
 
@@ -371,11 +338,10 @@ class VLLMEngine:
             )
         self._requests += 1
         request = f"request-{self._requests}"
-        given: Any = {"prompt_token_ids": list(prompt.ids)}
-        if prompt.images is not None:
-            given, self._seen[request] = images.prompt_with_images(self.core, prompt), prompt
-        self.core.add_request(request, given, params, lora_request=self._adapter)
-        self._open[request] = prompt.ids
+        prompts = [made for make in self._features.request if (made := make(prompt)) is not None]
+        in_vllm = prompts[0] if prompts else {"prompt_token_ids": list(prompt.ids)}
+        self.core.add_request(request, in_vllm, params, lora_request=self._adapter)
+        self._open[request] = prompt
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
@@ -405,33 +371,30 @@ class VLLMEngine:
         finished = [output for output in outputs if output.finished]
         self._written = [(each.request_id, each.outputs[0].token_ids) for each in outputs if not each.finished]
         watchdog.progress("what follows a step of the engine")
-        if self.after_step is not None:
-            self.after_step()
-        return [(output.request_id, self._sampled(output)) for output in finished]
+        for listener in self.after_step:
+            listener()
+        return [(output.request_id, self._finished(output)) for output in finished]
 
     def written(self) -> list[tuple[str, Sequence[int]]]:
         return self._written
 
-    def _sampled(self, output: Any) -> list[Sampled]:
-        """Convert vLLM's finished request into completions."""
-        request, read, found = output.request_id, self._open.pop(output.request_id, ()), []
-        if (asked := self._seen.pop(request, None)) is not None:
-            images.check_expanded(asked, output.prompt_token_ids)
-        for completion in sorted(output.outputs, key=lambda c: c.index):
-            one = self._completion(completion)
-            if self._routed is not None:
-                one = replace(one, experts=self._routed.take(request, completion, read, one.ids))
-            found.append(one)
-        if self._routed is not None:
-            self._routed.drop(request)
-        return found
+    def _finished(self, output: Any) -> list[Sampled]:
+        """Convert vLLM's finished request into completions, and forget the request."""
+        sampled = self._sampled(output, self._open.pop(output.request_id))
+        for drop in self._features.drop:
+            drop(output.request_id)
+        return sampled
 
-    def _completion(self, output: Any) -> Sampled:
-        """Convert one of vLLM's completions, without experts."""
-        if self.tokens < self.vocab_size:
-            self._unknown_tokens += sum(token >= self.tokens for token in output.token_ids)
-        kept, reason = kept_of(output, self.vocab_size), finish_reason_of(output.finish_reason)
-        return Sampled(array("i", output.token_ids), _logprobs(output), reason, kept=kept)
+    def _sampled(self, output: Any, prompt: ModelInput) -> list[Sampled]:
+        """Convert a request's output into completions."""
+        sampled = []
+        for one in sorted(output.outputs, key=lambda completion: completion.index):
+            if self.tokens < self.vocab_size:
+                self._unknown_tokens += sum(token >= self.tokens for token in one.token_ids)
+            sampled.append(Sampled(array("i", one.token_ids), _logprobs(one), finish_reason_of(one.finish_reason)))
+        for complete in self._features.completions:
+            sampled = complete(output.request_id, prompt, output, sampled)
+        return sampled
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop the ``requests`` that are in flight. If no others are left, drain the engine."""
@@ -439,17 +402,16 @@ class VLLMEngine:
             self.core.abort_request(names)
             for name in names:
                 del self._open[name]
-                if self._routed is not None:
-                    self._routed.drop(name)
-                self._seen.pop(name, None)
+                for drop in self._features.drop:
+                    drop(name)
             while not self._open and self.core.has_unfinished_requests():
                 self.core.step()
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
-        names = [name for name in requests if name in self._open]
-        with last_outputs(self.core, names) as outputs:
-            self.abort(names)
-        return [(name, [self._completion(each) for each in outputs[name].outputs]) for name in names]
+        prompts = {name: self._open[name] for name in requests if name in self._open}
+        with last_outputs(self.core, prompts) as outputs:
+            self.abort(prompts)
+        return [(name, self._sampled(outputs[name], prompt)) for name, prompt in prompts.items()]
 
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
         from vllm import SamplingParams
@@ -461,21 +423,22 @@ class VLLMEngine:
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
         request = self._enqueue(prompt, params)
         outputs: list[Any] = []
-        with usual_algorithms(), told_of_vllm(self.vllm_config.model_config.model):
+        with nondeterminism_allowed(), explained_errors(self.vllm_config.model_config.model):
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
         del self._open[request]
-        if self._routed is not None:
-            self._routed.drop(request)
-        if self._seen.pop(request, None) is not None:
-            images.check_expanded(prompt, outputs[-1].prompt_token_ids)
-            images.forget_features(self.core)
+        for drop in self._features.drop:
+            drop(request)
+        for scored in self._features.scored:
+            scored(prompt, outputs[-1])
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, prompt.ids[1:], strict=True)])
 
     def close(self) -> None:
         self._close()
-        self.served.close()
+        for feature in self._features.every:
+            feature.close()
+        self._features, self.served = Features(), ServedWeights()
         self.llm = None
 
 

@@ -17,8 +17,7 @@ from ..config import GRPOConfig
 from ..data import PromptDataset, extra_prompts
 from ..engine.load import Load, after_each_step, load_after_each_step, stepping
 from ..engine.protocol import Engine
-from ..engine.queue_order import LengthHistory
-from ..engine.sampling import UNKNOWN_TOKENS, Sampling
+from ..engine.sampling import UNKNOWN_TOKENS, LengthHistory, Sampling
 from ..extensions.agents.failures import Abstaining, has_failed
 from ..extensions.carry_over.rounds import CarriedRounds
 from ..extensions.overlap.finished_groups import OwnGroups

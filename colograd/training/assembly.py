@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import psutil
@@ -15,10 +14,10 @@ import torch
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.vocabulary import size_of
-from ..engine.building import check_experts
+from ..engine.feature import EngineUse
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
-from ..engine.vllm_engine import Needs, VLLMEngine
+from ..engine.vllm_engine import VLLMEngine
 from ..extensions.agents.context import ChatFormat
 from ..extensions.agents.engine.chat_api import ChatAPI
 from ..extensions.agents.session import Limits
@@ -28,7 +27,6 @@ from ..extensions.carry_over.source import CarryOver
 from ..extensions.distillation.teacher import check_teacher_context
 from ..extensions.hybrids.recurrent import keep_uncompiled
 from ..extensions.tools.conversations import Conversations
-from ..extensions.tools.toolbox import Toolbox
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
@@ -52,8 +50,6 @@ from ..weights import (
     bytes_apart,
     check_choice,
     expects_sharing,
-    packed_parts,
-    serves_packed,
     weight_sync,
 )
 from .prompts import Benchmark, Prompts, longest_completion, prompts_with_images, reset_rules, without_template
@@ -123,8 +119,6 @@ def assemble(
             policy.model.to(config.device)
         with on_all_ranks("the second models"):
             return Assembly(None, None, None, plan, second_models(task.objective.needs, config, policy))
-    with on_all_ranks("the engine's experts"):
-        check_experts(num_experts(policy.model.config), config.on_cpu)
     plan = plan_or_raise(run, strategy_name(config))
     engine = _build_engine(config, task, plan, closing)
     with on_all_ranks("the plan of the weights"):
@@ -136,7 +130,7 @@ def assemble(
             device=config.device,
             adapter=policy.adapter,
             cut="rows" if config.cuts_weights else "parts" if config.tensor_parallel else "",
-            seen=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
+            tower_prompt=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former memory
@@ -150,18 +144,18 @@ def assemble(
 def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: ExitStack) -> Engine:
     policy, context = task.policy, needed_context(config, task)
     end = policy.tokenizer.eos_token_id
-    needs = Needs(
+    use = EngineUse(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, task.prompts),
         trained=sampled_together(config),
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
-        parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
-        images=most_images(task.prompts, policy, task.toolbox, context),
         tokens=size_of(policy.tokenizer),
-        text_alone=reads_text_alone(unwrap(policy.model)),
+        policy=policy,
+        prompts=task.prompts,
+        has_tools=task.toolbox is not None,
     )
-    engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, needs)
+    engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
     closing.callback(engine.close)
     with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
@@ -190,7 +184,6 @@ def engine_alone(
     dtype = dtype if given == "auto" else getattr(torch, str(given).removeprefix("torch."))
     kv_bytes = 0  # on a GPU vLLM fills its share of the memory
     with on_all_ranks("the engine"):
-        check_experts(num_experts(model_config), config.on_cpu)
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size
             need = CacheNeed.of(
@@ -198,8 +191,8 @@ def engine_alone(
             )
             available = psutil.virtual_memory().available // process.local_world_size()
             kv_bytes = max(need.least, min(need.wanted, available // CPU_SHARE))
-    needs = Needs(end_tokens=end_tokens, sequences=sequences, text_alone=has_tower(model_config))
-    engine = VLLMEngine(model, config, dtype, length, kv_bytes, needs)
+    use = EngineUse(end_tokens=end_tokens, sequences=sequences, model_config=model_config)
+    engine = VLLMEngine(model, config, dtype, length, kv_bytes, use)
     closing.callback(engine.close)
     engine.stamp(0)
     return engine
@@ -251,15 +244,6 @@ def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
         reference=others.get("reference", 0),
         teacher=others.get("teacher", 0),
     )
-
-
-def most_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None, context: int) -> int:
-    """Return the maximum number of images in one engine request.
-
-    With tools this is the context length, because each image needs a token."""
-    if policy.processor is None:
-        return 0
-    return context if tools is not None else max(1, *(getattr(part, "most_images", 0) for part in prompts))
 
 
 def sampled_together(config: GRPOConfig) -> int:

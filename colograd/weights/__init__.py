@@ -5,7 +5,7 @@ or a class of the user's. `mapping` finds the engine tensor of each parameter. `
 there, for most parameters at once with the changes of `sign_probe`.
 """
 
-from .mapping import Slice, packed_parts
-from .selection import check_adapter_in_parts, check_choice, expects_sharing, serves_packed, weight_sync
+from .mapping import Slice
+from .selection import check_adapter_in_parts, check_choice, expects_sharing, weight_sync
 from .shared import bytes_apart, state_dict_on_host
 from .sync import WeightSync

@@ -450,21 +450,3 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
         storage = target.untyped_storage().data_ptr()
         if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name
-
-
-def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
-    """Return the packed weights of each of vLLM's linear layers, in the order of its parts, by the layer's name.
-
-    A layer with parts that aren't packed is left out.
-    """
-    weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
-    packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
-    packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
-    layers = {name: [weight] for name, weight in packed.items()}
-    for name in packed:
-        head, _, last = name.rpartition(".")
-        for fused, parts in engine.fusions.items():
-            names = [f"{head}.{part}" for part in parts]
-            if last in parts and all(part in packed for part in names):
-                layers[f"{head}.{fused}"] = [packed[part] for part in names]
-    return layers

@@ -21,11 +21,11 @@ import torch
 
 from ..batch import ModelInput
 from ..engine.protocol import Engine
-from ..extensions.images.towers import hidden_tokens, own_inputs, sees
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted, unwrap
 from ..policy.row_proof import allowed, completion_logprobs
+from ..policy.towers import sees
 from .mapping import Slice
 from .row_order import is_near
 from .sign_probe import EMBEDDING, cancelling, plain_name, with_signs
@@ -51,9 +51,9 @@ class Probe:
     noise: float  # largest difference between two forwards with the same weights; 0 with deterministic kernels
 
     @classmethod
-    def of(cls, engine: Engine, length: int, seen: ModelInput | None = None) -> Probe:
-        """Create a probe of ``length`` tokens, or with the prompt ``seen``."""
-        ids = probe_ids(engine, length) if seen is None else seen
+    def of(cls, engine: Engine, length: int, tower_prompt: ModelInput | None = None) -> Probe:
+        """Create a probe of ``length`` tokens, or with the prompt ``tower_prompt``."""
+        ids = probe_ids(engine, length) if tower_prompt is None else tower_prompt
         usual = engine.prompt_logprobs(ids)
         return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
 
@@ -83,7 +83,7 @@ def check_equal(slices: Sequence[Slice]) -> None:
             )
 
 
-def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> None:
+def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
     """Check that engine and policy have the same log-probabilities, up to the rounding of their dtype. A collective.
 
     They are compared on a prompt of tokens, and on tokens after a prompt with images. The policy runs without its
@@ -92,13 +92,14 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
     Args:
         policy: the policy.
         engine: the engine.
-        seen: a prompt with images, of a model that reads them.
+        tower_prompt: a prompt with images, of a model that reads them.
 
     Raises:
         RuntimeError: the log-probabilities differ.
     """
-    hidden = hidden_tokens(unwrap(policy).config)
-    ids = [token for token in probe_ids(engine, PROBE_TOKENS[-1]) if token not in hidden]
+    # A model may read the placeholders of its towers as padding (Gemma 4), and vLLM reads them as tokens.
+    placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
+    ids = [token for token in probe_ids(engine, PROBE_TOKENS[-1]) if token not in placeholders]
     engine_logprobs = engine.prompt_logprobs(ids)
     with on_all_ranks("the comparison of policy and engine"):
         with base_alone(policy), torch.no_grad():
@@ -107,17 +108,17 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
         policy_logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
         rounding = max(allowed(engine.dtype), ROUNDED_LOGIT * float(logits.abs().max()) * torch.finfo(engine.dtype).eps)
         _check_differences(policy_logprobs - engine_logprobs, rounding)
-    if seen is None:
+    if tower_prompt is None:
         return
-    room = engine.context - len(seen) - 1
+    room = engine.context - len(tower_prompt) - 1
     if room < 1:  # the context has no room for tokens after the images: only run the tower; `check_read` tests it
-        engine.prompt_logprobs(seen)
+        engine.prompt_logprobs(tower_prompt)
         return
     completion = ids[: min(PROBE_TOKENS[0], room)]
-    engine_logprobs = engine.prompt_logprobs(seen.followed_by(completion))[-len(completion) :]
+    engine_logprobs = engine.prompt_logprobs(tower_prompt.followed_by(completion))[-len(completion) :]
     with on_all_ranks("the comparison of policy and engine"):
         with base_alone(policy), torch.no_grad():
-            policy_logprobs = completion_logprobs(policy, seen, completion).cpu()
+            policy_logprobs = completion_logprobs(policy, tower_prompt, completion).cpu()
         _check_differences(policy_logprobs - engine_logprobs, rounding, " after images")
 
 
@@ -137,7 +138,7 @@ def check_read(
     policy: torch.nn.Module,
     engine: Engine,
     every: Sequence[Slice] = (),
-    seen: ModelInput | None = None,
+    tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:
     """Check that the engine reads every slice that the policy's output depends on. A collective.
 
@@ -146,7 +147,7 @@ def check_read(
         policy: the policy.
         engine: the engine.
         every: the slices of all parameters of the policy; default: ``slices``.
-        seen: a prompt with images, for the parameters of the vision tower.
+        tower_prompt: a prompt with images, for the parameters of the vision tower.
 
     Returns:
         The slices that neither output depends on.
@@ -159,10 +160,10 @@ def check_read(
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
     proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
     silent = unread([part for part in text if part.name not in proven], engine)
-    silent += tower if seen is None else unread(tower, engine, seen)
+    silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
     with on_all_ranks("the proof of the weights"):
         rest = [part for part in silent if not added_by_the_first(part, engine)]
-        unreachable = [part.name for part in rest if not inert(part, policy, engine, seen)]
+        unreachable = [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]
         if unreachable:
             raise RuntimeError(
                 f"The engine's output doesn't depend on {len(unreachable)} of {len(slices)} parameters at the place "
@@ -289,7 +290,7 @@ def _measure_packed(part: Slice, effects: dict[str, float], layer: Any, inputs: 
     output.register_hook(measure)
 
 
-def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = None) -> list[Slice]:
+def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None) -> list[Slice]:
     """Return the slices that can change without a change of the engine's output.
 
     This takes one short forward per slice and rank of the engine.
@@ -299,7 +300,7 @@ def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = No
     for length in PROBE_TOKENS:
         if not silent:
             break
-        probe = Probe.of(engine, length, seen)
+        probe = Probe.of(engine, length, tower_prompt)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
@@ -317,14 +318,14 @@ def added_by_the_first(part: Slice, engine: Engine) -> bool:
 
 
 @torch.no_grad()
-def inert(part: Slice, policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> bool:
+def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
     """Return whether the policy's output doesn't depend on a parameter either."""
     more: dict[str, torch.Tensor] = {}
     device = (part.source if part.packed is None else part.packed.layer.weight).device
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=device)
-    if seen is not None and seen.images is not None and sees(part.name):
-        ids = torch.tensor([seen.ids], device=device)
-        more = {name: value.to(device) for name, value in own_inputs(seen.images, 0).items()}
+    if tower_prompt is not None and tower_prompt.images is not None and sees(part.name):
+        ids = torch.tensor([tower_prompt.ids], device=device)
+        more = {name: value.to(device) for name, value in tower_prompt.images.inputs.items()}
     with evaluation_mode(policy):  # a dropout would change the output by itself
         usual = policy(ids, **more).logits
         with changed(part.view) if part.packed is None else _negated(part.packed.layer):

@@ -13,12 +13,12 @@ from ..engine.arguments import engine_dtype
 from ..engine.protocol import Engine
 from ..extensions.tensor_parallel.layers import adapter_shards, split
 from ..parallel.ranks import on_all_ranks
-from ..parallel.shards import Shard
 from ..policy.loading import Policy
 from ..policy.lora import Adapter, adapted_layers, base_name
 from ..policy.packed_weights import packed_weights
 from ..policy.towers import sees
 from ..runtime.importing import find_object, is_import_path
+from ..runtime.registry import hooks
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights, Copies, MergedWeights
@@ -30,7 +30,7 @@ from .sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class Pairing:
     """The policy and the engine, before a `WeightSync` is chosen."""
 
     policy: torch.nn.Module
@@ -38,10 +38,10 @@ class Sides:
     slices: list[Slice]  # every parameter of the policy, or of a LoRA policy's base, and its place in the engine
     device: torch.device  # the policy's final device
     equal: bool  # every slice has its parameter's value, checked after both sides loaded one checkpoint
-    seen: ModelInput | None = None  # a prompt with images
+    tower_prompt: ModelInput | None = None  # a prompt with images
 
 
-def _move(policy: torch.nn.Module, device: torch.device) -> None:
+def move(policy: torch.nn.Module, device: torch.device) -> None:
     """Move a policy to a device, unless it is there."""
     if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
         policy.to(device)  # conditional, because `.to("cpu:0")` copies tensors on "cpu" and would undo the sharing
@@ -136,11 +136,6 @@ def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     return engine_dtype(config, dtype) == dtype and same_layout
 
 
-def serves_packed(config: GRPOConfig, policy: Policy) -> bool:
-    """Return whether the engine reads a quantised base in the policy's memory, instead of dequantised copies."""
-    return policy.quantization is not None and config.weights == "shared"
-
-
 def weight_sync(
     wanted: str,
     policy: torch.nn.Module,
@@ -150,7 +145,7 @@ def weight_sync(
     device: torch.device,
     adapter: Adapter | None = None,
     cut: str = "",
-    seen: ModelInput | None = None,
+    tower_prompt: ModelInput | None = None,
 ) -> WeightSync:
     """Move the policy to ``device``, into the engine's memory where possible, and plan its publishing.
 
@@ -166,7 +161,7 @@ def weight_sync(
         adapter: the adapter that the policy trains instead of its weights.
         cut: ``rows``: each rank will keep only some rows of the weights; ``parts``: the policy is cut here, so that
             each rank has its engine rank's part of every parameter; empty: the policy stays whole.
-        seen: a prompt with images, of a model that reads them; it proves the vision tower.
+        tower_prompt: a prompt with images, of a model that reads them; it proves the vision tower.
 
     Raises:
         ValueError: ``wanted`` can't be used, or the policy's shape isn't the checkpoint's.
@@ -190,44 +185,52 @@ def weight_sync(
         proof.check_equal(slices)
     packed = [part for part in slices if part.packed is not None]
     if packed or served:
-        _dequantise(slices if engine.blank else packed, policy, engine, device, seen)
-    sides = Sides(policy, engine, slices, device, equal and not packed, seen)
-    sync = _in_parts(sides, adapter) if cut == "parts" else _select(wanted, sides, adapter, cut == "rows")
-    if sides.equal:
+        _dequantise(slices if engine.blank else packed, policy, engine, device, tower_prompt)
+    pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
+    if cut == "parts":  # an extension offers a function of a `Pairing` and an adapter that cuts the policy
+        (in_parts,) = hooks("weights_in_parts")
+        sync: WeightSync = in_parts(pairing, adapter)
+    else:
+        sync = _select(wanted, pairing, adapter, cut == "rows")
+    if pairing.equal:
         proof.check_same(policy, engine)  # equal weights don't prove that both compute the same architecture
     return sync
 
 
-def _select(wanted: str, sides: Sides, adapter: Adapter | None, cut: bool) -> WeightSync:
+def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -> WeightSync:
     with_slots = check_choice(wanted, adapter, cut)
     if is_import_path(wanted):
-        return _custom(wanted, sides)
+        return _custom(wanted, pairing)
     if cut:
-        return _gathered(sides)
+        return _gathered(pairing)
     if adapter is None:
-        return _whole(wanted, sides)
+        return _whole(wanted, pairing)
     if with_slots is None:
-        return _merged(sides, adapter.why_merged or "as configured")
+        return _merged(pairing, adapter.why_merged or "as configured")
     try:
-        return _adapter(wanted, sides)
+        return _adapter(wanted, pairing)
     except Unserved as unserved:
         if wanted != "auto":
             raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
-        return _merged(sides, str(unserved))
+        return _merged(pairing, str(unserved))
 
 
 def _dequantise(
-    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, device: torch.device, seen: ModelInput | None
+    slices: Sequence[Slice],
+    policy: torch.nn.Module,
+    engine: Engine,
+    device: torch.device,
+    tower_prompt: ModelInput | None,
 ) -> None:
     """Write a quantised base into the engine, and check that engine and policy have the same output.
 
     Raises:
         RuntimeError: the outputs differ, or the engine doesn't use some of the policy's packed weights.
     """
-    _move(policy, device)
+    move(policy, device)
     Copies(slices).write()
-    proof.check_same(policy, engine, seen)
-    untested = [weight for name, weight in packed_weights(policy).items() if seen is None and sees(name)]
+    proof.check_same(policy, engine, tower_prompt)
+    untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
     if unused := engine.served.unused(untested):
         raise RuntimeError(
             f"{unused} of the engine's layers don't use the policy's packed weights: this architecture isn't known "
@@ -235,114 +238,85 @@ def _dequantise(
         )
 
 
-def _custom(path: str, sides: Sides) -> WeightSync:
+def _custom(path: str, pairing: Pairing) -> WeightSync:
     """Prove the mapping and create the user's `WeightSync`."""
-    _move(sides.policy, sides.device)
-    proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
-    return find_weight_sync(path)(sides.policy, sides.engine, sides.slices)
+    move(pairing.policy, pairing.device)
+    proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
+    return find_weight_sync(path)(pairing.policy, pairing.engine, pairing.slices)
 
 
-def _gathered(sides: Sides) -> GatheredWeights:
+def _gathered(pairing: Pairing) -> GatheredWeights:
     """Create `GatheredWeights`. Until the policy is cut it is in the engine's memory if possible, so that the device
     never has two copies."""
-    if not any(shared.obstacle(part) for part in sides.slices):
-        shared.bind(sides.slices)
-        _move(sides.policy, sides.device)  # its buffers
-    proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
-    return GatheredWeights(sides.policy, sides.engine, sides.slices)
+    if not any(shared.obstacle(part) for part in pairing.slices):
+        shared.bind(pairing.slices)
+        move(pairing.policy, pairing.device)  # its buffers
+    proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
+    return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)
 
 
-def _in_parts(sides: Sides, adapter: Adapter | None) -> WeightSync:
-    """Prove the mapping while the policy is whole, then make every parameter the tensor of the engine's rank.
-
-    An adapter is cut as its base is, because vLLM cuts it in its slots in that way.
-
-    Raises:
-        ValueError: a parameter can't share the engine's memory, or the engine has no slot for an adapted layer.
-        RuntimeError: in parts, the policy's output differs from the engine's.
-    """
-    policy, engine = sides.policy, sides.engine
-    with on_all_ranks("the plan of the policy's parts"):
-        parts = shared.parts(sides.slices)
-    proof.check_read(sides.slices, policy, engine, seen=sides.seen)
-    shared.bind_parts(parts)
-    shards, lora_shards = {part.name: shard for part, shard in parts}, dict[int, Shard]()
-    if adapter is not None:
-        lora_shards = adapter_shards(adapted_layers(policy), {str(base_name(name)): s for name, s in shards.items()})
-        for name, parameter in policy.named_parameters():
-            if (shard := lora_shards.get(id(parameter))) is not None:
-                parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
-    _move(policy, sides.device)  # the adapter, and buffers
-    split(policy, shards, engine.layout)
-    sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
-    if adapter is not None:
-        try:
-            sync = AdapterWeights(policy, engine, map_adapter(policy, engine, lora_shards), base)
-        except Unserved as unserved:
-            raise ValueError(f"sharding is 'tensor', but {unserved}: set sharding: gradients.") from None
-    if not sides.equal:
-        proof.check_same(policy, engine)
-    return sync
-
-
-def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
+def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
     """Create `SharedWeights` or `CopiedWeights` for a policy's weights, or for a LoRA policy's base.
 
     Args:
         wanted: ``auto``, ``shared`` or ``copied``.
-        sides: policy and engine.
+        pairing: policy and engine.
         constant: the weights are equal and never change. Then it doesn't matter where the engine reads them.
     """
-    obstacles = {part.name: reason for part in sides.slices if (reason := shared.obstacle(part))}
+    obstacles = {part.name: reason for part in pairing.slices if (reason := shared.obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
         raise ValueError(
-            f"weights is 'shared', but {len(obstacles)} of {len(sides.slices)} parameters can't be shared ({name}: "
+            f"weights is 'shared', but {len(obstacles)} of {len(pairing.slices)} parameters can't be shared ({name}: "
             f"{reason}): set weights: auto, or the same dtype for policy and engine."
         )
-    split = sides.engine.layout.ranks_per_engine > 1
-    if wanted != "copied" and len(obstacles) < len(sides.slices) and not split:
-        return _shared(sides, obstacles, constant)
-    _move(sides.policy, sides.device)
+    split = pairing.engine.layout.ranks_per_engine > 1
+    if wanted != "copied" and len(obstacles) < len(pairing.slices) and not split:
+        return _shared(pairing, obstacles, constant)
+    move(pairing.policy, pairing.device)
     if not constant:
-        proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
+        proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     why = "as configured" if wanted == "copied" else next(iter(obstacles.values()), "")
     if split:
-        why = f"each of the engine's {sides.engine.layout.ranks_per_engine} ranks has a part, the policy is whole"
-    return CopiedWeights(sides.policy, sides.engine, sides.slices, why)
+        why = f"each of the engine's {pairing.engine.layout.ranks_per_engine} ranks has a part, the policy is whole"
+    return CopiedWeights(pairing.policy, pairing.engine, pairing.slices, why)
 
 
-def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> SharedWeights:
+def _shared(pairing: Pairing, obstacles: Mapping[str, str], constant: bool) -> SharedWeights:
     """Create `SharedWeights` that copy the parameters with ``obstacles`` (reasons by name) and share all others."""
-    views = [part for part in sides.slices if part.name not in obstacles]
-    copies = [(part, obstacles[part.name]) for part in sides.slices if part.name in obstacles]
+    views = [part for part in pairing.slices if part.name not in obstacles]
+    copies = [(part, obstacles[part.name]) for part in pairing.slices if part.name in obstacles]
     shared.bind(views)
-    _move(sides.policy, sides.device)  # moves the rest: buffers, and the parameters that are copied
+    move(pairing.policy, pairing.device)  # moves the rest: buffers, and the parameters that are copied
     tested = [*views, *(part for part, _ in copies if part.packed is not None)]
-    for part in [] if constant else proof.check_read(tested, sides.policy, sides.engine, sides.slices, seen=sides.seen):
+    for part in (
+        []
+        if constant
+        else proof.check_read(tested, pairing.policy, pairing.engine, pairing.slices, tower_prompt=pairing.tower_prompt)
+    ):
         if part.packed is not None:
             continue
         part.source.data = part.destination.clone()  # separate memory again, with the same value
         views.remove(part)
         copies.append((part, "no output depends on it, so that sharing it can't be proved"))
-    return SharedWeights(sides.policy, sides.engine, views, copies)
+    return SharedWeights(pairing.policy, pairing.engine, views, copies)
 
 
-def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
+def _adapter(wanted: str, pairing: Pairing) -> AdapterWeights:
     """Create `AdapterWeights` on a base that is shared or, if that is impossible and not required, copied once."""
-    adapted = {layer.parameter for layer in adapted_layers(sides.policy)}
-    if reordered := [part.name for part in sides.slices if part.rows is not None and base_name(part.name) in adapted]:
+    adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
+    if reordered := [part.name for part in pairing.slices if part.rows is not None and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
-    if copied := [part.name for part in sides.slices if part.is_copy and base_name(part.name) in adapted]:
+    if copied := [part.name for part in pairing.slices if part.is_copy and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has {len(copied)} adapted layers twice, but adds an adapter once ({copied[0]})")
-    slots = map_adapter(sides.policy, sides.engine)
-    base = _whole("shared" if wanted == "shared" else "auto", sides, constant=sides.equal)
-    return AdapterWeights(sides.policy, sides.engine, slots, base)
+    slots = map_adapter(pairing.policy, pairing.engine)
+    base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)
+    return AdapterWeights(pairing.policy, pairing.engine, slots, base)
 
 
-def _merged(sides: Sides, why: str) -> MergedWeights:
-    _move(sides.policy, sides.device)
-    merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
-    moving = merged.moving if sides.equal else sides.slices
-    proof.check_read(moving, sides.policy, sides.engine, sides.slices, seen=sides.seen)
+def _merged(pairing: Pairing, why: str) -> MergedWeights:
+    move(pairing.policy, pairing.device)
+    merged = MergedWeights(pairing.policy, pairing.engine, pairing.slices, why)
+    moving = merged.moving if pairing.equal else pairing.slices
+    proof.check_read(moving, pairing.policy, pairing.engine, pairing.slices, tower_prompt=pairing.tower_prompt)
     return merged

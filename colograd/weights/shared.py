@@ -5,8 +5,6 @@ A publish copies only the parameters that can't be shared (another dtype, say).
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -49,48 +47,6 @@ def bind(slices: Sequence[Slice]) -> None:
     """
     for part in slices:
         part.destination.copy_(part.source)
-        part.source.data = part.destination
-
-
-def parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return each parameter's place in this rank of the engine, and the part of the parameter that is there.
-
-    Raises:
-        ValueError: a parameter can't be a view of its place.
-    """
-    placed = []
-    for name, group in itertools.groupby(slices, key=lambda part: part.name):
-        same_name = list(group)
-        source = same_name[0].source
-        shard = Shard.of_cuts(source.shape, [part.cut for part in same_name])
-        place = _joined([part.destination for part in same_name], shard)
-        part = dataclasses.replace(same_name[0], destination=place, cut=())
-        local = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
-        if reason := next((obstacle(one) for one in same_name if one.again), "") or obstacle(local):
-            raise ValueError(
-                f"sharding is 'tensor', but {name} can't share the engine's memory ({reason}). Set sharding: gradients "
-                "or fsdp."
-            )
-        placed.append((part, shard))
-    return placed
-
-
-def _joined(places: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """Join adjacent views of one tensor to one view."""
-    first, *others = places
-    previous = first
-    for other in others:
-        end = previous.storage_offset() + previous.shape[shard.axis] * previous.stride(shard.axis)
-        assert other.storage_offset() == end and other.stride() == first.stride(), "the parts aren't adjacent"
-        previous = other
-    return first.as_strided(shard.local_shape, first.stride()) if others else first
-
-
-@torch.no_grad()
-def bind_parts(parts: Sequence[tuple[Slice, Shard]]) -> None:
-    """Bind parts of parameters as `bind` does, in an engine of several ranks. The rest of each parameter is freed."""
-    for part, shard in parts:
-        part.destination.copy_(shard.of(part.source.detach()))
         part.source.data = part.destination
 
 

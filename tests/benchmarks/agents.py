@@ -157,8 +157,9 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     from colograd import GRPOConfig
     from colograd.batch import Group, Prompt
+    from colograd.engine.feature import EngineUse
     from colograd.engine.sampling import Sampling
-    from colograd.engine.vllm_engine import Needs, VLLMEngine
+    from colograd.engine.vllm_engine import VLLMEngine
     from colograd.extensions.agents.context import ChatFormat
     from colograd.extensions.agents.engine.chat_api import ChatAPI
     from colograd.extensions.agents.session import Limits
@@ -167,7 +168,7 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     config = GRPOConfig(output_dir=folder, num_generations=2, report_to="none")
     config.per_device_train_batch_size = options.sessions
     engine = VLLMEngine(
-        options.model, config, torch.bfloat16, options.tokens + 128, 2**30, Needs(sequences=options.sessions)
+        options.model, config, torch.bfloat16, options.tokens + 128, 2**30, EngineUse(sequences=options.sessions)
     )
     engine.stamp(0)
     tokenizer = AutoTokenizer.from_pretrained(options.model)

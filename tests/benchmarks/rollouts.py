@@ -102,8 +102,9 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
 
     from colograd import GRPOConfig
     from colograd.batch import Prompt
+    from colograd.engine.feature import EngineUse
     from colograd.engine.sampling import Sampling
-    from colograd.engine.vllm_engine import Needs, VLLMEngine
+    from colograd.engine.vllm_engine import VLLMEngine
     from colograd.memory.shape import CacheNeed, Shape
 
     config = GRPOConfig(output_dir=folder, num_generations=max(options.num_generations, 2), report_to="none")
@@ -113,7 +114,7 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
     shape = Shape.of(AutoConfig.from_pretrained(options.model))
     need = CacheNeed.of(shape, dtype.itemsize, context, sequences)  # on a CPU few of them are decoded at once
     kv_bytes = 2**28 if config.on_cpu else need.wanted
-    engine = VLLMEngine(options.model, config, dtype, context, kv_bytes, Needs(sequences=sequences))
+    engine = VLLMEngine(options.model, config, dtype, context, kv_bytes, EngineUse(sequences=sequences))
     engine.stamp(0)
     draw = random.Random(0)
     ends = draw.sample(range(engine.vocab_size), max(engine.vocab_size // options.mean_tokens, 1))

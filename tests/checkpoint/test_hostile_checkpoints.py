@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerState
 
 from colograd.checkpoint import folders, manifest
 from colograd.checkpoint.reading import inside, look, reading, trainer_state
-from colograd.engine.queue_order import LengthHistory
+from colograd.engine.sampling import LengthHistory
 from colograd.sharding import optimizer_state
 from colograd.sharding.strategy import Owned
 from colograd.sharding.weight_files import WeightFiles

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from colograd import GRPOTrainer
 from colograd.batch import Prompt
 from colograd.engine.arguments import graph_sizes
+from colograd.engine.feature import EngineUse
+from colograd.engine.load import after_each_step
 from colograd.engine.sampling import Sampling
-from colograd.engine.vllm_engine import Needs, VLLMEngine
+from colograd.engine.vllm_engine import VLLMEngine
 
 PROMPTS = [Prompt({}, ids, position) for position, ids in enumerate([(5, 6, 7), (70, 71), (9, 8, 9, 8, 9, 8), (11,)])]
 SAMPLING = Sampling(n=3, max_tokens=24, temperature=1.0, options={})
@@ -28,7 +30,7 @@ def build(model: Path, folder: Path, blank: bool = False, **settings: Any) -> VL
 
     process.prepare_ranks()
     config = tiny.config(folder, **settings)
-    engine = VLLMEngine(str(model), config, torch.float32, context=64, kv_bytes=2**22, needs=Needs(blank=blank))
+    engine = VLLMEngine(str(model), config, torch.float32, context=64, kv_bytes=2**22, use=EngineUse(blank=blank))
     engine.stamp(0)
     return engine
 
@@ -41,8 +43,8 @@ def generation(engine: VLLMEngine, sampling: Sampling = SAMPLING) -> tuple[list[
         nonlocal steps
         steps += 1
 
-    engine.after_step = count
-    groups = sorted(engine.generate(PROMPTS, sampling, version=0, seed=3), key=lambda group: group.position)
+    with after_each_step(engine, count):
+        groups = sorted(engine.generate(PROMPTS, sampling, version=0, seed=3), key=lambda group: group.position)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     logprobs = torch.cat([rollout.sampler_logprobs for rollout in rollouts])
     return [(tuple(r.completion_ids), r.finish_reason) for r in rollouts], logprobs, steps

@@ -18,12 +18,12 @@ from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
 from colograd.engine import vllm_engine
 from colograd.engine.arguments import engine_kwargs
 from colograd.engine.load import watched
-from colograd.engine.queue_order import LengthHistory
 from colograd.engine.sampling import (
     REFUSED,
     RESERVED,
     SUPPORTED,
     UNKNOWN_TOKENS,
+    LengthHistory,
     Sampling,
     check_sampling,
     finish_reason_of,

@@ -12,6 +12,7 @@ import torch
 
 from colograd import GRPOTrainer
 from colograd.engine.building import weights_stay
+from colograd.engine.feature import Features
 from colograd.engine.vllm_engine import VLLMEngine
 from colograd.memory.device_turns import DeviceTurns
 from colograd.reporting.metrics import PhaseTimes
@@ -70,7 +71,7 @@ class Core:
 def sleeping_engine(core: Core, sleeps: bool = True) -> VLLMEngine:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.sleeps, engine.asleep, engine.version = sleeps, False, 3
-    engine.llm, engine._routed, engine._reads_images = SimpleNamespace(llm_engine=core), None, False
+    engine.llm, engine._features = SimpleNamespace(llm_engine=core), Features()
     return engine
 
 

@@ -229,20 +229,6 @@ def test_an_evaluation_s_width_adds_few_graphs() -> None:
     assert drafted == (20, [4, 8, 16, 20, 80]), "tokens of a step, four for each sequence"
 
 
-@pytest.mark.parametrize(
-    "setting, remedy",
-    [({"router_replay": True}, "router_replay: false"), ({"top_k": 5}, "vllm_importance_sampling_correction: false")],
-)
-def test_model_runner_v1_is_refused_where_v2_is_needed(
-    setting: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = made(Cuda, **setting)
-    engine_kwargs("m", config, torch.bfloat16, 200, 12345)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ValueError, match=rf"VLLM_USE_V2_MODEL_RUNNER is 0: remove the variable, or set {remedy}"):
-        engine_kwargs("m", config, torch.bfloat16, 200, 12345)
-
-
 def test_what_is_said_of_batches_and_graphs_wins() -> None:
     assert batches(64, max_num_seqs=8) == (8, [1, 2, 4, 8])
     assert batches(64, enforce_eager=True) == (64, None)

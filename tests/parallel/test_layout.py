@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from colograd.engine.building import build_conditions, rank_variables_of, usual_algorithms
+from colograd.engine.building import build_conditions, nondeterminism_allowed, rank_variables_of
 from colograd.parallel.layout import Place, RankLayout, check_engines
 
 
@@ -47,7 +47,7 @@ def test_vllm_runs_without_deterministic_algorithms() -> None:
     for asked in (False, True):
         torch.use_deterministic_algorithms(asked, warn_only=asked)
         try:
-            with contextlib.suppress(KeyError), usual_algorithms():
+            with contextlib.suppress(KeyError), nondeterminism_allowed():
                 assert not torch.are_deterministic_algorithms_enabled()
                 raise KeyError
             assert torch.are_deterministic_algorithms_enabled() == asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from transformers import TrainerCallback
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, RolloutId, ScoredGroup
 from colograd.batch import Rollout as Completion
-from colograd.engine.load import Load, load_of, watched
+from colograd.engine.load import Load, after_each_step, load_of, watched
 from colograd.extensions.tools.tool_format import ToolCall
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.logprobs import policy_logprobs
@@ -194,10 +195,22 @@ def test_calls_of_rewards_and_tools_are_told_with_their_times() -> None:
 
 def test_an_engine_that_cannot_be_read_is_left_alone() -> None:
     assert load_of(SimpleNamespace()) is None
-    engine = SimpleNamespace(core=SimpleNamespace(engine_core=object()), after_step=None)
+    engine = SimpleNamespace(core=SimpleNamespace(engine_core=object()), after_step=[])
     with watched(engine, pytest.fail) as preemptions:
-        engine.after_step()
-    assert preemptions.number is None and engine.after_step is None
+        engine.after_step[0]()
+    assert preemptions.number is None and engine.after_step == []
+
+
+def test_listeners_leave_in_any_order() -> None:
+    engine, calls = SimpleNamespace(after_step=[]), list[str]()
+    first, second = (after_each_step(engine, functools.partial(calls.append, name)) for name in ("first", "second"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    for listener in engine.after_step:
+        listener()
+    second.__exit__(None, None, None)
+    assert calls == ["second"] and engine.after_step == []
 
 
 def test_preemptions_are_counted_and_the_scheduler_is_left_as_it_was() -> None:
@@ -209,11 +222,11 @@ def test_preemptions_are_counted_and_the_scheduler_is_left_as_it_was() -> None:
 
     inner = Scheduler()
     core = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=inner)))
-    engine, seen = SimpleNamespace(core=core, after_step=None), list[Load]()
+    engine, seen = SimpleNamespace(core=core, after_step=[]), list[Load]()
     with watched(engine, seen.append) as preemptions:
         assert preemptions.number == 0
         assert inner._preempt_request(1, timestamp=2.0) == "1 at 2.0"
-        engine.after_step()
+        engine.after_step[0]()
     assert preemptions.number == 1 and seen == [Load(2, 1, 0.5)] and not vars(inner)
 
 

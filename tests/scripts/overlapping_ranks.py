@@ -135,7 +135,8 @@ def wait_for(engine: Any, note: Path) -> None:
     """As after a step of the engine that takes as long."""
     while not note.exists():
         time.sleep(0.01)
-        engine.after_step()
+        for listener in engine.after_step:
+            listener()
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:

@@ -19,7 +19,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 def mended() -> contextlib.AbstractContextManager[None]:
     """What an engine of a text model is built with on a CPU."""
     from colograd.engine.cpu_layers import mend_cpu_layers
-    from colograd.engine.per_layer_inputs import computed_per_layer_inputs
+    from colograd.engine.model_classes import computed_per_layer_inputs
 
     mend_cpu_layers()
     return computed_per_layer_inputs()

@@ -1,6 +1,7 @@
 """Mixtures of experts: routing, the load-balancing loss, replayed routing."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
-    "policy": "router_replay:set_up",
+    "engine_feature": ("engine.kernels:mixture_build", "engine.routed:router_log"),
     "model_feature": "model:Experts",
+    "policy": "router_replay:set_up",
 }

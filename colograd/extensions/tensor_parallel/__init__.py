@@ -3,4 +3,5 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "model:InEngineLayout",
     "sharding": ("strategy:TensorParallel", "strategy:TensorOptimizer", "strategy:TensorGradients"),
+    "weights_in_parts": "weights:weights_in_parts",
 }

@@ -22,8 +22,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeConfig, MixtralConfig
 
 from colograd import GRPOTrainer
-from colograd.engine import building
 from colograd.engine.tensors import VLLMTensors
+from colograd.extensions.experts.engine import kernels
 from colograd.extensions.quantized.layers import packed_weights
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
@@ -252,14 +252,14 @@ def two_whole(models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 @pytest.mark.engine
 def test_experts_that_the_engine_packed_away_are_an_error_with_the_reason(models, tmp_path: Path, monkeypatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(building, "live_experts", contextlib.nullcontext)
+        patched.setattr(kernels, "live_experts", contextlib.nullcontext)
         with pytest.raises((UnmappedParameter, RuntimeError), match=r"layout of weights|its own layout"):
             build(models["mixtral"], tmp_path)
     monkeypatch.delattr("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts")
     with pytest.raises(RuntimeError, match=r"whose weights vLLM [\d.]+ packs away on a CPU: install 0.31"):
-        building.check_experts(8, on_cpu=True)
-    building.check_experts(0, on_cpu=True)
-    building.check_experts(8, on_cpu=False)
+        kernels.check_experts(8, on_cpu=True)
+    kernels.check_experts(0, on_cpu=True)
+    kernels.check_experts(8, on_cpu=False)
 
 
 def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:

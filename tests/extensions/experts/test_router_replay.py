@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import decoder_families
 import pytest
@@ -27,7 +27,6 @@ from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd import GRPOTrainer
 from colograd.batch import UNKNOWN, MicroBatch, Prompt, RoutedExperts, ScoredGroup
-from colograd.engine.arguments import _experts_told
 from colograd.engine.sampling import Sampling
 from colograd.extensions.experts.engine import routed
 from colograd.extensions.experts.router_replay import make_replaying, replay_figures, routers_of
@@ -257,7 +256,7 @@ def test_what_takes_no_experts_or_tells_none_is_refused_with_the_remedy(tmp_path
     with pytest.raises(ValueError, match=r"a rollout_func returns tokens, and not the experts.*router_replay: false"):
         rollout_func_of(lambda prompts, trainer: {}, None, args)
     with pytest.raises(ValueError, match=r"router_replay is true and .*enable_prefix_caching: false.*remove one"):
-        _experts_told({"enable_prefix_caching": False})
+        routed.RouterLog(cast(Any, SimpleNamespace(on_cpu=False))).arguments({"enable_prefix_caching": False})
     model = make(MODELS["mixtral"])
     routers_of(model)[1].norm_topk_prob = False
     with pytest.raises(ValueError, match=r"MixtralTopKRouter .* shares a token out .* set router_replay: false"):
@@ -320,6 +319,11 @@ def check_told(model: Any, rollout: Any) -> None:
     assert torch.equal(whole[:-1].long().sort(-1).values, own_choice(model, rollout)[:-1])
 
 
+def router_log(trainer: GRPOTrainer) -> routed.RouterLog:
+    (found,) = (each for each in trainer.engine._features.every if isinstance(each, routed.RouterLog))
+    return found
+
+
 FURTHER = [family for family in MODELS if family not in ("qwen3_moe", "gpt_oss")]
 SHARED = tuple(range(3, 70))  # two blocks of the prefix cache, and some
 
@@ -334,7 +338,7 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
     changes |= {"vllm_max_model_length": 200, "vllm_engine_kwargs": {"max_num_batched_tokens": 256}}
     trainer = closing(build(models(family), tmp_path, **changes))
     trainer.publish()
-    engine, model = trainer.engine, trainer.model
+    engine, model, log = trainer.engine, trainer.model, router_log(trainer)
     groups = sampled(engine, [SHARED, (*SHARED[:40], 9, 8, 7), (5, 6)])
     for rollouts in groups:
         assert rollouts[0].experts.prompt is rollouts[1].experts.prompt
@@ -342,7 +346,7 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
             check_told(model, rollout)
     first = groups[0][0]
     again = sampled(engine, [(*first.prompt_ids, *first.completion_ids, 11, 12)])[0]
-    assert engine._routed.itself or engine._routed._cached
+    assert log.itself or log._cached
     in_pieces = sampled(engine, [tuple(range(n, n + 100)) for n in range(3)], GREEDY)
     for rollout in (*again, *(rollouts[0] for rollouts in in_pieces)):
         check_told(model, rollout)
@@ -350,13 +354,13 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
     abandoned = engine.generate([Prompt({}, (5, 6, 7), 0), Prompt({}, (5, 6), 1)], GREEDY, version=0, seed=0)
     next(abandoned)
     abandoned.close()
-    assert engine._routed._seen == {}, "nothing is kept of a request that is over"
+    assert log._seen == {}, "nothing is kept of a request that is over"
     trainer.train()
     for step in steps(trainer):
         assert step["sampling/sampling_logp_difference/mean"] < 1e-5
         assert step["router/disagreement"] == 0 and 0.9 < step["router/replayed"] < 1
     trainer.publish()
-    assert engine._routed._cached == {}, "what other weights chose"
+    assert log._cached == {}, "what other weights chose"
     trainer.processing_class.chat_template = tiny.TOOL_TEMPLATE
     for group in written(trainer, Toolbox([tool_cases.add])):
         for rollout in group.rollouts:
@@ -396,7 +400,7 @@ def test_without_a_prefix_cache_and_with_an_adapter(models, tmp_path: Path, clos
     first, second = steps(trainer)
     assert first["router/disagreement"] == 0 and first["kl"] == 0 < second["kl"]
     assert first["router/replayed"] == second["router/replayed"] > 0.9
-    assert first["sampling/sampling_logp_difference/mean"] < 1e-5 and trainer.engine._routed._cached == {}
+    assert first["sampling/sampling_logp_difference/mean"] < 1e-5 and router_log(trainer)._cached == {}
 
 
 @pytest.mark.engine
@@ -425,3 +429,12 @@ def test_ranks_replay_what_the_first_of_their_engine_was_told(changes: dict[str,
     for step in ranks[0]["logs"]:
         assert step["router/disagreement"] == 0 and 0.9 < step["router/replayed"] < 1
         assert step["sampling/sampling_logp_difference/mean"] < 1e-5
+
+
+def test_model_runner_v1_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(on_cpu=False)
+    routed.RouterLog(config).arguments({})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    remedy = "router_replay: false"
+    with pytest.raises(ValueError, match=f"VLLM_USE_V2_MODEL_RUNNER is 0: remove the variable, or set {remedy}"):
+        routed.RouterLog(config).arguments({})

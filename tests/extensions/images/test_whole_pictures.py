@@ -12,8 +12,9 @@ import tiny_images
 import torch
 
 from colograd.batch import ModelInput
-from colograd.engine.vllm_engine import Needs, VLLMEngine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.extensions.images.data import ImageReader
+from colograd.extensions.images.engine.features import ImagePrompts
 from colograd.extensions.images.engine.whole_pictures import up_to_a_picture
 
 
@@ -44,7 +45,7 @@ def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
         return reader.read(row, {"add_generation_prompt": True}, "row")
 
     first, cut = asked("a", "b"), 0
-    built = VLLMEngine(str(folder), config, torch.float32, 128, kv_bytes=2**22, needs=Needs(images=1))
+    built = VLLMEngine(str(folder), config, torch.float32, 128, 2**22, features=[ImagePrompts(1, on_cpu=True)])
     with contextlib.closing(built) as engine:
         for length in range(1, 8):
             second = asked("z" * length, "what is it then")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.batch import FinishReason, Group, KeptTokens, Logged, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.extensions.distillation.head import TeacherHead
+from colograd.extensions.kept_tokens.engine.kept_tokens import KeptTokensRecord
 from colograd.policy import logprobs
 from colograd.policy.head import Head, Kept
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
@@ -116,3 +118,12 @@ def test_sampler_and_trainer_agree_on_a_truncated_distribution(tiny_model, tmp_p
     _, entropy = policy_logprobs(trainer.model, row, 0.8)
     assert (entropy <= row.kept.counts.log() + 1e-4).all()
     assert PolicyForward(trainer.model, 0.8)(row)[0].exp().max() <= 1.0001
+
+
+def test_model_runner_v1_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(on_cpu=False)
+    KeptTokensRecord(config).arguments({})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    remedy = "vllm_importance_sampling_correction: false"
+    with pytest.raises(ValueError, match=f"VLLM_USE_V2_MODEL_RUNNER is 0: remove the variable, or set {remedy}"):
+        KeptTokensRecord(config).arguments({})

@@ -52,7 +52,7 @@ BEGINS, ENDS = "engine's waits for usual", "usual waits for engine's"
 def test_a_step_by_itself_comes_after_what_was_queued_and_before_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     core = SimpleNamespace(step=lambda: streams.queue("step"))
-    StepStream().take_steps(core)
+    StepStream().built(SimpleNamespace(core=core))
     core.step()
     assert streams.calls == [BEGINS, "step on the engine's", ENDS]
 
@@ -60,9 +60,9 @@ def test_a_step_by_itself_comes_after_what_was_queued_and_before_what_follows(mo
 def test_amid_many_steps_no_stream_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     core, mine = SimpleNamespace(step=lambda: streams.queue("step")), StepStream()
-    mine.take_steps(core)
+    mine.built(SimpleNamespace(core=core))
     streams.queue("weights")
-    with pytest.raises(RuntimeError), mine.apart():
+    with pytest.raises(RuntimeError), mine.while_generating():
         core.step()
         streams.queue("micro-batch")
         core.step()
@@ -92,8 +92,8 @@ def test_the_engine_s_freed_blocks_are_released(
         "memory_reserved": 2**40, "memory_allocated": 0, "memory_snapshot": segments, "empty_cache": None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: cleared.append(name) or value)
-    with mine.apart():
-        with mine.apart():
+    with mine.while_generating():
+        with mine.while_generating():
             pass
         assert not cleared, "sampling goes on"
     assert cleared.count("empty_cache") == freed
@@ -103,7 +103,7 @@ def test_an_engine_is_built_on_its_stream_and_makes_streams_of_its_priority(monk
     """On which it captures graphs: these run with the priority that they were captured with."""
     streams = Streams(monkeypatch)
     usual, mine = torch.cuda.Stream, StepStream()
-    with mine.building():
+    with mine.while_built():
         streams.queue("weights")
         made: Any = torch.cuda.Stream()
         assert made.name == "engine's" and isinstance(made, usual) and torch.cuda.Stream(priority=0).name == "usual"
@@ -131,7 +131,8 @@ def test_on_a_gpu_a_micro_batch_runs_beside_the_tail_to_the_same_weights(tmp_pat
         early = [entry["train/early_tokens"] for entry in trainer.state.log_history if "train/early_tokens" in entry]
         found.append((early, {name: value.cpu() for name, value in trainer.model.state_dict().items()}))
         if overlap == "auto":
-            stream, runner = trainer.engine._stream.stream, vars(trainer.engine._runner)
+            (feature,) = (each for each in trainer.engine._features.every if isinstance(each, StepStream))
+            stream, runner = feature.stream, vars(trainer.engine._runner)
             assert stream.priority == PRIORITY and runner.get("main_stream", stream) == stream
             assert torch.cuda.current_stream() == torch.cuda.default_stream()
         trainer.close()

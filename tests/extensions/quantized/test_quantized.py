@@ -274,7 +274,7 @@ def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_
 
 
 def test_layers_that_compiled_code_reads_by_number_are_part_of_its_caches_key() -> None:
-    first, second, other = ServedLayers(), ServedLayers(), ServedLayers()
+    first, second, other = (ServedLayers(lambda tensors: {}) for _ in range(3))
     first.reserve(["up", "down"])
     first.add("down", ())
     second.reserve(["up", "down"])

@@ -1,13 +1,22 @@
-"""A mixture's experts on a CPU as plain products. Their weights stay as loaded, so that a publish can write them."""
+"""How vLLM is built for a mixture of experts.
+
+On a CPU the experts are plain products. Their weights stay as loaded, so that a publish can write them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import gelu, linear, silu
+
+from ....config import GRPOConfig
+from ....engine.building import replaced
+from ....engine.feature import EngineFeature, EngineUse
+from ....runtime.sizes import num_experts
 
 # Constants of gpt-oss. Its gates and ups alternate, and both are clamped.
 SLOPE, LIMIT = 1.702, 7.0
@@ -63,3 +72,83 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": _gated(functools.partial(gelu, approximate="tanh")),
     "swigluoai": _clamped,
 }
+
+
+class MixtureBuild(EngineFeature):
+    """Builds vLLM so that an engine of a mixture works next to other engines, and a publish can write its experts."""
+
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
+
+    @contextlib.contextmanager
+    def while_built(self) -> Iterator[None]:
+        with groups_of_experts(), live_experts() if self.on_cpu else contextlib.nullcontext():
+            yield
+
+
+def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
+    """Offer `MixtureBuild` to all engines, unless the model is known to have no experts.
+
+    Raises:
+        RuntimeError: vLLM would repack the experts.
+    """
+    model_config = use.model_config if use.policy is None else use.policy.model.config
+    if model_config is not None:
+        experts = num_experts(model_config)
+        check_experts(experts, config.on_cpu)
+        if not experts:
+            return None
+    return MixtureBuild(config.on_cpu)
+
+
+def check_experts(experts: int, on_cpu: bool) -> None:
+    """Raise a RuntimeError if vLLM would repack a mixture's ``experts``, so that a publish can't write them."""
+    if not experts or not on_cpu:
+        return
+    try:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    except ImportError:
+        cpu_moe = None
+    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
+        from vllm import __version__ as found
+
+        raise RuntimeError(
+            f"The model is a mixture of experts, whose weights vLLM {found} packs away on a CPU: install 0.31, or "
+            "train it on a GPU."
+        )
+
+
+def live_experts() -> contextlib.AbstractContextManager[None]:
+    """Keep the weights of experts in place while an engine is built on a CPU, see `building.live_weights`."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:  # another version, see `check_experts`
+        return contextlib.nullcontext()
+
+    def keep(self: Any, layer: torch.nn.Module) -> None:
+        self.apply = functools.partial(apply_experts, self)
+
+    return replaced(CPUUnquantizedExperts, "process_weights_after_loading", keep)
+
+
+def groups_of_experts() -> contextlib.AbstractContextManager[None]:
+    """Create vLLM's process group for experts if a mixture is built in this context after a dense model's engine.
+
+    vLLM creates its process groups once per process, and the one for experts only if the first model has experts.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.v1.worker import gpu_worker
+
+    theirs = gpu_worker.ensure_model_parallel_initialized
+
+    def ensure(ranks: int, *others: Any, **named: Any) -> None:
+        theirs(ranks, *others, **named)
+        if parallel_state._EP is None and getattr(get_current_vllm_config().model_config, "is_moe", False):
+            world = parallel_state.get_world_group()
+            backend = torch.distributed.get_backend(world.device_group)
+            engines = torch.arange(torch.distributed.get_world_size()).view(-1, ranks).tolist()
+            make = parallel_state.init_model_parallel_group
+            parallel_state._EP = make(engines, world.local_rank, backend, group_name="ep")
+
+    return replaced(gpu_worker, "ensure_model_parallel_initialized", ensure)

@@ -12,12 +12,18 @@ import functools
 import hashlib
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ....batch import UNKNOWN, Rollout, RoutedExperts
+from ....batch import UNKNOWN, ModelInput, Rollout, RoutedExperts
+from ....config import GRPOConfig
+from ....engine.arguments import accepted, runs_v2
+from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
+from ....engine.protocol import Sampled
+
+TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's argument; not on a CPU
 
 # vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
@@ -53,37 +59,67 @@ def expect_no_experts(core: Any) -> None:
     core.engine_core.engine_core.scheduler.aux_output_connector = None
 
 
-class RouterLog:
-    """Experts of an engine's sequences, all of one version of the weights. Call `forget` at each publish.
+class RouterLog(EngineFeature):
+    """Experts of an engine's sequences, all of one version of the weights."""
 
-    Args:
-        core: vLLM's LLMEngine.
-        itself: whether vLLM returns the experts; otherwise its routers are watched.
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
+        self.itself = False  # whether vLLM returns the experts; otherwise its routers are watched
+        self._cached: dict[bytes, torch.Tensor] = {}  # [block, L, K], by digest of all tokens up to the block's end
+        self._seen: dict[str, dict[int, _Sequence]] = {}  # experts by request name and completion index
+        self._prompts: dict[str, list[bytes]] = {}  # block digests of a request's prompt, by vLLM's request name
 
-    Raises:
-        RuntimeError: the model has no routers that return experts.
-    """
+    def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `EngineFeature.arguments`.
 
-    def __init__(self, core: Any, itself: bool) -> None:
+        Raises:
+            ValueError: a setting of vLLM excludes `router_replay`.
+            RuntimeError: this vLLM can't return experts.
+        """
         from vllm import __version__ as found
 
+        self.itself = runs_v2(self._config, "router_replay is true", "router_replay: false")
+        if not self.itself:
+            return {}
+        if arguments.get("enable_prefix_caching") is False:
+            raise ValueError(
+                "router_replay is true and vllm_engine_kwargs sets enable_prefix_caching: false, but vLLM's Model "
+                "Runner V2 keeps the experts by the prefix cache's blocks: remove one of them."
+            )
+        if not accepted(TELLS_EXPERTS):
+            raise RuntimeError(
+                f"router_replay is true, but vLLM {found} doesn't tell which experts it chooses: install 0.31, or set "
+                "router_replay: false."
+            )
+        return {TELLS_EXPERTS: True}
+
+    def built(self, engine: BuiltEngine) -> None:
+        """Start the record on the engine's first rank.
+
+        Raises:
+            RuntimeError: the model has no routers that return experts.
+        """
+        from vllm import __version__ as found
+
+        core = engine.core
+        if engine.layout.engine_place > 0:
+            if self.itself:
+                expect_no_experts(core)
+            return
         runner, cache = core.model_executor.driver_worker.worker.model_runner, core.vllm_config.cache_config
-        self.version, self.itself = found, itself
+        self.version = found
         self._layers = _expert_layers(runner.model)
         experts = int(core.vllm_config.model_config.get_num_experts())
         self.dtype = torch.int8 if experts <= 128 else torch.int16
         self._block = int(cache.block_size) if cache.enable_prefix_caching else 0
-        self._cached: dict[bytes, torch.Tensor] = {}  # [block, L, K], by digest of all tokens up to the block's end
-        self._seen: dict[str, dict[int, _Sequence]] = {}  # experts by request name and completion index
-        self._prompts: dict[str, list[bytes]] = {}  # block digests of a request's prompt, by vLLM's request name
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]
-        if not routers or not (itself or all(hasattr(router, "set_capture_fn") for router in routers)):
+        if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
             raise RuntimeError(
                 f"router_replay is true, but vLLM {found} has no routers for this model that tell which experts they "
                 "choose: set router_replay: false, or install vLLM 0.31."
             )
-        if not itself:
+        if not self.itself:
             for place, router in enumerate(routers):
                 router.set_capture_fn(functools.partial(self._keep, place))  # type: ignore[union-attr]
             self._execute = runner.execute_model
@@ -138,7 +174,18 @@ class RouterLog:
             digest = hashlib.blake2b(digest + block, digest_size=16).digest()
             yield digest
 
-    def take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
+    def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
+        """Add the experts of each completion. All completions of a request share the prompt's tensor."""
+        found = list[Sampled]()
+        outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
+        for completion, one in zip(outputs, sampled, strict=True):
+            experts = self._take(request, completion, prompt.ids, one.ids)
+            if found and found[0].experts is not None:
+                experts = RoutedExperts(found[0].experts.prompt, experts.completion)
+            found.append(dataclasses.replace(one, experts=experts))
+        return found
+
+    def _take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
         """Return and remove the experts of a finished completion.
 
         Args:
@@ -185,6 +232,11 @@ class RouterLog:
         self._cached.clear()
         self._seen.clear()
         self._prompts.clear()
+
+
+def router_log(config: GRPOConfig, use: EngineUse) -> RouterLog | None:
+    """Offer a `RouterLog` for `router_replay`."""
+    return RouterLog(config) if config.router_replay else None
 
 
 def _expert_layers(model: torch.nn.Module) -> list[Any]:

@@ -6,15 +6,97 @@ as its own processor makes from the image.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....batch import STAND_IN, ModelInput
+from ....config import GRPOConfig
+from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
+from ....engine.protocol import Sampled
+from ....policy.lora import unwrap
+from ....policy.towers import has_tower, reads_text_alone
+from .whole_pictures import whole_of_known_features, whole_on_cpu
+
+
+class ImagePrompts(EngineFeature):
+    """Prompts with images.
+
+    Args:
+        most: maximum number of images in one prompt; 0: the context length, because each image needs a token.
+    """
+
+    def __init__(self, most: int, on_cpu: bool) -> None:
+        self.most, self.on_cpu = most, on_cpu
+
+    def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        find_gemma3()  # its class is loaded before an engine is built
+        name = "limit_mm_per_prompt"
+        most = self.most or arguments["max_model_len"]
+        return {} if name in arguments else {name: {"image": most, "video": 0, "audio": 0}}
+
+    @contextlib.contextmanager
+    def while_built(self) -> Iterator[None]:
+        whole_of_known_features()
+        with contextlib.ExitStack() as stack:
+            if self.on_cpu:
+                from .bidirectional import both_ways
+
+                stack.enter_context(both_ways())
+                stack.enter_context(whole_on_cpu())
+            yield
+
+    def built(self, engine: BuiltEngine) -> None:
+        self.core = engine.core
+
+    def check_processor(self, processor: Any) -> None:
+        """Check that vLLM processes images like the trainer's ``processor``, and encodes them anew for new weights.
+
+        Raises:
+            ValueError: vLLM's processor has other settings.
+            RuntimeError: this vLLM can't drop image features, or can't attend within an image as the model does.
+        """
+        check_forgets(self.core)
+        check_reads_as_the_model(self.core, self.on_cpu)
+        check_same_processor(self.core.vllm_config.model_config, processor)
+
+    def request(self, prompt: ModelInput) -> Any:
+        return None if prompt.images is None else prompt_with_images(self.core, prompt)
+
+    def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
+        check_expanded(prompt, output.prompt_token_ids)
+        return sampled
+
+    def scored(self, prompt: ModelInput, output: Any) -> None:
+        if prompt.images is not None:
+            check_expanded(prompt, output.prompt_token_ids)
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop vLLM's image features, so that it encodes images anew. Processed pixels depend on no weights."""
+        self.core.reset_encoder_cache()
+
+
+class TextAlone(EngineFeature):
+    """A model without its towers, because the run has text alone."""
+
+    def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"language_model_only": True}
+
+
+def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
+    """Offer `ImagePrompts`, or `TextAlone` for a run that doesn't use the model's towers."""
+    if use.policy is None:
+        return TextAlone() if has_tower(use.model_config) else None
+    if use.policy.processor is None:
+        return TextAlone() if reads_text_alone(unwrap(use.policy.model)) else None
+    most = max(1, *(getattr(part, "most_images", 0) for part in use.prompts))
+    return ImagePrompts(0 if use.has_tools else most, config.on_cpu)
 
 
 def find_gemma3() -> None:
@@ -142,8 +224,3 @@ def check_forgets(core: Any) -> None:
             f"vLLM {found} can't forget the features of images, which older weights made, or isn't given prompts with "
             "images as this version does it: install vLLM 0.31."
         )
-
-
-def forget_features(core: Any) -> None:
-    """Drop vLLM's image features, so that it encodes images anew. Processed pixels stay: they depend on no weights."""
-    core.reset_encoder_cache()

@@ -6,39 +6,77 @@ V1, as on a CPU, they are read from the sampler's log-probabilities, and passed 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ....batch import KeptTokens
+from ....batch import KeptTokens, ModelInput
+from ....config import GRPOConfig
+from ....engine.arguments import accepted, runs_v2
+from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
+from ....engine.protocol import Sampled
 
 TELLS_KEPT = "return_sampling_mask"  # vLLM's argument; not on a CPU
 
 
-def tell_kept_tokens(core: Any, runner: Any, itself: bool) -> None:
-    """Let vLLM's LLMEngine ``core`` return the kept tokens with each completion.
+class KeptTokensRecord(EngineFeature):
+    """Adds the kept tokens to each completion."""
 
-    Args:
-        itself: whether vLLM records them; otherwise the sampler of its model runner is watched.
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
+        self.itself = False  # whether vLLM records them; otherwise the sampler of its model runner is watched
 
-    Raises:
-        RuntimeError: this version's scheduler doesn't pass them on.
-    """
-    if itself:
-        # With this flag vLLM refuses requests without a top_k, which checks and greedy evaluations make.
-        core.input_processor.model_config.return_sampling_mask = False
-        return
-    scheduler = core.engine_core.engine_core.scheduler
-    if not hasattr(scheduler, TELLS_KEPT):
-        from vllm import __version__ as found
+    def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `EngineFeature.arguments`.
 
-        raise RuntimeError(
-            f"top_k truncates the sampler's distribution, but vLLM {found} can't tell which tokens were left: install "
-            "0.31, or set vllm_importance_sampling_correction: false."
-        )
-    scheduler.return_sampling_mask = True
-    _Watched(runner)
+        Raises:
+            ValueError: Model Runner V2 is switched off on a GPU.
+            RuntimeError: this vLLM can't return kept tokens.
+        """
+        truncates = "top_k truncates the sampler's distribution"
+        self.itself = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
+        if self.itself and not accepted(TELLS_KEPT):
+            raise RuntimeError(
+                f"{truncates}, but this vLLM doesn't tell which tokens were left: install 0.31, or set "
+                "vllm_importance_sampling_correction: false."
+            )
+        return {TELLS_KEPT: True} if self.itself else {}
+
+    def built(self, engine: BuiltEngine) -> None:
+        """Let vLLM return the kept tokens with each completion.
+
+        Raises:
+            RuntimeError: this version's scheduler doesn't pass them on.
+        """
+        self._vocabulary = engine.vocab_size
+        if self.itself:
+            # With this flag vLLM refuses requests without a top_k, which checks and greedy evaluations make.
+            engine.core.input_processor.model_config.return_sampling_mask = False
+            return
+        scheduler = engine.core.engine_core.engine_core.scheduler
+        if not hasattr(scheduler, TELLS_KEPT):
+            from vllm import __version__ as found
+
+            raise RuntimeError(
+                f"top_k truncates the sampler's distribution, but vLLM {found} can't tell which tokens were left: "
+                "install 0.31, or set vllm_importance_sampling_correction: false."
+            )
+        scheduler.return_sampling_mask = True
+        _Watched(engine.core.model_executor.driver_worker.worker.model_runner)
+
+    def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
+        """Add the kept tokens to each completion."""
+        outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
+        pairs = zip(outputs, sampled, strict=True)
+        return [replace(one, kept=kept_of(completion, self._vocabulary)) for completion, one in pairs]
+
+
+def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
+    """Offer a `KeptTokensRecord` to runs that replay truncated sampling in training."""
+    return KeptTokensRecord(config) if config.replays_truncation else None
 
 
 class _Watched:

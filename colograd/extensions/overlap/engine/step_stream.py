@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 
+from ....config import GRPOConfig
 from ....engine.building import replaced
+from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 
 PRIORITY = -1  # other streams have 0; lower numbers go first
 IDLE = 2**28  # minimum of cached bytes to free; fewer aren't worth the wait
 USUAL_POOL = (0, 0)  # id of the default memory pool; the pools of CUDA graphs keep their memory
 
 
-class StepStream:
+class StepStream(EngineFeature):
     """The stream of an engine's steps. Create it before the engine, on the engine's device."""
 
     def __init__(self) -> None:
@@ -29,8 +31,11 @@ class StepStream:
         self._is_apart = False
 
     @contextlib.contextmanager
-    def building(self) -> Iterator[None]:
-        """Build an engine on the stream, while the context lasts."""
+    def while_built(self) -> Iterator[None]:
+        """Build an engine on the stream, while the context lasts.
+
+        vLLM must have been imported before, because it tracks the current stream from its import on.
+        """
         theirs: Any = torch.cuda.Stream
 
         class Stream(theirs):
@@ -42,8 +47,9 @@ class StepStream:
         with self.ordered(), torch.cuda.stream(self.stream), replaced(torch.cuda, "Stream", Stream):
             yield
 
-    def take_steps(self, core: Any) -> None:
-        """Run each step of vLLM's LLMEngine on the stream."""
+    def built(self, engine: BuiltEngine) -> None:
+        """Run each step of the engine on the stream."""
+        core = engine.core
         own = core.step
 
         def step() -> Any:
@@ -56,7 +62,7 @@ class StepStream:
     def ordered(self) -> Iterator[None]:
         """Let the stream wait for the current one at the start, and the current one for the stream at the end.
 
-        Inside of `apart` nothing waits.
+        Inside of `while_generating` nothing waits.
         """
         if self._is_apart:
             yield
@@ -69,7 +75,7 @@ class StepStream:
             present.wait_stream(self.stream)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def while_generating(self) -> Iterator[None]:
         """Run many steps concurrently with work that is queued on the current stream between them.
 
         The first step waits for earlier work of the current stream, such as new weights. After the last step the
@@ -99,3 +105,8 @@ class StepStream:
         )
         if idle >= IDLE:
             torch.cuda.empty_cache()
+
+
+def step_stream(config: GRPOConfig, use: EngineUse) -> StepStream | None:
+    """Offer a `StepStream` on a GPU, if the rank trains between the engine's steps."""
+    return StepStream() if config.overlap != "off" and not (config.on_cpu or config.why_not_between_steps) else None

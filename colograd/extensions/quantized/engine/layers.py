@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from ....config import GRPOConfig
 from ....engine.building import replaced
-from ....engine.protocol import EngineTensors
+from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
+from ....engine.protocol import EngineTensors, ServedWeights
 from ....engine.tensors import VLLMTensors
 from ....policy.packed_weights import PackedWeight
+from ....policy.lora import base_name
+from ....policy.packed_weights import PackedWeight, packed_weights
+from ....weights.mapping import TOWER
 
 # The policy's weights for each layer of vLLM's model, by layer name. A fused layer has several.
 Parts = Mapping[str, Sequence[PackedWeight]]
@@ -39,12 +45,22 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], width)
 
 
-class ServedLayers:
-    """The layers of one engine that read the policy's weights."""
+class ServedLayers(ServedWeights, EngineFeature):
+    """The layers of one engine that read the policy's weights.
 
-    def __init__(self) -> None:
+    Args:
+        parts_of: names the layers, given vLLM's model class without weights.
+    """
+
+    blank = True
+
+    def __init__(self, parts_of: Callable[[EngineTensors], Parts]) -> None:
+        self._parts_of = parts_of
         self.numbers: dict[int, Sequence[PackedWeight]] = {}  # weights by layer number
         self.reserved: dict[str, int] = {}  # layer numbers by name, also of layers that vLLM's model lacks
+
+    def built(self, engine: BuiltEngine) -> None:
+        engine.served = self
 
     @property
     def weights(self) -> list[PackedWeight]:
@@ -74,49 +90,74 @@ class ServedLayers:
             _used.discard(number)
         self.numbers = {}
 
+    @contextlib.contextmanager
+    def while_built(self) -> Iterator[None]:
+        """Build the layers that read the policy's weights, while the context lasts."""
+        from vllm.config import get_current_vllm_config
+        from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+        from vllm.model_executor.model_loader.utils import get_model_architecture
 
-@contextlib.contextmanager
-def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[ServedLayers]:
-    """Build the layers that ``parts_of`` names for vLLM's model class without weights, while the context lasts."""
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
-    from vllm.model_executor.model_loader.utils import get_model_architecture
+        theirs, served = UnquantizedLinearMethod.create_weights, self
+        found: list[Parts] = []
 
-    theirs, served = UnquantizedLinearMethod.create_weights, ServedLayers()
-    found: list[Parts] = []
+        class ReadsPolicy(LinearMethodBase):
+            """vLLM's linear method for a layer that reads the policy's weights."""
 
-    class ReadsPolicy(LinearMethodBase):
-        """vLLM's linear method for a layer that reads the policy's weights."""
+            def __init__(self, number: int, width: int) -> None:
+                self.number, self.width = number, width
 
-        def __init__(self, number: int, width: int) -> None:
-            self.number, self.width = number, width
+            def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+                """Register an empty weight. Other code reads the layer's device from it."""
+                layer.register_parameter("weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
-        def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            """Register an empty weight. Other code reads the layer's device from it."""
-            layer.register_parameter("weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
+            def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+                y = torch.ops.colograd.packed_linear(x, self.number, self.width)
+                return y if bias is None else y + bias
 
-        def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            y = torch.ops.colograd.packed_linear(x, self.number, self.width)
-            return y if bias is None else y + bias
+        def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+            config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
+            if not found:  # first layer only: later ones may have the class of a submodel, e.g. the language model
+                architecture, _ = get_model_architecture(config.model_config)
+                found.append(served._parts_of(VLLMTensors(architecture)))
+                served.reserve(found[0])
+            # Compiled code has layer numbers built in. So they are part of the key of vLLM's compile cache.
+            config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
+            parts = found[0].get(name)
+            if parts is None:
+                theirs(self, layer, *args, **kwargs)
+                return
+            layer.quant_method = ReadsPolicy(served.add(name, parts), sum(part.shape[0] for part in parts))
+            layer.quant_method.create_weights(layer)
 
-    def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-        config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-        if not found:  # first layer only: later ones may have the class of a submodel, e.g. the language model
-            architecture, _ = get_model_architecture(config.model_config)
-            found.append(parts_of(VLLMTensors(architecture)))
-            served.reserve(found[0])
-        # Compiled code has layer numbers built in. So they are part of the key of vLLM's compile cache.
-        config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
-        parts = found[0].get(name)
-        if parts is None:
-            theirs(self, layer, *args, **kwargs)
-            return
-        layer.quant_method = ReadsPolicy(served.add(name, parts), sum(part.shape[0] for part in parts))
-        layer.quant_method.create_weights(layer)
+        try:
+            with replaced(UnquantizedLinearMethod, "create_weights", create):
+                yield
+        except BaseException:
+            self.close()
+            raise
 
-    try:
-        with replaced(UnquantizedLinearMethod, "create_weights", create):
-            yield served
-    except BaseException:
-        served.close()
-        raise
+
+def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
+    """Offer `ServedLayers` of a quantised base that the engine reads in place (``weights: shared``)."""
+    policy = use.policy
+    if policy is None or policy.quantization is None or config.weights != "shared":
+        return None
+    return ServedLayers(partial(packed_parts, policy.model))
+
+
+def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
+    """Return the packed weights of each of vLLM's linear layers, in the order of its parts, by the layer's name.
+
+    A layer with parts that aren't packed is left out.
+    """
+    weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
+    packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
+    packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
+    layers = {name: [weight] for name, weight in packed.items()}
+    for name in packed:
+        head, _, last = name.rpartition(".")
+        for fused, parts in engine.fusions.items():
+            names = [f"{head}.{part}" for part in parts]
+            if last in parts and all(part in packed for part in names):
+                layers[f"{head}.{fused}"] = [packed[part] for part in names]
+    return layers

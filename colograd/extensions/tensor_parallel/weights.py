@@ -1,0 +1,94 @@
+"""The weight sync of a policy in parts: every parameter is the tensor of the engine's rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from ...parallel.ranks import on_all_ranks
+from ...parallel.shards import Shard
+from ...policy.lora import Adapter, adapted_layers, base_name
+from ...weights import WeightSync, proof
+from ...weights.adapter import AdapterWeights, Unserved, map_adapter
+from ...weights.mapping import Slice
+from ...weights.selection import Pairing, move
+from ...weights.shared import SharedWeights, obstacle
+from .layers import adapter_shards, split
+
+
+def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
+    """Prove the mapping while the policy is whole, then make every parameter the tensor of the engine's rank.
+
+    An adapter is cut as its base is, because vLLM cuts it in its slots in that way.
+
+    Raises:
+        ValueError: a parameter can't share the engine's memory, or the engine has no slot for an adapted layer.
+        RuntimeError: in parts, the policy's output differs from the engine's.
+    """
+    policy, engine = pairing.policy, pairing.engine
+    with on_all_ranks("the plan of the policy's parts"):
+        parts = _parts(pairing.slices)
+    proof.check_read(pairing.slices, policy, engine, tower_prompt=pairing.tower_prompt)
+    _bind(parts)
+    shards, lora_shards = {part.name: shard for part, shard in parts}, dict[int, Shard]()
+    if adapter is not None:
+        lora_shards = adapter_shards(adapted_layers(policy), {str(base_name(name)): s for name, s in shards.items()})
+        for name, parameter in policy.named_parameters():
+            if (shard := lora_shards.get(id(parameter))) is not None:
+                parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
+    move(policy, pairing.device)  # the adapter, and buffers
+    split(policy, shards, engine.layout)
+    sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
+    if adapter is not None:
+        try:
+            sync = AdapterWeights(policy, engine, map_adapter(policy, engine, lora_shards), base)
+        except Unserved as unserved:
+            raise ValueError(f"sharding is 'tensor', but {unserved}: set sharding: gradients.") from None
+    if not pairing.equal:
+        proof.check_same(policy, engine)
+    return sync
+
+
+def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
+    """Return each parameter's place in this rank of the engine, and the part of the parameter that is there.
+
+    Raises:
+        ValueError: a parameter can't be a view of its place.
+    """
+    placed = []
+    for name, group in itertools.groupby(slices, key=lambda part: part.name):
+        same_name = list(group)
+        source = same_name[0].source
+        shard = Shard.of_cuts(source.shape, [part.cut for part in same_name])
+        place = _joined([part.destination for part in same_name], shard)
+        part = dataclasses.replace(same_name[0], destination=place, cut=())
+        local = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
+        if reason := next((obstacle(one) for one in same_name if one.again), "") or obstacle(local):
+            raise ValueError(
+                f"sharding is 'tensor', but {name} can't share the engine's memory ({reason}). Set sharding: gradients "
+                "or fsdp."
+            )
+        placed.append((part, shard))
+    return placed
+
+
+def _joined(places: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """Join adjacent views of one tensor to one view."""
+    first, *others = places
+    previous = first
+    for other in others:
+        end = previous.storage_offset() + previous.shape[shard.axis] * previous.stride(shard.axis)
+        assert other.storage_offset() == end and other.stride() == first.stride(), "the parts aren't adjacent"
+        previous = other
+    return first.as_strided(shard.local_shape, first.stride()) if others else first
+
+
+@torch.no_grad()
+def _bind(parts: Sequence[tuple[Slice, Shard]]) -> None:
+    """Bind parts of parameters as `shared.bind` binds whole ones. The rest of each parameter is freed."""
+    for part, shard in parts:
+        part.destination.copy_(shard.of(part.source.detach()))
+        part.source.data = part.destination
