@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..batch import Group, ModelInput, Prompt
+from ..batch import Group, ModelInput, Prompt, with_shared_riders
 from ..config import GRPOConfig
-from ..extensions.experts.engine.routed import RouterLog, expect_no_experts, one_prompt
+from ..extensions.experts.engine.routed import RouterLog, expect_no_experts
 from ..extensions.images.engine import features as images
 from ..extensions.kept_tokens.engine.kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
 from ..extensions.overlap.engine.step_stream import StepStream
@@ -321,7 +321,7 @@ class VLLMEngine:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
                     rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
-                    yield Group(prompt.example, one_prompt(rollouts), prompt.position)
+                    yield Group(prompt.example, with_shared_riders(rollouts), prompt.position)
         finally:
             self.abort(waiting)
 
@@ -420,7 +420,7 @@ class VLLMEngine:
         for completion in sorted(output.outputs, key=lambda c: c.index):
             one = self._completion(completion)
             if self._routed is not None:
-                one = replace(one, experts=self._routed.take(request, completion, read, one.ids))
+                one = replace(one, riders=(self._routed.take(request, completion, read, one.ids), *one.riders))
             found.append(one)
         if self._routed is not None:
             self._routed.drop(request)
@@ -431,7 +431,7 @@ class VLLMEngine:
         if self.tokens < self.vocab_size:
             self._unknown_tokens += sum(token >= self.tokens for token in output.token_ids)
         kept, reason = kept_of(output, self.vocab_size), finish_reason_of(output.finish_reason)
-        return Sampled(array("i", output.token_ids), _logprobs(output), reason, kept=kept)
+        return Sampled(array("i", output.token_ids), _logprobs(output), reason, () if kept is None else (kept,))
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop the ``requests`` that are in flight. If no others are left, drain the engine."""

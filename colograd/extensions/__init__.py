@@ -12,8 +12,8 @@ EXTENSIONS = (
     "distillation",
     "experts",
     "hybrids",
-    "images",
     "kept_tokens",
+    "images",  # behind `kept_tokens`, as older versions read their tables in a record in this order
     "offload",
     "overlap",
     "quantized",

@@ -200,7 +200,7 @@ def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolb
     """
     seen = any(getattr(part, "most_images", 0) for part in prompts)
     if getattr(prompts[0], "most_images", 0):
-        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.media is not None)
         if (first := next(found, None)) is not None:
             return [first]
     reader = image_reader_of(policy)

@@ -7,7 +7,6 @@ As TRL has it, a row's images are in its column ``images`` (a list) or ``image``
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +14,10 @@ from typing import Any
 
 import jinja2
 
-from ...batch import PER_TOKEN, Images, ModelInput
-from ...data.messages import without_nones
+from ...batch import ModelInput
+from ...data.messages import content_parts, text_of, without_nones
 from ...data.vocabulary import check_rows
+from .rider import PER_TOKEN, Images, digest_of
 
 COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
@@ -236,7 +236,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
             '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}].'
         )
-    contents = [[*_parts(message["content"])] for message in prompt]
+    contents = [[*content_parts(message["content"])] for message in prompt]
     places = [part for content in contents for part in content if part["type"] == "image" and not part.get("image")]
     if images and not places:
         first = next((i for i, m in enumerate(prompt) if m["role"] == "user" and isinstance(m["content"], str)), None)
@@ -276,38 +276,5 @@ def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     ]
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
-    """Return a message's content as parts. A struct column fills the keys that a part doesn't have with None."""
-    if not isinstance(content, list):
-        return [{"type": "text", "text": content or ""}]
-    return [
-        {key: value for key, value in part.items() if value is not None}
-        if isinstance(part, dict)
-        else {"type": "text", "text": str(part)}
-        for part in content
-    ]
-
-
-def text_of(prompt: Any) -> Any:
-    """Return the prompt without its pictures, for display and logs."""
-    if not isinstance(prompt, list):
-        return prompt
-    return [
-        {**m, "content": [{k: v for k, v in p.items() if k != "image"} for p in _parts(m["content"])]}
-        if isinstance(m, dict) and isinstance(m.get("content"), list)
-        else m
-        for m in prompt
-    ]
-
-
 def has_images(columns: Sequence[str]) -> bool:
     return bool({*COLUMNS} & {*columns})
-
-
-def digest_of(pictures: Sequence[Any]) -> str:
-    """Return a digest of the pictures' sizes and pixels."""
-    found = hashlib.blake2b(digest_size=16)
-    for picture in pictures:
-        found.update(repr(picture.size).encode())
-        found.update(picture.tobytes())
-    return found.hexdigest()

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from ...batch import PER_TOKEN, Images, MicroBatch
+from ...batch import MicroBatch
 from ...policy import attention
 from ...policy.sending import to_device_async
+from .rider import PER_TOKEN, Images
 
 # transformers' model types that can be trained on images.
 FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
@@ -177,7 +178,7 @@ def embeds(model: Any, micro_batch: MicroBatch) -> bool:
 
     It does for rows with pictures, for rows that must go through the tower, and for models with hidden tokens.
     """
-    if micro_batch.images is not None or in_each_forward(model):
+    if micro_batch.media is not None or in_each_forward(model):
         return True
     return bool(hidden_tokens(model.config)) and not reads_text_alone(model)
 
@@ -231,7 +232,7 @@ def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tu
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """Compute the last hidden states of a packed row with pictures, (1, T, hidden)."""
     starts = micro_batch.layout.starts
-    placed = [(starts[segment], of) for segment, images in (micro_batch.images or {}).items() for of in images]
+    placed = [(starts[segment], of) for segment, images in (micro_batch.media or {}).items() for of in images]
     own_positions = hasattr(_body(model), "get_rope_index")
     positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
@@ -286,7 +287,7 @@ Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
     found, at = [], 0
     for segment in chain:
-        found += [(at, of) for of in (micro_batch.images or {}).get(segment, ())]
+        found += [(at, of) for of in (micro_batch.media or {}).get(segment, ())]
         at += micro_batch.layout.lengths[segment]
     return found
 
@@ -431,10 +432,10 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     for segment, seen in enumerate(layout.attends_to):
         chain, length = (*seen, segment), layout.lengths[segment]
         here = slice(starts[segment], starts[segment] + length)
-        if segment in (micro_batch.images or {}):
+        if segment in (micro_batch.media or {}):
             ids = torch.cat([segments[each] for each in chain])
             positions[:, 0, here] = _positions(model, ids, _placed(micro_batch, chain))[:, -length:]
-        elif seen and seen[0] in (micro_batch.images or {}):
+        elif seen and seen[0] in (micro_batch.media or {}):
             before = positions[:, 0, starts[seen[0]] : starts[seen[0]] + layout.lengths[seen[0]]]
             positions[:, 0, here] = torch.arange(length) + int(before.max()) + 1
     return to_device_async(positions, micro_batch.input_ids.device)

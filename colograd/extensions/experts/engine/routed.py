@@ -7,7 +7,6 @@ cache is in no step of its sequence. It has the experts that its cached keys and
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import re
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ....batch import UNKNOWN, Rollout, RoutedExperts
+from ....batch import UNKNOWN
+from ..rider import RoutedExperts, filled
 
 # vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
@@ -37,12 +37,6 @@ class _Sequence:
             rows[: len(self.rows)] = self.rows
             self.rows = rows
         self.rows[start:end] = chosen
-
-
-def _filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Copy the first ``tokens`` rows into a new tensor [tokens, L, K]; missing rows are UNKNOWN."""
-    rows = rows[:tokens]
-    return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
 
 def expect_no_experts(core: Any) -> None:
@@ -158,7 +152,7 @@ class RouterLog:
                 f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
                 "its experts aren't known: set router_replay: false, or install vLLM 0.31."
             )
-        whole = _filled(seen.rows, tokens)
+        whole = filled(seen.rows, tokens)
         digests = list(self._digests([*prompt, *ids])) if self._block else []
         for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
             if (known := self._cached.get(digest)) is not None:
@@ -175,7 +169,7 @@ class RouterLog:
                 "false, or install vLLM 0.31."
             )
         layers = [int(layer.layer_id) for layer in self._layers]
-        return _filled(torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype), tokens)
+        return filled(torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype), tokens)
 
     def drop(self, request: str) -> None:
         self._seen.pop(request, None)
@@ -201,29 +195,3 @@ def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:
     A group shares the prompt's tensor, and each tensor may be sent to another rank.
     """
     return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
-
-
-def as_written(experts: RoutedExperts, prompt: int, completion: int) -> RoutedExperts:
-    """Split the experts of a conversation's last turn at the conversation's first prompt.
-
-    The prompt of the last turn was everything before it, so its experts cover the whole conversation.
-
-    Args:
-        prompt, completion: numbers of tokens in the conversation.
-    """
-    return _split(_filled(torch.cat([experts.prompt, experts.completion]), prompt + completion), prompt)
-
-
-def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Let a group's rollouts share one tensor of the prompt's experts, as they will share the prompt in a row."""
-    first = rollouts[0]
-    if first.experts is None:
-        return rollouts
-    prompt = first.experts.prompt
-
-    def shared(rollout: Rollout) -> Rollout:
-        if rollout.experts is None or rollout.input != first.input:
-            return rollout
-        return dataclasses.replace(rollout, experts=RoutedExperts(prompt, rollout.experts.completion))
-
-    return tuple(map(shared, rollouts))

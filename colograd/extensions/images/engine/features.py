@@ -14,7 +14,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from ....batch import STAND_IN, ModelInput
+from ....batch import ModelInput
+from ..rider import STAND_IN
 
 
 def find_gemma3() -> None:

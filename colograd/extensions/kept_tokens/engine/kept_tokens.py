@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....batch import KeptTokens
+from ..rider import KeptTokens
 
 TELLS_KEPT = "return_sampling_mask"  # vLLM's argument; not on a CPU
 
