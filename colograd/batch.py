@@ -490,6 +490,9 @@ class PackedGroup:
         return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
 
 
+FIELDS = ("old_logprobs", "ref_logprobs")  # [N] fields of a row; other values for its labels are in `scores`
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """The content of one micro-batch, without a copy of its tokens.
@@ -504,6 +507,15 @@ class PackedRow:
     ref_logprobs: torch.Tensor | None = None  # (N,) float32 on the device
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # (N, ...) by name; see MicroBatch
     step_constants: StepConstants = StepConstants()
+
+    def values(self, name: str) -> torch.Tensor | None:
+        """Return an [N] field, or one of the `scores`."""
+        return getattr(self, name) if name in FIELDS else self.scores.get(name)
+
+    def with_values(self, name: str, values: torch.Tensor) -> PackedRow:
+        if name in FIELDS:
+            return dataclasses.replace(self, **{name: values})
+        return dataclasses.replace(self, scores={**self.scores, name: values})
 
     @property
     def num_tokens(self) -> int:

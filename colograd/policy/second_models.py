@@ -67,9 +67,8 @@ class Kind(NamedTuple):
     read: Callable[[SecondModel, Any, MicroBatch, float], torch.Tensor] = _logprobs
 
 
-REFERENCE = "ref_logprobs"
 KINDS = {  # kinds by the field of the rows that they fill
-    REFERENCE: Kind("reference", reference_of, reference_bytes),
+    "ref_logprobs": Kind("reference", reference_of, reference_bytes),
     "teacher_logprobs": Kind("teacher", teacher_of, teacher_bytes),
     "teacher_states": Kind("teacher", teacher_of, teacher_bytes, _states),
     "teacher_top": Kind("teacher", teacher_of, teacher_bytes, _top),
@@ -111,14 +110,8 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
         with second.present() as model:
             read = functools.partial(_read, KINDS[field], second, model, temperature)
             found = [_of_one(row, field, name, read) if name else read(row) for row in rows]
-        rows = [_with_values(row, field, values) for row, values in zip(rows, found, strict=True)]
+        rows = [row.with_values(field, values) for row, values in zip(rows, found, strict=True)]
     return tuple(rows)
-
-
-def _with_values(row: PackedRow, field: str, values: torch.Tensor) -> PackedRow:
-    if field == REFERENCE:
-        return dataclasses.replace(row, ref_logprobs=values)
-    return dataclasses.replace(row, scores={**row.scores, field: values})
 
 
 def _read(kind: Kind, second: SecondModel, model: Any, temperature: float, row: PackedRow) -> torch.Tensor:
@@ -128,7 +121,7 @@ def _read(kind: Kind, second: SecondModel, model: Any, temperature: float, row: 
 def _of_one(row: PackedRow, field: str, name: str, read: Callable[[PackedRow], torch.Tensor]) -> torch.Tensor:
     """Compute (N,) values of the groups that name this teacher; other places keep their value, or are UNTAUGHT."""
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
-    values = row.scores.get(field)
+    values = row.values(field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
     own = [part.teacher == name for part in row.parts]
     if any(own):

@@ -337,7 +337,7 @@ def agent_sessions(
 
     def log() -> SessionLog | None:
         journal: RolloutStore | None = trainer.journal if trainer is not None and trainer.is_in_train else None
-        return journal.sessions if journal is not None else None
+        return journal.open_beside(SessionLog) if journal is not None else None
 
     return AgentSessions(engine, agent, api, form, settings, log)
 

@@ -133,7 +133,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
         name=name,
         tools=tools.schemas if tools else None,
-        images=image_reader_of(policy),
+        reader=image_reader_of(policy),
         tell=Console(args.layout.is_main, bars=False).say,
         rows=policy.rows,
     )

@@ -27,10 +27,12 @@ from ...config import GRPOConfig
 from ...engine.protocol import Sampled
 from ...rollout.group_records import NONSENSE, JournalError, digest_of_example, riders_bytes, with_riders
 from ...rollout.record_file import Record, RecordFile, read_records
+from ...rollout.store import RolloutStore
 from ...runtime.registry import hooks_of
 from .rider import Versions, VersionSpan
 
 FILE = "in_flight_{rank}.records"  # file name in a checkpoint
+SUFFIXED = "rank-{rank:05d}.carried"  # file name in a round's folder
 HEAD = 0  # position of the first record: it has the number of groups that follow, one per record
 ROWS = pa.schema(
     [
@@ -64,8 +66,9 @@ class PartialCompletion:
         return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, riders, ended)
 
     def so_far(self, prompt: ModelInput) -> Rollout:
-        """Return the tokens so far as a rollout."""
-        return Sampled(self.ids, self.logprobs, FinishReason.ABORT, self.riders).rollout(prompt, 0)
+        """Return ids and riders as a rollout, for the riders' tables."""
+        none = torch.empty(0)
+        return Rollout(prompt, self.ids, none, none.bool(), FinishReason.ABORT, 0, riders=self.riders)
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """Return the rollout of a whole completion, in the round at step ``version``."""
@@ -190,6 +193,33 @@ class InFlight:
             for each in group.completions
         ]
         return dataclasses.replace(group, completions=tuple(completions))
+
+
+# -- in the rollout log
+
+
+def note_round_end(journal: RolloutStore, end: RoundEnd, ranks: int) -> None:
+    """Record the groups that a round trains, and the groups that it left in flight."""
+    journal.note_beside(lambda folder: write_round_end(folder / SUFFIXED.format(rank=journal.rank), end, ranks))
+
+
+def recorded_round_end(
+    journal: RolloutStore, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int
+) -> RoundEnd | None:
+    """Return the end of the round of ``step`` on this rank.
+
+    None: the round didn't end, or its prompts were divided among ranks in another way.
+
+    Raises:
+        JournalError: the round had other prompts, or a replay lacks its end.
+    """
+    end = read_round_end(journal.path_beside(step, SUFFIXED.format(rank=journal.rank)), prompt_at, ranks)
+    if end is None:
+        journal.lacks(
+            f"{journal.folder} doesn't say which groups a round of {ranks} rank(s) took at step {step} (carry_over): "
+            "replay it on as many ranks as the run had."
+        )
+    return end
 
 
 # -- the bytes of groups in flight

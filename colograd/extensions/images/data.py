@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
+from datasets import Dataset
 
 from ...batch import ModelInput
+from ...data.columns import IMAGES as COLUMNS
 from ...data.messages import content_parts, text_of, without_nones
+from ...data.prompts import PromptRules, is_text, text_ids
 from ...data.vocabulary import check_rows
+from .lengths import image_lengths
 from .rider import PER_TOKEN, Images, digest_of
 
-COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
@@ -126,6 +129,23 @@ class ImageReader:
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
             around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks these
             return placeholders + sum(tokens - 1 + around for tokens in each)
+
+    def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
+        """Count the tokens of each row's prompt with its images. The pixels are made only when a prompt is trained on,
+        because a whole dataset's pixels don't fit into memory."""
+
+        def counted(example: dict[str, Any], row: int) -> int | None:
+            if is_text(example):
+                return len(text_ids(rules.tokenizer, [example["prompt"]])[0])
+            return self.count(example, rules.arguments(example, row), rules.where(row))
+
+        return image_lengths(
+            rows,
+            load=lambda example, row: loaded(example, rules.where(row)),
+            counted=counted,
+            processed=lambda example, row: len(rules.read(example, row).ids),
+            tell=lambda line: rules.tell(f"{rules.name}: {line}"),
+        )
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
         """Return a row's conversation, and its images in RGB."""
