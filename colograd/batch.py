@@ -52,6 +52,7 @@ class Rider:
     __slots__ = ()
     KEY: ClassVar[str] = ""  # name of the JSON values
     MARK: ClassVar[bytes] = b""  # first bytes of the table
+    COLUMN: ClassVar[str] = ""  # column that a reward function may log (``log_extra``), whose values `from_json` reads
 
     def for_training(self) -> Self:
         """Return the part that another rank needs to train the rollout."""
@@ -141,6 +142,10 @@ class RowRider:
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
         """Return the part that belongs to some of the row's tokens and labels (indices in host memory)."""
         return self
+
+    def applied(self, row: MicroBatch) -> MicroBatch:
+        """Return the row as it is trained. Called once, when it is laid out."""
+        return row
 
     def padded(self, tokens: int) -> Self:
         """Return the rider of the row with ``tokens`` more at its end, which belong to no sequence."""

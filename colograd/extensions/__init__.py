@@ -19,5 +19,6 @@ EXTENSIONS = (
     "quantized",
     "sequence_parallel",
     "tensor_parallel",
+    "token_weights",
     "tools",
 )

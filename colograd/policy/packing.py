@@ -284,8 +284,8 @@ def collate(row: PackedRow) -> MicroBatch:
     sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
     device = row.device
-    riders = (kind.of_row(row) for kind in dict.fromkeys(type(r) for rollout in rollouts for r in rollout.riders))
-    return MicroBatch(
+    riders = [kind.of_row(row) for kind in dict.fromkeys(type(r) for rollout in rollouts for r in rollout.riders)]
+    micro_batch = MicroBatch(
         input_ids=to_device_async(torch.cat(segments.ids)[None], device),
         position_ids=to_device_async(torch.cat(segments.positions)[None], device),
         layout=SegmentLayout(tuple(len(segment) for segment in segments.ids), tuple(segments.attends_to)),
@@ -306,3 +306,6 @@ def collate(row: PackedRow) -> MicroBatch:
         riders=tuple(rider for rider in riders if rider is not None),
         host_positions=positions,
     )
+    for rider in micro_batch.riders:
+        micro_batch = rider.applied(micro_batch)
+    return micro_batch

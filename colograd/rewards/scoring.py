@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Logged
+from ..batch import Group, Logged, Rider, Rollout
 from ..parallel import watchdog
 from ..runtime import process
 from ..runtime.registry import hooks
@@ -145,6 +145,13 @@ class Scoring(PendingCalls[Future[Outcome]]):
         )
         check_log(reward, self._first.position, self._size, outcome.logged)
         columns, metrics = outcome.logged
+        for kind in self._scorer.logged_riders:
+            for index, value in enumerate(columns.get(kind.COLUMN, ())):
+                try:
+                    _rider_of(kind, value, self._rollouts[index])
+                except ValueError as error:
+                    problem = f"it logged {kind.COLUMN} of {error}"
+                    raise RewardError(reward.name, self._first.position, index, problem) from None
         for name in columns.keys() & log.columns.keys():
             raise self._error(reward, f"it logged the column {name!r}, as another reward function did: rename it.")
         log.columns |= columns
@@ -154,6 +161,11 @@ class Scoring(PendingCalls[Future[Outcome]]):
 
     def _error(self, reward: RewardFunction, problem: str) -> RewardError:
         return RewardError(reward.name, self._first.position, None, problem)
+
+
+def _rider_of(kind: type[Rider], value: Any, rollout: Rollout) -> tuple[Rider, ...]:
+    """Return the rider that a reward function logged for a completion, or ()."""
+    return () if value is None else (kind.from_json(value, rollout),)
 
 
 class Lender(Protocol):
@@ -202,6 +214,7 @@ class Scorer:
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
         self.of_parts: dict[int, dict[str, list[Any]]] = {}  # by position and function, until `take_turns`
         self.split_parts: SplitParts | None = next(iter(hooks("part_rewards")), None)
+        self.logged_riders: list[type[Rider]] = [kind for kind in hooks("riders") if kind.COLUMN]
         # Called with a function's name, the start and the end of a call, and its number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self.environments: Lender | None = None  # takes a group's environments back once it is scored
@@ -276,8 +289,15 @@ class Scorer:
         return self.logged.pop(position, Logged({}, {}))
 
     def take_turns(self, group: Group) -> Group:
-        """Return the group with the functions' rewards of parts of its completions."""
-        return with_parts(group, self.of_parts.pop(group.position, {}))
+        """Return the group with the functions' rewards of its completions' parts, and the riders that they logged."""
+        group, logged = with_parts(group, self.of_parts.pop(group.position, {})), self.logged.get(group.position)
+        for kind in self.logged_riders:
+            values = logged.columns.get(kind.COLUMN) if logged is not None else None
+            if values is not None or any(rollout.get(kind) for rollout in group.rollouts):  # of an earlier scoring
+                pairs = zip(group.rollouts, values or [None] * len(group.rollouts), strict=True)
+                rollouts = (r.without(kind).carrying(*_rider_of(kind, value, r)) for r, value in pairs)
+                group = dataclasses.replace(group, rollouts=tuple(rollouts))
+        return group
 
     def score_with_models(self) -> None:
         """Score all waiting completions with the reward models."""
