@@ -19,7 +19,7 @@ import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -52,6 +52,7 @@ class Rider:
     __slots__ = ()
     KEY: ClassVar[str] = ""  # name of the JSON values
     MARK: ClassVar[bytes] = b""  # first bytes of the table
+    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
     COLUMN: ClassVar[str] = ""  # column that a reward function may log (``log_extra``), whose values `from_json` reads
 
     def for_training(self) -> Self:
@@ -137,6 +138,7 @@ class RowRider:
     """The base of what travels with a row in addition to its tokens. `MicroBatch.get` finds it by its class."""
 
     __slots__ = ()
+    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
     OF_POLICY: ClassVar[bool] = False  # whether only the policy reads it, not the models that run on the same rows
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
@@ -170,6 +172,17 @@ class RowRider:
 
 
 T = TypeVar("T")
+# Former fields of rollouts and rows that riders and `scores` replace, with the value of a missing one.
+FORMER = {"experts": None, "kept": None, "ages": None, "spans": ()}
+FORMER |= {"teacher_logprobs": None, "teacher_states": None, "teacher_top": None}
+
+
+def _former(holder: Any, name: str) -> Any:
+    """Return a former field, for users' hooks."""
+    if name not in FORMER:
+        raise AttributeError(f"{type(holder).__name__!r} object has no attribute {name!r}")
+    values = (getattr(rider, name, rider) for rider in holder.riders if name == rider.FIELD)
+    return next(values, getattr(holder, "scores", {}).get(name, FORMER[name]))
 
 
 def _first(riders: Sequence[Any], kind: type[T]) -> T | None:
@@ -310,6 +323,14 @@ class Rollout(_Asked):
     def all(self, kind: type[T]) -> tuple[T, ...]:
         """Return the riders of a class."""
         return tuple(rider for rider in self.riders if isinstance(rider, kind))
+
+    @property
+    def images(self) -> tuple[Media, ...]:
+        """The former name of ``all(Media)``, for users' hooks."""
+        return self.all(Media)
+
+    if not TYPE_CHECKING:
+        __getattr__ = _former
 
     def without(self, kind: type[Any]) -> Rollout:
         return dataclasses.replace(self, riders=tuple(r for r in self.riders if not isinstance(r, kind)))
@@ -574,6 +595,14 @@ class MicroBatch:
     def get(self, kind: type[T]) -> T | None:
         """Return the rider of a class, or None."""
         return _first(self.riders, kind)
+
+    @property
+    def images(self) -> Mapping[int, tuple[Any, ...]] | None:
+        """The former name of `media`, for users' hooks."""
+        return self.media
+
+    if not TYPE_CHECKING:
+        __getattr__ = _former
 
     def candidates(self, device: torch.device, first: int = 0) -> Any:
         """Return the labels' candidate tokens, or None for the whole vocabulary; see `RowRider.candidates`."""

@@ -32,6 +32,7 @@ class RoutedExperts(Rider):
     prompt: torch.Tensor  # [P, L, K], one tensor for all rollouts of a group
     completion: torch.Tensor  # [C, L, K]
 
+    FIELD = "experts"
     MARK = b"\xff\xff\xff\xff"  # the beginning of every Arrow message, because the first records had no other mark
 
     @classmethod
@@ -111,6 +112,7 @@ class RowExperts(RowRider):
 
     experts: torch.Tensor  # (T, L, K), `UNKNOWN` for a token without recorded experts
 
+    FIELD = "experts"
     OF_POLICY = True
 
     def part(self, tokens: slice, labels: torch.Tensor) -> RowExperts:

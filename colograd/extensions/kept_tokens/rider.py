@@ -34,6 +34,7 @@ class KeptTokens(Rider, RowRider):
     ids: torch.Tensor  # [sum counts] int32 token ids, on the host
     counts: torch.Tensor  # [N] int32, number of ids per token; 0: the whole vocabulary
 
+    FIELD = "kept"
     MARK = b"KEPT SET"
 
     @classmethod
