@@ -339,9 +339,9 @@ class RolloutStore:
             file.close()
         self._beside.clear()
 
-    def path_beside(self, step: int, name: str) -> Path:
-        """Return the path of an extension's file in a round's folder."""
-        return self._folder_of(step, "") / name
+    def round_folder(self, step: int) -> Path:
+        """Return the folder of a round, by the step of its weights."""
+        return self._folder_of(step, "")
 
     def lacks(self, problem: str) -> None:
         """Do nothing: a run samples again what isn't recorded. A replay raises `JournalError`."""

@@ -213,7 +213,7 @@ def recorded_round_end(
     Raises:
         JournalError: the round had other prompts, or a replay lacks its end.
     """
-    end = read_round_end(journal.path_beside(step, SUFFIXED.format(rank=journal.rank)), prompt_at, ranks)
+    end = read_round_end(journal.round_folder(step) / SUFFIXED.format(rank=journal.rank), prompt_at, ranks)
     if end is None:
         journal.lacks(
             f"{journal.folder} doesn't say which groups a round of {ranks} rank(s) took at step {step} (carry_over): "

@@ -6,6 +6,7 @@ They are recorded in the round's folder, so that a resumed or replayed step is e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from ...policy.packing import NOBODY
 from ...rollout.step_lines import add_step, steps_in
@@ -19,13 +20,22 @@ Row = tuple[Piece, ...]  # one micro-batch; a filler has the position NOBODY
 Partition = tuple[tuple[Row, ...], ...]  # micro-batches of each rank
 
 
-def note_partition(journal: RolloutStore, step: int, partition: Partition) -> None:
-    journal.note_beside(lambda folder: add_step(folder / FILE, step, {"ranks": partition}))
+def record_partition(journal: RolloutStore, step: int, partition: Partition) -> None:
+    journal.note_beside(lambda folder: note_partition(folder, step, partition))
 
 
-def read_partition(journal: RolloutStore, step: int) -> Partition | None:
-    """Return the partition of a round's first step when it was first trained; None: nothing was trained early."""
-    for found, entry in steps_in(journal.path_beside(step - 1, FILE), LARGEST):
+def recorded_partition(journal: RolloutStore, step: int) -> Partition | None:
+    """Return the partition of a round's first step, or None if nothing was trained while ranks sampled."""
+    return read_partition(journal.round_folder(step - 1), step)
+
+
+def note_partition(folder: Path, step: int, partition: Partition) -> None:
+    add_step(folder / FILE, step, {"ranks": partition})
+
+
+def read_partition(folder: Path, step: int) -> Partition | None:
+    """Return the partition of the first time that the step was trained, or None if nothing was trained early."""
+    for found, entry in steps_in(folder / FILE, LARGEST):
         try:
             if found == step:
                 return tuple(tuple(_row(row) for row in rows) for rows in entry["ranks"])

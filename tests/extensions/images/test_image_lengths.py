@@ -74,7 +74,7 @@ def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monke
     rules, dataset = rules_of(processor, family), rows(40)
     expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
     seen = counting(rules, monkeypatch)
-    assert rules.lengths(dataset) == expected
+    assert rules.reader.lengths(dataset, rules) == expected
     assert len(seen) <= image_lengths.PROBES + 3, "no more rows are processed than prove it"
     assert rules.reader is not None and rules.reader.most == 2
 
@@ -86,7 +86,7 @@ def test_where_sizes_don_t_tell_each_row_is_processed(wrong: Any, monkeypatch: p
     expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
     count = ImageReader.count
     monkeypatch.setattr(ImageReader, "count", lambda *given: wrong(count(*given)))
-    assert rules.lengths(dataset) == expected
+    assert rules.reader.lengths(dataset, rules) == expected
     assert "train: images: the processor can't tell" in told[0]
 
 
@@ -97,7 +97,7 @@ def test_long_rows_are_dropped_and_the_others_read_when_they_are_asked_for(monke
     assert 0 < len(prompts.dropped) < 8 and prompts.longest <= 40
     proved = len(seen)
     assert len(prompts[0, 0].input.ids) <= 40 and len(seen) == proved + 1
-    monkeypatch.setattr("colograd.data.prompts.BYTES_KEPT", 1)
+    monkeypatch.setattr("colograd.data.prompts.BYTES_IN_MEMORY", 1)
     for row in range(len(prompts)):
         prompts[row, row]
     assert len(prompts._latest) == 1, "as few as fit"
