@@ -42,7 +42,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Rider:
-    """The base of what travels with a rollout in addition to its tokens, such as the experts that the engine chose.
+    """Base class of data that travels with a rollout in addition to its tokens, e.g. the experts that the engine chose.
 
     An extension derives a frozen dataclass and lists it at the seam ``riders``. `Rollout.get` finds a rollout's rider
     by its class. A record has riders as JSON (KEY, `to_json`, `from_json`) or as a table of Arrow (MARK, `table`,
@@ -53,7 +53,7 @@ class Rider:
     KEY: ClassVar[str] = ""  # name of the JSON values
     MARK: ClassVar[bytes] = b""  # first bytes of the table
     FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
-    COLUMN: ClassVar[str] = ""  # column that a reward function may log (``log_extra``), whose values `from_json` reads
+    COLUMN: ClassVar[str] = ""  # column of ``log_extra``: its values become riders (`from_json`)
 
     def for_training(self) -> Self:
         """Return the part that another rank needs to train the rollout."""
@@ -80,7 +80,7 @@ class Rider:
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Let the rollouts of a group share what is equal in their riders."""
+        """Let the rollouts of a group share equal parts of their riders."""
         return rollouts
 
     def to_json(self) -> Any:
@@ -108,7 +108,7 @@ class Rider:
 
 
 class Media(Rider):
-    """The base of a prompt's content that isn't text. Media of the same content must be equal and have equal hashes."""
+    """Base class of a prompt's content that isn't text. Media of the same content must be equal and have equal hashes."""
 
     __slots__ = ()
     digest: str  # digest of the content, the same in every process
@@ -137,7 +137,7 @@ class Media(Rider):
 
 
 class RowRider:
-    """The base of what travels with a row in addition to its tokens. `MicroBatch.get` finds it by its class."""
+    """Base class of data that travels with a row in addition to its tokens. `MicroBatch.get` finds it by its class."""
 
     __slots__ = ()
     FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
@@ -311,7 +311,7 @@ class Rollout(_Asked):
     messages: tuple[dict[str, Any], ...] = ()  # a conversation's messages behind the prompt; (): the completion is text
     columns: Mapping[str, Any] = field(default_factory=dict)  # this completion's keywords for reward functions
     branches: tuple[Branch, ...] = ()  # branches of a tree; (): each token sees the prompt and all tokens before it
-    riders: tuple[Rider, ...] = ()  # what extensions carry with the completion
+    riders: tuple[Rider, ...] = ()  # further data of extensions
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
@@ -371,7 +371,7 @@ def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> 
 
 
 def with_shared_riders(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Return a group's rollouts that share what is equal in their riders."""
+    """Let the rollouts of a group share equal parts of their riders."""
     for kind in dict.fromkeys(type(rider) for rider in rollouts[0].riders):
         rollouts = kind.shared(rollouts)
     return rollouts
@@ -591,7 +591,7 @@ class MicroBatch:
     in_loss: bool = True  # whether any token counts in the loss, known without a device sync
     completion_lengths: tuple[int, ...] = ()  # tokens of each completion
     media: Mapping[int, tuple[Any, ...]] | None = None  # segment -> media, with places in it; None: only text
-    riders: tuple[RowRider, ...] = ()  # what extensions carry with the row
+    riders: tuple[RowRider, ...] = ()  # further data of extensions
     host_positions: torch.Tensor | None = None  # (N,) logit_positions on the host, for ranks that share the row
 
     def get(self, kind: type[T]) -> T | None:

@@ -344,7 +344,7 @@ class RolloutStore:
         return self._folder_of(step, "")
 
     def lacks(self, problem: str) -> None:
-        """Do nothing: a run samples again what isn't recorded. A replay raises `JournalError`."""
+        """Do nothing: a run samples again. A replay raises `JournalError`."""
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0

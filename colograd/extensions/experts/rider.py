@@ -1,4 +1,4 @@
-"""The experts that the engine's routers chose: what travels with a rollout and with a row, and its record."""
+"""The experts that the engine's routers chose, as riders of a rollout and of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of a prompt, of a tool's answer, and of what an environment showed: how they travel and are recorded.
+"""Images of prompts, of tools' answers and of environments: how they travel with a rollout and are recorded.
 
 Images of a dataset's rows aren't recorded. The others stand behind a group's table as PNG files, each picture once,
 with the places of their tokens. The model's processor computes their pixels again when the group is read.

@@ -1,4 +1,4 @@
-"""The tokens that truncated sampling left: what travels with a rollout, its record, and the mask of the logits."""
+"""The tokens that truncated sampling left: the rider, and the mask of the logits made from it."""
 
 from __future__ import annotations
 

@@ -130,7 +130,8 @@ def test_a_broken_image_is_found_at_start_with_its_row(tmp_path: Path) -> None:
 def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_lengths, "SAID_AFTER", -1.0)
     told: list[str] = []
-    rules_of(tiled, tell=told.append).lengths(rows(40))
+    rules = rules_of(tiled, tell=told.append)
+    rules.reader.lengths(rows(40), rules)
     assert told[-1].startswith("train: reading images: ") and told[-1].endswith(" of 40 rows")
 
 
