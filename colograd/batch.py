@@ -108,7 +108,7 @@ class Rider:
 
 
 class Media(Rider):
-    """Base class of a prompt's content that isn't text. Objects of equal content must be equal and have equal hashes."""
+    """Base class of a prompt's content that isn't text. Equal content means equal objects and hashes."""
 
     __slots__ = ()
     digest: str  # digest of the content, the same in every process
