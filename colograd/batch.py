@@ -17,9 +17,9 @@ import enum
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -41,37 +41,159 @@ class FinishReason(enum.StrEnum):
         return self in (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
-STAND_IN = 0  # a token that is no model's image placeholder
-PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # model inputs that mark the tokens of images
+class Rider:
+    """Base class of data that travels with a rollout in addition to its tokens, e.g. the experts that the engine chose.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Images:
-    """The processed images of a prompt or of a tool's answer.
-
-    All completions share one object. Two objects are equal if their digests and texts are equal, because a run has
-    only one processor.
-
-        Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
+    An extension derives a frozen dataclass and lists it at the seam ``riders``. `Rollout.get` finds a rollout's rider
+    by its class. A record has riders as JSON (KEY, `to_json`, `from_json`) or as a table of Arrow (MARK, `table`,
+    `with_table`).
     """
 
-    digest: str  # digest of the pictures' sizes and bytes
-    engine_ids: tuple[int, ...]  # the text with one placeholder per picture, as the engine takes it
-    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; () on ranks that only train
-    inputs: Mapping[str, torch.Tensor]  # tensors that the model's forward takes in addition to ids, on the host
-    places: tuple[int, ...]  # indices in the text of the tokens that the pictures' features replace
-    placeholder: int = -1  # id of the placeholder token
+    __slots__ = ()
+    KEY: ClassVar[str] = ""  # name of the JSON values
+    MARK: ClassVar[bytes] = b""  # first bytes of the table
+    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
+    COLUMN: ClassVar[str] = ""  # column of ``log_extra``: its values become riders (`from_json`)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Images) and (self.digest, self.engine_ids) == (other.digest, other.engine_ids)
+    def for_training(self) -> Self:
+        """Return the part that another rank needs to train the rollout."""
+        return self
 
-    def __hash__(self) -> int:
-        return hash((self.digest, self.engine_ids))
+    def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
+        """Return numbers for a round's metrics: some are summed over rollouts, of others the largest counts."""
+        return {}, {}
+
+    @classmethod
+    def of_row(cls, row: PackedRow) -> RowRider | None:
+        """Return the riders of this class as one object for the row. Called if the row has any."""
+        return None
+
+    @classmethod
+    def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
+        """Join the riders of a completion that several requests wrote; None: there is nothing to carry.
+
+        Args:
+            parts: parts of the completion, each with its number of tokens. A tool's answer has no rider.
+            prompt: number of tokens before the first part.
+        """
+        return None
+
+    @classmethod
+    def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        """Let the rollouts of a group share equal parts of their riders."""
+        return rollouts
+
+    def to_json(self) -> Any:
+        """Return the rider as JSON, which isn't empty."""
+        return None
+
+    @classmethod
+    def from_json(cls, value: Any, rollout: Rollout) -> Self:
+        """Make the rider from JSON. Raise ValueError or AssertionError if it doesn't fit the rollout."""
+        return cls()
+
+    @classmethod
+    def table(cls, rollouts: Sequence[Rollout]) -> bytes:
+        """Return the riders of a group as bytes that begin with MARK; empty: none are recorded."""
+        return b""
+
+    @classmethod
+    def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
+        """Return the rollouts with the riders of the table that comes next.
+
+        Args:
+            encoder: the run's encoder of rows that aren't only text (`data.prompts.RowEncoder`), or None.
+        """
+        return rollouts
+
+
+class Media(Rider):
+    """Base class of a prompt's content that isn't text. Equal content means equal objects and hashes."""
+
+    __slots__ = ()
+    digest: str  # digest of the content, the same in every process
+
+    def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Media:
+        """Return the media of `ModelInput.followed_by`. Called on the last of ``before.media`` and ``media``."""
+        return self
+
+    def thumbnails(self, *more: Media) -> list[bytes]:
+        """Return small JPEG files of the first pictures of these and further media, for people."""
+        return []
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The pictures' sizes, for people: 640x480."""
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return 0
+
+    def shifted(self, tokens: int) -> Self:
+        """Return the media with all places ``tokens`` further back."""
+        return self
+
+
+class RowRider:
+    """Base class of data that travels with a row in addition to its tokens. `MicroBatch.get` finds it by its class."""
+
+    __slots__ = ()
+    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
+    OF_POLICY: ClassVar[bool] = False  # whether only the policy reads it, not the models that run on the same rows
+
+    def part(self, tokens: slice, labels: torch.Tensor) -> Self:
+        """Return the part that belongs to some of the row's tokens and labels (indices in host memory)."""
+        return self
+
+    def applied(self, row: MicroBatch) -> MicroBatch:
+        """Return the row as it is trained. Called once, when it is laid out."""
+        return row
+
+    def padded(self, tokens: int) -> Self:
+        """Return the rider of the row with ``tokens`` more at its end, which belong to no sequence."""
+        return self
+
+    def candidates(self, device: torch.device, first: int) -> Any:
+        """Return the labels' candidate tokens (`policy.head.Kept`), if the softmax isn't over the whole vocabulary.
+
+        Args:
+            first: token id of the head's first row, if ranks share out the vocabulary.
+        """
+        return None
+
+    def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return metrics of a training step, each as sum and count.
+
+        Args:
+            difference: (N,) absolute difference of the trainer's and the sampler's log-probabilities.
+            scored: (N,) float32, 1: the label counts.
+        """
+        return {}
+
+
+T = TypeVar("T")
+# Former fields of rollouts and rows that riders and `scores` replace, with the value of a missing one.
+FORMER = {"experts": None, "kept": None, "ages": None, "spans": ()}
+FORMER |= {"teacher_logprobs": None, "teacher_states": None, "teacher_top": None}
+
+
+def _former(holder: Any, name: str) -> Any:
+    """Return a former field, for users' hooks."""
+    if name not in FORMER:
+        raise AttributeError(f"{type(holder).__name__!r} object has no attribute {name!r}")
+    values = (getattr(rider, name, rider) for rider in holder.riders if name == rider.FIELD)
+    return next(values, getattr(holder, "scores", {}).get(name, FORMER[name]))
+
+
+def _first(riders: Sequence[Any], kind: type[T]) -> T | None:
+    return next((rider for rider in riders if isinstance(rider, kind)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The model's input: tokens, and the images among them.
+    """The model's input: tokens, and the media among them.
 
     Completions share a prompt in a packed row exactly if their inputs are equal, so all fields must be hashable and
     comparable.
@@ -79,49 +201,33 @@ class ModelInput:
         ModelInput(ids=(11, 12, 13))
     """
 
-    ids: tuple[int, ...]  # [P] tokens; a picture takes one per feature
-    images: Images | None = None
+    ids: tuple[int, ...]  # [P] tokens; an image takes one per feature
+    media: Media | None = None
 
     def __len__(self) -> int:
         """Return P, the number of tokens."""
         return len(self.ids)
 
-    def followed_by(self, ids: Sequence[int], images: Images | None = None) -> ModelInput:
+    def followed_by(self, ids: Sequence[int], media: Media | None = None) -> ModelInput:
         """Return the engine's input for a further turn: this input, then ``ids``.
-
-        A placeholder that the model or a user wrote stands for no picture, but the engine would take it for the next
-        one's. So the engine gets another token in its place, and puts the placeholder back (see `engine.images`).
 
         Args:
             ids: tokens behind this input.
-            images: the images among ``ids``, with places in ``ids``.
+            media: content among ``ids`` that isn't text, with places in ``ids``.
         """
-        before, last = self.images, images or self.images
-        if last is None:
-            return ModelInput((*self.ids, *ids))
+        last = media or self.media
+        return ModelInput((*self.ids, *ids), None if last is None else last.followed_by(self, ids, media))
 
-        def plain(ids: Sequence[int]) -> Iterator[int]:
-            return (STAND_IN if token == last.placeholder else token for token in ids)
-
-        both = [of for of in (before, images) if of is not None]
-        joined = Images(
-            digest="+".join(of.digest for of in both),
-            engine_ids=(
-                *(plain(self.ids) if before is None else before.engine_ids),
-                *(plain(ids) if images is None else images.engine_ids),
-            ),
-            pictures=tuple(picture for of in both for picture in of.pictures),
-            inputs={},  # the engine makes its own
-            places=(*(before.places if before else ()), *(len(self) + at for at in (images.places if images else ()))),
-            placeholder=last.placeholder,
-        )
-        return ModelInput((*self.ids, *ids), joined)
+    @property
+    def images(self) -> Any:
+        """The former name of `media`, for users' code."""
+        return self.media
 
     @property
     def key(self) -> str:
-        """A digest of tokens and images: the same in every process, and in each epoch of a run."""
-        seen = b"" if self.images is None else self.images.digest.encode()
-        return hashlib.blake2b(array("q", self.ids).tobytes() + seen, digest_size=8).hexdigest()
+        """A digest of tokens and media: the same in every process, and in each epoch of a run."""
+        media = b"" if self.media is None else self.media.digest.encode()
+        return hashlib.blake2b(array("q", self.ids).tobytes() + media, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,51 +270,8 @@ class Prompt(_Asked):
 
 
 TEACHER = "teacher"  # the dataset's column that names a prompt's teacher, in a run with several
-UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
 UNKNOWN = -1  # value of an expert's index if the engine didn't record it
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutedExperts:
-    """The experts that the engine's routers chose for a rollout's tokens: K in each of L layers with experts.
-
-    The last token has no known experts, because the engine never read it. The tensors are int8 (int16 above 128
-    experts), so a token takes L * K bytes. All completions of a prompt share the prompt's tensor.
-    """
-
-    prompt: torch.Tensor  # [P, L, K], one tensor for all rollouts of a group
-    completion: torch.Tensor  # [C, L, K]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptTokens:
-    """The tokens that top-k, top-p and min-p had left when each of N tokens was sampled, in one flat tensor.
-
-    In the second completion, 23 was sampled from the whole vocabulary, so its count is 0:
-
-        completion_ids   22          23  24        2
-        ids              22 27 29        24 12     2
-        counts           3           0   2         1
-    """
-
-    ids: torch.Tensor  # [sum counts] int32 token ids
-    counts: torch.Tensor  # [N] int32, number of ids per token; 0: the whole vocabulary
-
-    @classmethod
-    def joined(cls, parts: Sequence[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
-        """Concatenate the kept tokens of several sequences, each with its length; None if nothing was truncated."""
-        if all(kept is None for kept, _ in parts):
-            return None
-        none = torch.empty(0, dtype=torch.int32)
-        counts = [none.new_zeros(length) if kept is None else kept.counts for kept, length in parts]
-        return cls(torch.cat([none if kept is None else kept.ids for kept, _ in parts]), torch.cat(counts))
-
-    def of(self, places: torch.Tensor) -> KeptTokens:
-        """Select the kept tokens at some of the N places."""
-        starts, counts = self.counts.cumsum(0) - self.counts, self.counts[places]
-        shifts = starts[places] - (counts.cumsum(0) - counts)
-        index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts.long())
-        return KeptTokens(self.ids[index], counts)
+UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,20 +292,6 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Consecutive tokens that the same weights sampled, in a rollout that rounds carried over (`carry_over`).
-
-    The round at step 7 sampled two tokens of the second completion, and the round at step 8 the others:
-
-        completion_ids   22 23 | 24  2
-        spans            VersionSpan(2, version=7), VersionSpan(2, version=8)
-    """
-
-    length: int  # tokens
-    version: int  # optimizer step of the weights that sampled them
-
-
-@dataclass(frozen=True, slots=True)
 class Rollout(_Asked):
     """One completion, with the sampler's record.
 
@@ -258,19 +307,39 @@ class Rollout(_Asked):
     sampler_logprobs: torch.Tensor  # [C] float32, nats, sampled tokens' log-probabilities at the sampling temperature
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
     finish_reason: FinishReason
-    policy_version: int  # optimizer step of its weights; with `spans`: of the weights in the round that trains it
+    policy_version: int  # optimizer step of the weights in the round that trains it
     messages: tuple[dict[str, Any], ...] = ()  # a conversation's messages behind the prompt; (): the completion is text
     columns: Mapping[str, Any] = field(default_factory=dict)  # this completion's keywords for reward functions
-    experts: RoutedExperts | None = None  # the engine's experts, with `router_replay`
-    kept: KeptTokens | None = None  # tokens that truncated sampling had left; None: not truncated or not recorded
-    images: tuple[Images, ...] = ()  # images of tools' answers, with places in the completion
     branches: tuple[Branch, ...] = ()  # branches of a tree; (): each token sees the prompt and all tokens before it
-    spans: tuple[VersionSpan, ...] = ()  # weights that sampled its tokens; (): `policy_version` sampled all
+    riders: tuple[Rider, ...] = ()  # further data of extensions
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
         if not isinstance(self.completion_ids, array):
             object.__setattr__(self, "completion_ids", array("i", self.completion_ids))
+
+    def get(self, kind: type[T]) -> T | None:
+        """Return the first rider of a class, or None."""
+        return _first(self.riders, kind)
+
+    def all(self, kind: type[T]) -> tuple[T, ...]:
+        """Return the riders of a class."""
+        return tuple(rider for rider in self.riders if isinstance(rider, kind))
+
+    @property
+    def images(self) -> tuple[Media, ...]:
+        """The former name of ``all(Media)``, for users' hooks."""
+        return self.all(Media)
+
+    if not TYPE_CHECKING:
+        __getattr__ = _former
+
+    def without(self, kind: type[Any]) -> Rollout:
+        return dataclasses.replace(self, riders=tuple(r for r in self.riders if not isinstance(r, kind)))
+
+    def carrying(self, *riders: Rider) -> Rollout:
+        """Return the rollout with further riders."""
+        return dataclasses.replace(self, riders=(*self.riders, *riders))
 
     @property
     def tree(self) -> tuple[Branch, ...]:
@@ -278,27 +347,40 @@ class Rollout(_Asked):
         return self.branches or (Branch(len(self.completion_ids), prompt=len(self.input)),)
 
     @property
-    def versions(self) -> torch.Tensor:
-        """[C] int64: optimizer step of the weights that sampled each token."""
-        if not self.spans:
-            return torch.full((len(self.completion_ids),), self.policy_version)
-        return torch.cat([torch.full((span.length,), span.version) for span in self.spans])
-
-    @property
-    def seen(self) -> tuple[int, ...]:
+    def context_lengths(self) -> tuple[int, ...]:
         """Number of tokens before each branch of the `tree` that the branch's tokens see."""
-        found: list[int] = []
+        lengths: list[int] = []
         for branch in self.tree:
-            before = branch.prompt if branch.after is None else found[branch.after] + self.tree[branch.after].length
-            found.append(before)
-        return tuple(found)
+            parent = branch.after
+            lengths.append(branch.prompt if parent is None else lengths[parent] + self.tree[parent].length)
+        return tuple(lengths)
 
     @property
     def sequence_tokens(self) -> int:
         """Tokens of all sequences of the tree: each leaf with the tokens that it sees."""
         within = {branch.after for branch in self.tree}
         ends = (i for i in range(len(self.tree)) if i not in within)
-        return sum(self.seen[i] + self.tree[i].length for i in ends)
+        return sum(self.context_lengths[i] + self.tree[i].length for i in ends)
+
+
+def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> tuple[Rider, ...]:
+    """Join the riders of a completion that several requests wrote; see `Rider.of_turns`."""
+    kinds = dict.fromkeys(type(rider) for riders, _ in parts for rider in riders)
+    joined = (kind.of_turns([(_first(riders, kind), length) for riders, length in parts], prompt) for kind in kinds)
+    return tuple(rider for rider in joined if rider is not None)
+
+
+def with_shared_riders(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+    """Let the rollouts of a group share equal parts of their riders."""
+    for kind in dict.fromkeys(type(rider) for rider in rollouts[0].riders):
+        rollouts = kind.shared(rollouts)
+    return rollouts
+
+
+def riding(rollouts: Sequence[Rollout]) -> dict[type[Rider], None]:
+    """Return the classes of the rollouts' riders and media, each once."""
+    riders = (rider for rollout in rollouts for rider in (rollout.input.media, *rollout.riders))
+    return dict.fromkeys(type(rider) for rider in riders if rider is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,31 +428,25 @@ class ScoredGroup:
 
     def for_training(self) -> ScoredGroup:
         """Return a copy to send to another rank, without the fields that only rewards and logs read."""
-        seen: dict[ModelInput, ModelInput] = {}  # a prompt's completions share one object, on the receiver too
+        inputs: dict[ModelInput, ModelInput] = {}  # a prompt's completions share one object, on the receiver too
         rollouts = tuple(
             dataclasses.replace(
                 rollout,
                 messages=(),
                 columns={},
-                input=seen.setdefault(rollout.input, _bare(rollout.input)),
-                images=tuple(map(_without_pictures, rollout.images)),
+                input=inputs.setdefault(rollout.input, _for_training(rollout.input)),
+                riders=tuple(rider.for_training() for rider in rollout.riders),
             )
             for rollout in self.group.rollouts
         )
-        kept = {name: value for name, value in self.group.example.items() if name == TEACHER}
-        group = dataclasses.replace(self.group, example=kept, rollouts=rollouts)
+        example = {name: value for name, value in self.group.example.items() if name == TEACHER}
+        group = dataclasses.replace(self.group, example=example, rollouts=rollouts)
         # Clones, because a view would be sent with its whole storage.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
 
 
-def _bare(asked: ModelInput) -> ModelInput:
-    """Return the input without its pictures."""
-    return asked if asked.images is None else dataclasses.replace(asked, images=_without_pictures(asked.images))
-
-
-def _without_pictures(images: Images) -> Images:
-    """Return the images without PIL pictures, but with the forward's inputs."""
-    return dataclasses.replace(images, pictures=())
+def _for_training(prompt: ModelInput) -> ModelInput:
+    return prompt if prompt.media is None else dataclasses.replace(prompt, media=prompt.media.for_training())
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +518,9 @@ class PackedGroup:
         return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
 
 
+FIELDS = ("old_logprobs", "ref_logprobs")  # [N] fields of a row; other values for its labels are in `scores`
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """The content of one micro-batch, without a copy of its tokens.
@@ -454,10 +533,17 @@ class PackedRow:
     device: torch.device  # device of the forward
     old_logprobs: torch.Tensor | None = None  # (N,) float32 on the device; see MicroBatch
     ref_logprobs: torch.Tensor | None = None  # (N,) float32 on the device
-    teacher_logprobs: torch.Tensor | None = None  # (N,) float32 on the device
-    teacher_states: torch.Tensor | None = None  # (N, hidden), with a GPU in host memory; see MicroBatch
-    teacher_top: torch.Tensor | None = None  # (N, 2, K), with a GPU in host memory; see MicroBatch
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # (N, ...) by name; see MicroBatch
     step_constants: StepConstants = StepConstants()
+
+    def values(self, name: str) -> torch.Tensor | None:
+        """Return an [N] field, or one of the `scores`."""
+        return getattr(self, name) if name in FIELDS else self.scores.get(name)
+
+    def with_values(self, name: str, values: torch.Tensor) -> PackedRow:
+        if name in FIELDS:
+            return dataclasses.replace(self, **{name: values})
+        return dataclasses.replace(self, scores={**self.scores, name: values})
 
     @property
     def num_tokens(self) -> int:
@@ -473,19 +559,6 @@ class PackedRow:
     def rollouts(self) -> tuple[RolloutId, ...]:
         """The completions in this row, in the row's order."""
         return tuple(identity for part in self.parts for identity in part.ids)
-
-    def experts(self) -> torch.Tensor | None:
-        """Return the experts of the row's tokens (T, L, K), `UNKNOWN` if not recorded; None if none are recorded."""
-        told = [r.experts for part in self.parts for r in part.rollouts if r.experts is not None]
-        if not told:
-            return None
-        pieces = []
-        for part in self.parts:
-            first = part.rollouts[0]
-            pieces.append((len(first.input), first.experts and first.experts.prompt))
-            pieces += [(len(r.completion_ids), r.experts and r.experts.completion) for r in part.rollouts]
-        shape = told[0].prompt.shape[1:]
-        return torch.cat([told[0].prompt.new_full((n, *shape), UNKNOWN) if of is None else of for n, of in pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,18 +586,34 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None  # (N,) float32; None exactly when the rollouts are on-policy
     ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in the row's order
-    teacher_logprobs: torch.Tensor | None = None  # (N,) float32, with a teacher and `distillation_kl: sampled`
-    teacher_states: torch.Tensor | None = None  # (N, hidden of the teacher), input of its head; with `exact`
-    # (N, 2, K) float32, with `top_k`: ids (exact in float32) and log-probabilities of the teacher's K likeliest tokens.
-    teacher_top: torch.Tensor | None = None
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # (N, ...) by `second_models.KINDS`: of teachers
     step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # whether any token counts in the loss, known without a device sync
     completion_lengths: tuple[int, ...] = ()  # tokens of each completion
-    experts: torch.Tensor | None = None  # (T, L, K), chosen by the engine; see `PackedRow.experts`
-    kept: KeptTokens | None = None  # kept tokens of each label, on the host; every model's softmax is over them
-    images: Mapping[int, tuple[Images, ...]] | None = None  # segment -> images, with places in it; None: no images
-    ages: torch.Tensor | None = None  # (N,) float32, optimizer steps from a token's weights to the round's; None: 0
+    media: Mapping[int, tuple[Any, ...]] | None = None  # segment -> media, with places in it; None: only text
+    riders: tuple[RowRider, ...] = ()  # further data of extensions
     host_positions: torch.Tensor | None = None  # (N,) logit_positions on the host, for ranks that share the row
+
+    def get(self, kind: type[T]) -> T | None:
+        """Return the rider of a class, or None."""
+        return _first(self.riders, kind)
+
+    @property
+    def images(self) -> Mapping[int, tuple[Any, ...]] | None:
+        """The former name of `media`, for users' hooks."""
+        return self.media
+
+    if not TYPE_CHECKING:
+        __getattr__ = _former
+
+    def candidates(self, device: torch.device, first: int = 0) -> Any:
+        """Return the labels' candidate tokens, or None for the whole vocabulary; see `RowRider.candidates`."""
+        found = (rider.candidates(device, first) for rider in self.riders)
+        return next((each for each in found if each is not None), None)
+
+    def for_other_models(self) -> MicroBatch:
+        """Return the row as models read it that aren't the policy."""
+        return dataclasses.replace(self, riders=tuple(rider for rider in self.riders if not rider.OF_POLICY))
 
     @property
     def num_sequences(self) -> int:

@@ -18,6 +18,30 @@ def without_nones(value: Any) -> Any:
     return [without_nones(each) for each in value] if isinstance(value, list) else value
 
 
+def content_parts(content: Any) -> list[dict[str, Any]]:
+    """Return a message's content as parts. A struct column fills the keys that a part doesn't have with None."""
+    if not isinstance(content, list):
+        return [{"type": "text", "text": content or ""}]
+    return [
+        {key: value for key, value in part.items() if value is not None}
+        if isinstance(part, dict)
+        else {"type": "text", "text": str(part)}
+        for part in content
+    ]
+
+
+def text_of(prompt: Any) -> Any:
+    """Return the prompt without its pictures, for display and logs."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {**m, "content": [{k: v for k, v in p.items() if k != "image"} for p in content_parts(m["content"])]}
+        if isinstance(m, dict) and isinstance(m.get("content"), list)
+        else m
+        for m in prompt
+    ]
+
+
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
     """Return why a message's content can't be used; empty if it can.
 

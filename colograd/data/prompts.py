@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import jinja2
 import numpy as np
@@ -13,11 +13,8 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput, Prompt
-from ..extensions.images.data import COLUMNS as IMAGES
-from ..extensions.images.data import ImageReader, loaded
-from ..extensions.images.lengths import image_lengths
 from ..parallel import watchdog
-from .columns import by_column, check_columns, check_dataset, check_prompt_column
+from .columns import IMAGES, by_column, check_columns, check_dataset, check_prompt_column
 from .messages import content_problem, template_messages, without_nones
 from .vocabulary import check_rows
 
@@ -26,9 +23,29 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1000  # rows that are tokenised together
 NAMED = 5  # largest number of too long prompts that a message lists
-IMAGES_KEPT = 64  # prompts that keep their images in memory,
-BYTES_KEPT = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
+PROMPTS_IN_MEMORY = 64  # prompts that keep their media in memory,
+BYTES_IN_MEMORY = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
 COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # columns that a prompt's tokens may depend on
+
+
+class PromptReader(Protocol):
+    """Reads rows with media. An extension makes the reader of a policy."""
+
+    most: int  # largest number of a prompt's media so far
+
+    def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
+        """Convert a row into its prompt.
+
+        Args:
+            arguments: of the chat template.
+            where: the row's name in messages.
+
+        Raises:
+            ValueError: the row can't be read.
+        """
+
+    def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
+        """Return the number of tokens of each row's prompt."""
 
 
 class PromptDataset(torch.utils.data.Dataset):
@@ -48,14 +65,14 @@ class PromptDataset(torch.utils.data.Dataset):
     ) -> None:
         """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0.
 
-        Rows with images have no token_ids; the rules read such a row when its prompt is requested.
+        With a reader there are no token_ids; it reads a row when the row's prompt is requested.
         """
         assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
-        assert token_ids is None or (rules.images is None and ends[-1] == len(token_ids))
+        assert token_ids is None or (rules.reader is None and ends[-1] == len(token_ids))
         self.dataset = dataset
         self.dropped = dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
-        self._latest: dict[int, ModelInput] = {}  # by row, with their images
+        self._latest: dict[int, ModelInput] = {}  # by row, with their media
         self.curriculum: Any = None  # `curriculum.CurriculumState`, if the run has a curriculum
 
     def dropped_line(self) -> str:
@@ -88,12 +105,12 @@ class PromptDataset(torch.utils.data.Dataset):
         row, position = key
         example = self.dataset[row]
         if self._token_ids is None:
-            return Prompt(example, self._with_images(row, example), position)
+            return Prompt(example, self._with_media(row, example), position)
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example=example, input=ModelInput(tuple(ids.tolist())), position=position)
 
-    def _with_images(self, row: int, example: dict[str, Any]) -> ModelInput:
-        """Return the row's prompt with its images. It is made once for steps that take it soon after each other."""
+    def _with_media(self, row: int, example: dict[str, Any]) -> ModelInput:
+        """Return the row's prompt with its media. It is made once for steps that take it soon after each other."""
         found = self._latest.pop(row, None) or self._rules.read(example, row)
         if len(found.ids) > self._rules.max_prompt_tokens:
             raise ValueError(
@@ -101,14 +118,15 @@ class PromptDataset(torch.utils.data.Dataset):
                 f"limit of {self._rules.max_prompt_tokens}, though fewer were counted at start: remove it."
             )
         self._latest[row] = found
-        while len(self._latest) > min(IMAGES_KEPT, max(1, BYTES_KEPT // max(1, _bytes(found)))):
+        size = 1 if found.media is None else max(1, found.media.nbytes)
+        while len(self._latest) > min(PROMPTS_IN_MEMORY, max(1, BYTES_IN_MEMORY // size)):
             del self._latest[next(iter(self._latest))]
         return found
 
     @property
     def most_images(self) -> int:
         """Largest number of images of a prompt."""
-        return 0 if self._rules.images is None else self._rules.images.most
+        return 0 if self._rules.reader is None else self._rules.reader.most
 
     def first(self, count: int) -> list[Prompt]:
         """Return the prompts of the first rows."""
@@ -137,42 +155,24 @@ class PromptRules:
     chat_template_kwargs: dict[str, Any]
     name: str  # the dataset's name in messages
     tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's tools for the template
-    images: ImageReader | None = None  # of a vision-language model, for all conversations
+    reader: PromptReader | None = None  # reads all rows; None: they are text
     tell: Callable[[str], None] = lambda line: None  # receives progress lines
     rows: int = 0  # number of rows of the model's embedding; 0: unknown
 
     def read(self, example: dict[str, Any], row: int) -> ModelInput:
-        """Convert a row into its prompt with its images."""
-        assert self.images is not None
-        if _is_text(example):
+        """Convert a row into its prompt with its media."""
+        assert self.reader is not None
+        if is_text(example):
             return ModelInput(tuple(text_ids(self.tokenizer, [example["prompt"]])[0]))
-        return self.images.read(example, self._arguments(example, row), self._where(row))
+        return self.reader.read(example, self.arguments(example, row), self.where(row))
 
-    def lengths(self, rows: Dataset) -> list[int]:
-        """Count the tokens of each row's prompt with its images. The pixels are made only when a prompt is trained on,
-        because a whole dataset's pixels don't fit into memory."""
-        return image_lengths(
-            rows,
-            load=lambda example, row: loaded(example, self._where(row)),
-            counted=self._counted,
-            processed=lambda example, row: len(self.read(example, row).ids),
-            tell=lambda line: self.tell(f"{self.name}: {line}"),
-        )
-
-    def _counted(self, example: dict[str, Any], row: int) -> int | None:
-        """Count a row's tokens without its pixels; None if the processor can't."""
-        assert self.images is not None
-        if _is_text(example):
-            return len(text_ids(self.tokenizer, [example["prompt"]])[0])
-        return self.images.count(example, self._arguments(example, row), self._where(row))
-
-    def _arguments(self, example: dict[str, Any], row: int) -> dict[str, Any]:
-        """Return the chat template's arguments for one row with images."""
-        _check_prompt(example["prompt"], self._where(row), self.tools is not None, images=True)
+    def arguments(self, example: dict[str, Any], row: int) -> dict[str, Any]:
+        """Return the chat template's arguments for one row with media."""
+        _check_prompt(example["prompt"], self.where(row), self.tools is not None, images=True)
         columns = {name: [value] for name, value in example.items()}
         return _template_arguments(columns, 0, self) if isinstance(example["prompt"], list) else {}
 
-    def _where(self, row: int) -> str:
+    def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
@@ -184,7 +184,7 @@ class PromptRules:
         found = [tuple(ids) for ids in _encode(columns, self, first)]
         for row, ids in enumerate(found, start=first):
             if self.rows:
-                check_rows(ids, self.rows, self.tokenizer, f"{self._where(row)}: the prompt")
+                check_rows(ids, self.rows, self.tokenizer, f"{self.where(row)}: the prompt")
             self.fits(len(ids), columns["prompt"][row - first], row)
         return found
 
@@ -194,7 +194,7 @@ class PromptRules:
         Args:
             where: the prompt's name in messages.
         """
-        if self.images is not None:
+        if self.reader is not None:
             asked = dataclasses.replace(self, name=where).read(example, 0)
             return asked if len(asked) <= self.max_prompt_tokens else None
         (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
@@ -208,10 +208,10 @@ class PromptRules:
         """
         assert self.overlong in ("drop", "error"), self.overlong
         if not tokens:
-            raise ValueError(f"{self._where(row)}: the prompt {prompt!r} has no tokens; remove it.")
+            raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens; remove it.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
             raise ValueError(
-                f"{self._where(row)}: the prompt has {tokens} tokens, over the limit of "
+                f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of "
                 f"{self.max_prompt_tokens}. Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set "
                 "overlong_prompts to drop."
             )
@@ -230,17 +230,17 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         rows = list(dataset.with_format(None))
         features = dataset.features if rows else None  # an empty dataset doesn't fit features
         dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
-    check_columns(dataset, name, rules.images is not None)
+    check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows: there is nothing to sample from.")
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
-    if rules.images is None:
+    if rules.reader is None:
         every, token_ids = _tokenised(wanted, rules)
         kept = [row for row, tokens in enumerate(every) if tokens <= rules.max_prompt_tokens]
     else:
-        every, token_ids = rules.lengths(wanted), None
+        every, token_ids = rules.reader.lengths(wanted, rules), None
         kept = [row for row, tokens in enumerate(every) if rules.fits(tokens, "", row)]
     if not kept:
         raise ValueError(
@@ -274,14 +274,9 @@ def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     ]
 
 
-def _is_text(example: dict[str, Any]) -> bool:
+def is_text(example: dict[str, Any]) -> bool:
     """Return whether a row is plain text without images."""
     return isinstance(example["prompt"], str) and not any(example.get(name) for name in IMAGES)
-
-
-def _bytes(asked: ModelInput) -> int:
-    """Return the bytes of a prompt's pixels."""
-    return 0 if asked.images is None else sum(value.nbytes for value in asked.images.inputs.values())
 
 
 def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list[list[int]]:

@@ -34,7 +34,7 @@ class PromptStream(torch.utils.data.IterableDataset):
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         """Raise ValueError if the first row isn't a prompt, there is no row, or the run has no `max_steps`."""
         check_columns(dataset, rules.name)
-        if rules.images is not None:
+        if rules.reader is not None:
             raise ValueError(
                 f"{rules.name} is a streamed dataset, but a model that reads images trains on ones that are loaded "
                 "whole in this version: set streaming: false."

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..batch import FinishReason, Group, KeptTokens, ModelInput, Prompt, Rollout, RoutedExperts
+from ..batch import FinishReason, Group, ModelInput, Prompt, Rider, Rollout
+from ..extensions.quantized.layers import PackedWeight
 from ..parallel.layout import RankLayout
-from ..policy.packed_weights import PackedWeight
 from .sampling import Sampling
 
 T = TypeVar("T")
@@ -31,8 +31,7 @@ class Sampled:
     ids: array[int]  # [C] "i", token ids
     logprobs: array[float]  # [C] "f", log-probabilities in nats
     finish_reason: FinishReason
-    experts: RoutedExperts | None = None  # experts of prompt and completion; None without `router_replay`
-    kept: KeptTokens | None = None  # tokens kept by truncated sampling; None: nothing was truncated or recorded
+    riders: tuple[Rider, ...] = ()  # what travels with the tokens
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """Return a rollout of this completion of ``prompt``. It must have been sampled in one request."""
@@ -43,8 +42,7 @@ class Sampled:
             sampled=torch.ones(len(self.ids), dtype=torch.bool),
             finish_reason=self.finish_reason,
             policy_version=version,
-            experts=self.experts,
-            kept=self.kept,
+            riders=self.riders,
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..batch import Group, ModelInput, Prompt
+from ..batch import Group, ModelInput, Prompt, with_shared_riders
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
@@ -288,7 +288,7 @@ class VLLMEngine:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
                     rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
-                    yield Group(prompt.example, rollouts, prompt.position)
+                    yield Group(prompt.example, with_shared_riders(rollouts), prompt.position)
         finally:
             self.abort(waiting)
 

@@ -13,8 +13,8 @@ EXTENSIONS = (
     "evaluation",
     "experts",
     "hybrids",
-    "images",
     "kept_tokens",
+    "images",  # behind `kept_tokens`, as older versions read their tables in a record in this order
     "liger",
     "muon",
     "offload",
@@ -23,5 +23,6 @@ EXTENSIONS = (
     "remedies",
     "sequence_parallel",
     "tensor_parallel",
+    "token_weights",
     "tools",
 )

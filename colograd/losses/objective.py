@@ -26,7 +26,8 @@ from .token_losses import (
 )
 
 QUANTILE_LIMIT = 2**24  # numbers; torch.quantile fails for more
-DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the rows' field by `distillation_kl`
+TEACHER_LOGPROBS = "teacher_logprobs"  # the key of `MicroBatch.scores` with `distillation_kl: sampled`
+DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the key by `distillation_kl`
 BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
 
 
@@ -69,8 +70,7 @@ def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 def _taught(batch: MicroBatch) -> torch.Tensor:
     """Return (N,) 1 for the tokens in the loss that a teacher has scored, else 0."""
-    assert batch.teacher_logprobs is not None
-    return batch.loss_mask * (batch.teacher_logprobs != UNTAUGHT)
+    return batch.loss_mask * (batch.scores[TEACHER_LOGPROBS] != UNTAUGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Objective:
 
     @property
     def _of_teacher(self) -> str:
-        return self.divergence_of or "teacher_logprobs"
+        return self.divergence_of or TEACHER_LOGPROBS
 
     @property
     def every_group(self) -> bool:
@@ -201,8 +201,7 @@ class Objective:
         """Add log teacher - log pi_old of each token to its advantage. Its average over the policy's samples is minus
         the token's reverse KL divergence to the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the later tokens'
         part)."""
-        assert batch.teacher_logprobs is not None, "with a teacher every micro-batch has its log-probabilities"
-        gain = (batch.teacher_logprobs - old).where(_taught(batch) > 0, 0.0)
+        gain = (batch.scores[TEACHER_LOGPROBS] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.distillation_weight * gain)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -249,16 +248,15 @@ class Objective:
             "entropy": ((entropy * mask).sum(), count),
             "sampling/sampling_logp_difference/mean": (difference.sum(), scored.sum()),
         }
-        if batch.ages is not None:
-            old_tokens = scored * (batch.ages > 0)
-            sums["carry_over/old_logp_difference"] = ((difference * old_tokens).sum(), old_tokens.sum())
+        for rider in batch.riders:
+            sums |= rider.metrics(difference, scored)
         if self.entropy_bonus:
             sums[BONUS_ENTROPY] = ((entropy * chosen).sum(), chosen.sum())
         if kl is not None:
             sums["kl"] = ((kl * mask).sum(), count)
-        if batch.teacher_logprobs is not None:
+        if (teacher := batch.scores.get(TEACHER_LOGPROBS)) is not None:
             taught = _taught(batch)
-            sums["teacher_kl"] = ((old - batch.teacher_logprobs).where(taught > 0, 0.0).sum(), taught.sum())
+            sums["teacher_kl"] = ((old - teacher).where(taught > 0, 0.0).sum(), taught.sum())
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)

@@ -155,10 +155,11 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -> tuple[PackedRow, ...]:
     """Give ``new`` the [N] tensor ``name`` of ``old``, completion by completion."""
-    if any(getattr(row, name) is None for row in old):
+    if any(row.values(name) is None for row in old):
         return tuple(new)
-    known = {rollout: getattr(row, name)[place] for row in old for rollout, place in places(row)}
-    like = getattr(old[0], name) if old else torch.empty(0)
+    recorded = [tensor for row in old if (tensor := row.values(name)) is not None]
+    known = {each: tensor[place] for row, tensor in zip(old, recorded, strict=True) for each, place in places(row)}
+    like = recorded[0] if recorded else torch.empty(0)
 
     def values(row: PackedRow) -> torch.Tensor:
         def missing(tokens: int) -> torch.Tensor:  # values for a new dummy row; its tokens aren't in the loss
@@ -168,7 +169,7 @@ def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -
             [known[rollout] if rollout in known else missing(at.stop - at.start) for rollout, at in places(row)]
         )
 
-    return tuple(dataclasses.replace(row, **{name: values(row)}) for row in new)
+    return tuple(row.with_values(name, values(row)) for row in new)
 
 
 def free_memory(model: torch.nn.Module) -> None:

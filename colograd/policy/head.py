@@ -4,45 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ..batch import KeptTokens
 from ..extensions.tensor_parallel.layers import VocabularyPart
 from ..runtime import cpu_products
 from . import attention
-from .sending import to_device_async
 
 HIDDEN = -1e30  # logit of a token that isn't a candidate: probability 0, and no infinity in any product
 FLOAT32_PRODUCTS = "colograd_float32_products"  # attribute of a head, see `cast_lm_head_to_fp32`
 
 
-class Kept:
-    """Candidate tokens of a head's N labels (the tokens that the sampler kept), indexed for tiles of the logits.
-
-    Args:
-        kept: candidate tokens of each label.
-        first: token id of the head's first row, if ranks share out the vocabulary.
-    """
-
-    def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
-        counts = kept.counts.long()
-        self.ends = [0, *counts.cumsum(0).tolist()]  # on the host: no tile waits for the device
-        self.ids = to_device_async(kept.ids.long() - first, device)
-        self.labels = to_device_async(torch.arange(len(counts)).repeat_interleave(counts), device)
-        self.all = to_device_async(counts == 0, device)
+class Kept(Protocol):
+    """Candidate tokens of a head's N labels, indexed for tiles of the logits."""
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
         """Return (n, c) bool, True where the token isn't among the label's candidates."""
-        here = slice(self.ends[row.start], self.ends[row.stop])
-        shape = row.stop - row.start, vocabulary.stop - vocabulary.start
-        columns = self.ids[here] - vocabulary.start
-        inside = (columns >= 0) & (columns < shape[1])
-        places = ((self.labels[here] - row.start) * shape[1] + columns).where(inside, shape[0] * shape[1])
-        found = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
-        found[places] = False  # the last entry takes the tokens of other tiles
-        return found[:-1].view(shape) & ~self.all[row, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from ..extensions.tensor_parallel.layers import VocabularyPart
 from ..parallel import watchdog
 from . import attention, padded
 from .exchanges import enter
-from .head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, parts, product_dtype
+from .head import FLOAT32_PRODUCTS, HIDDEN, Head, cast, logit_transform, parts, product_dtype
 from .lora import unwrap
 from .packing import collate
 
@@ -83,7 +83,7 @@ class PolicyForward:
     temperature: float
     entropy_gradient: bool = False
     routing: bool = False
-    teacher: TeacherHead | TopTokens | None = None  # head for the batch's `teacher_states`, or its top tokens
+    teacher: TeacherHead | TopTokens | None = None  # head for the batch's teacher states, or its top tokens
 
     @staticmethod
     def prepare(row: PackedRow) -> MicroBatch:
@@ -108,7 +108,7 @@ class PolicyForward:
     def top(self, micro_batch: MicroBatch, k: int) -> torch.Tensor:
         """Compute ids and log-probabilities of each label's K most probable tokens, (N, 2, K).
 
-        See `MicroBatch.teacher_top`.
+        See `MicroBatch.scores`.
         """
         (found,) = self._call(functools.partial(self._top, k), micro_batch)
         return found
@@ -129,7 +129,7 @@ class PolicyForward:
         model = unwrap(self.model)
         hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
         head = model.get_output_embeddings()
-        kept = None if micro_batch.kept is None else Kept(micro_batch.kept, hidden.device)
+        kept = micro_batch.candidates(hidden.device)
 
         def top(hidden: torch.Tensor) -> torch.Tensor:
             with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -152,12 +152,11 @@ class PolicyForward:
             bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
             part: VocabularyPart | None = getattr(head, "vocabulary", None)
             at, transform = self.temperature, {**logit_transform(model), "part": part}
-            if micro_batch.kept is not None:
-                transform["kept"] = Kept(micro_batch.kept, hidden.device, 0 if part is None else part.start)
+            transform["kept"] = micro_batch.candidates(hidden.device, 0 if part is None else part.start)
             given = hidden, head.weight, bias, micro_batch.labels
             if self.teacher is None:
                 return label_logprobs(*given, at, transform, self.entropy_gradient, wide)
-            logits = self.teacher.beside(micro_batch, at, transform.get("kept"))
+            logits = self.teacher.beside(micro_batch, at, transform["kept"])
             of_policy = Head(at, dtype=product_dtype(head.weight, hidden.device, wide), wide=wide, **transform)
             return label_divergences(*given, of_policy, logits, self.entropy_gradient)
 
@@ -217,7 +216,7 @@ def _states_and_routers(
     body = model.base_model if whole else model.get_decoder()
     if body is model:  # the class names another attribute (Llama 4)
         body = model.model
-    routed = micro_batch.experts if router_replay.replays(model) else None
+    routed = router_replay.experts_of(model, micro_batch)
     if model.config._attn_implementation != attention.NAME:
         return padded.hidden_states(model, body, micro_batch, routed, **asked)
     if routed is not None:

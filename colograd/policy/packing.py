@@ -11,7 +11,7 @@ import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ from ..batch import (
     TEACHER,
     Branch,
     FinishReason,
-    Images,
-    KeptTokens,
+    Media,
     MicroBatch,
     ModelInput,
     PackedGroup,
@@ -86,9 +85,9 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
 
     parts = []
     for prompt, completions in groups:
-        asked = ModelInput((0,) * prompt)
+        dummy_prompt = ModelInput((0,) * prompt)
         rollouts = tuple(
-            Rollout(asked, zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
+            Rollout(dummy_prompt, zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
             for n in completions
         )
         ids = tuple(RolloutId(NOBODY, index) for index in range(len(rollouts)))
@@ -107,19 +106,18 @@ class PackedSequence(NamedTuple):
     prompt_ids: torch.Tensor  # [P]
     completion_ids: torch.Tensor  # [C]
     place: slice  # place in the row's [N] tensors
-    images: tuple[Images, ...] = ()  # images of the prompt, with places in it
-    answers: tuple[Images, ...] = ()  # images of the completion, with places in it
+    images: tuple[Any, ...] = ()  # media of the prompt, with places in it
+    answers: tuple[Any, ...] = ()  # media of the completion, with places in it
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
     """Return the completions of a row without trees."""
-    segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
-    ids = iter(row.rollouts)
-    images = row.images or {}
-    for index, (completion, seen) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
-        if seen:
-            place, pictures = slice(at, at + len(completion)), (images.get(seen[0], ()), images.get(index, ()))
-            found.append(PackedSequence(next(ids), segments[seen[0]], completion, place, *pictures))
+    segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
+    ids, media = iter(row.rollouts), row.media or {}
+    for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
+        if context:
+            place, own = slice(at, at + len(completion)), (media.get(context[0], ()), media.get(index, ()))
+            found.append(PackedSequence(next(ids), segments[context[0]], completion, place, *own))
             at += len(completion)
     return found
 
@@ -266,27 +264,28 @@ def collate(row: PackedRow) -> MicroBatch:
     first token of a branch is predicted at the last token of the branch that it continues.
     """
     segments = _Segments()
-    images: dict[int, tuple[Images, ...]] = {}
+    media: dict[int, tuple[Media, ...]] = {}
     logit_positions: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     for part in row.parts:
-        asked = part.rollouts[0].input
-        if asked.images is not None:
-            images[len(segments.ids)] = (asked.images,)
-        ends = segments.add_prompt(asked.ids, _cuts(part.rollouts))
+        prompt = part.rollouts[0].input
+        if prompt.media is not None:
+            media[len(segments.ids)] = (prompt.media,)
+        ends = segments.add_prompt(prompt.ids, _cuts(part.rollouts))
         for rollout in part.rollouts:
-            if rollout.images:
-                images[len(segments.ids)] = rollout.images
+            if rollout.riders and (own_media := rollout.all(Media)):
+                media[len(segments.ids)] = own_media
             labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
             logit_positions += segments.add_completion(labels[-1], rollout.tree, ends)
     positions = torch.cat(logit_positions)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
-    given = [advantage for part in row.parts for advantage in part.advantages]
-    advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
+    by_sequence = (advantage for part in row.parts for advantage in part.advantages)
+    advantages = [advantage.expand(len(ids)) for advantage, ids in zip(by_sequence, labels, strict=True)]
     sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
-    device, experts, ages = row.device, row.experts(), _ages(rollouts)
-    return MicroBatch(
+    device = row.device
+    riders = [kind.of_row(row) for kind in dict.fromkeys(type(r) for rollout in rollouts for r in rollout.riders)]
+    micro_batch = MicroBatch(
         input_ids=to_device_async(torch.cat(segments.ids)[None], device),
         position_ids=to_device_async(torch.cat(segments.positions)[None], device),
         layout=SegmentLayout(tuple(len(segment) for segment in segments.ids), tuple(segments.attends_to)),
@@ -298,26 +297,15 @@ def collate(row: PackedRow) -> MicroBatch:
         advantages=to_device_async(torch.cat(advantages).float(), device),
         old_logprobs=row.old_logprobs,
         ref_logprobs=row.ref_logprobs,
-        teacher_logprobs=row.teacher_logprobs,
-        teacher_states=None if row.teacher_states is None else to_device_async(row.teacher_states, device),
-        teacher_top=None if row.teacher_top is None else to_device_async(row.teacher_top, device),
+        scores={name: to_device_async(values, device) for name, values in row.scores.items()},
         rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,
-        experts=None if experts is None else to_device_async(experts, device),
-        kept=KeptTokens.joined([(rollout.kept, len(rollout.completion_ids)) for rollout in rollouts]),
-        images=images or None,
-        ages=None if ages is None else to_device_async(ages, device),
+        media=media or None,
+        riders=tuple(rider for rider in riders if rider is not None),
         host_positions=positions,
     )
-
-
-def _ages(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
-    """Return (N,) ages in optimizer steps: how much older the weights that sampled a token are than its round's.
-
-    None: all ages are 0.
-    """
-    if not any(rollout.spans for rollout in rollouts):
-        return None
-    return torch.cat([rollout.policy_version - rollout.versions for rollout in rollouts]).float()
+    for rider in micro_batch.riders:
+        micro_batch = rider.applied(micro_batch)
+    return micro_batch

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, Images, MicroBatch, ModelInput, Rollout, ScoredGroup
+from ..batch import FinishReason, Group, Media, MicroBatch, ModelInput, Rollout, ScoredGroup
 from ..extensions.hybrids import recurrent
 from ..extensions.images import towers as images
 from ..parallel.ranks import gather, on_all_ranks
@@ -163,16 +163,16 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
         token += 101 * len(lengths)
         asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
         rollouts = [_written(asked, ids) for ids in completions]
-        if asked.images is not None:  # like images in a tool's answer
-            rollouts.append(_written(asked, array("i", asked.ids), (asked.images,)))
+        if asked.media is not None:  # like images in a tool's answer
+            rollouts.append(_written(asked, array("i", asked.ids), (asked.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
     return groups
 
 
-def _written(asked: ModelInput, ids: array[int], images: tuple[Images, ...] = ()) -> Rollout:
+def _written(asked: ModelInput, ids: array[int], riders: tuple[Media, ...] = ()) -> Rollout:
     everything = torch.ones(len(ids), dtype=torch.bool)
-    return Rollout(asked, ids, torch.zeros(len(ids)), everything, FinishReason.STOP, 0, images=images)
+    return Rollout(asked, ids, torch.zeros(len(ids)), everything, FinishReason.STOP, 0, riders=riders)
 
 
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:

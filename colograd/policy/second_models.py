@@ -1,7 +1,7 @@
 """Second models: the reference of the KL term and teachers. The objective needs their log-probabilities of the rows.
 
 They are computed once, after a round has been sampled, and travel with the rows. A further kind needs a line in KINDS,
-a field of `PackedRow` and `MicroBatch`, and a term of the objective.
+and a term of the objective.
 """
 
 from __future__ import annotations
@@ -110,18 +110,18 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
         with second.present() as model:
             read = functools.partial(_read, KINDS[field], second, model, temperature)
             found = [_of_one(row, field, name, read) if name else read(row) for row in rows]
-        rows = [dataclasses.replace(row, **{field: values}) for row, values in zip(rows, found, strict=True)]
+        rows = [row.with_values(field, values) for row, values in zip(rows, found, strict=True)]
     return tuple(rows)
 
 
 def _read(kind: Kind, second: SecondModel, model: Any, temperature: float, row: PackedRow) -> torch.Tensor:
-    return kind.read(second, model, dataclasses.replace(PolicyForward.prepare(row), experts=None), temperature)
+    return kind.read(second, model, PolicyForward.prepare(row).for_other_models(), temperature)
 
 
 def _of_one(row: PackedRow, field: str, name: str, read: Callable[[PackedRow], torch.Tensor]) -> torch.Tensor:
     """Compute (N,) values of the groups that name this teacher; other places keep their value, or are UNTAUGHT."""
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
-    values = getattr(row, field)
+    values = row.values(field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
     own = [part.teacher == name for part in row.parts]
     if any(own):

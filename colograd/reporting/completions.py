@@ -7,6 +7,7 @@ prompts' images. Each row has its prompt's pictures; parquet's dictionaries stor
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import json
@@ -39,12 +40,18 @@ IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  #
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
 ROWS = 256  # rows that are packed and written together
 PACKING = 4096  # largest ratio of unpacked rows to their file's size
+THUMBNAILS = 4  # largest number of thumbnails of a prompt
+THUMBNAIL_BYTES = 4096  # largest bytes of a thumbnail
 ROW_BYTES = 2048  # bytes of Python objects per row
 LARGEST_LIST = 100_000  # entries in a parquet file's description of itself
 # Errors that reading a file other than a completions log may raise, in addition to Arrow's own.
 NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
+
+
+def data_url(file: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(file).decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..batch import Group, Images, ModelInput, RolloutId, ScoredGroup
-from ..extensions.images.data import text_of
-from ..extensions.images.thumbnails import data_url, thumbnails
+from ..batch import Group, Media, ModelInput, RolloutId, ScoredGroup
+from ..data.messages import text_of
 from ..policy.packing import loss_tokens
-from .completions import CompletionRow
+from .completions import CompletionRow, data_url
 
 MOST_TOKENS = 4096  # largest number of shown tokens of a completion
 MOST_OF_A_STEP = 32_768  # tokens of a step's shown completions together
@@ -22,7 +21,7 @@ LEAST_TOKENS = 256  # tokens of a completion, however many completions there are
 def _prompt(group: Group) -> Any:
     """Return the prompt as the dataset has it, without pictures."""
     prompt = group.example.get("prompt", "")
-    return text_of(prompt) if any(rollout.input.images is not None for rollout in group.rollouts) else prompt
+    return text_of(prompt) if any(rollout.input.media is not None for rollout in group.rollouts) else prompt
 
 
 def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
@@ -58,9 +57,9 @@ def completion_rows(
         prompt, advantages = _prompt(scored.group), _advantages(scored)
         for i, (rollout, text) in enumerate(zip(scored.group.rollouts, of_group, strict=True)):
             # An environment may have begun each completion with other pictures.
-            seen = rollout.input.images if images else None
-            if seen is not None and seen.digest not in small:
-                small[seen.digest] = tuple(thumbnails(seen.pictures))
+            media = rollout.input.media if images else None
+            if media is not None and media.digest not in small:
+                small[media.digest] = tuple(media.thumbnails())
             rows.append(
                 CompletionRow(
                     step=step,
@@ -73,8 +72,8 @@ def completion_rows(
                     rewards=tuple(scored.rewards[i].tolist()),
                     advantage=float(advantages[i].mean()),
                     extra=_logged(scored, i),
-                    thumbnails=() if seen is None else small[seen.digest],
-                    sizes=() if seen is None else tuple("{}x{}".format(*each.size) for each in seen.pictures),
+                    thumbnails=() if media is None else small[media.digest],
+                    sizes=() if media is None else media.sizes,
                 )
             )
     return rows
@@ -149,10 +148,11 @@ def shown_notes(
                 "reward": total,
             }
             if rollout.input not in shown:
-                shown[rollout.input] = _picture_urls(rollout.input.images)
-            if pictures := [*shown[rollout.input], *_picture_urls(*rollout.images)]:
+                shown[rollout.input] = _picture_urls(rollout.input.media)
+            answers = rollout.all(Media)
+            if pictures := [*shown[rollout.input], *_picture_urls(*answers)]:
                 note["images"] = pictures
-            if rollout.messages and rollout.images:
+            if rollout.messages and answers:
                 note["messages"] = text_of(list(rollout.messages))
             if len(rollout.completion_ids) > most:
                 note["cut"] = True
@@ -168,9 +168,9 @@ def shown_notes(
     }
 
 
-def _picture_urls(*images: Images | None) -> list[str]:
-    pictures = [picture for of in images if of is not None for picture in of.pictures]
-    return [*map(data_url, thumbnails(pictures))]
+def _picture_urls(*media: Media | None) -> list[str]:
+    parts = [part for part in media if part is not None]
+    return [*map(data_url, parts[0].thumbnails(*parts[1:]))] if parts else []
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 
 from ..batch import Group, Rollout
-from ..extensions.agents.turns import JUDGED, Turns, split_turns
 from ..usercode.calls import place_of
 from ..usercode.copies import own_copy
 from ..usercode.worker_process import PER_TOKEN, CallLog
@@ -25,6 +25,7 @@ RESERVED = (
     "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",
     "log_extra", "log_metric",
 )  # fmt: skip
+PARTS = "judged_turns"  # a rollout's column: name of a reward function -> rewards of the completion's parts
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative to the terms: rounding of rewards, weights and sum, twice
 # The trainer's own metrics: their names, and their families, the part before the slash.
 OWN_METRICS = (
@@ -67,7 +68,7 @@ def keywords_for(
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
-    own.pop(JUDGED, None)  # values of an earlier scoring
+    own.pop(PARTS, None)  # values of an earlier scoring
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     names = dict.fromkeys(("prompts", "completions", *PER_TOKEN, *columns, *own, *shared))
     parameters = parameters_of(reward.function)
@@ -144,20 +145,34 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return inspect.signature(lambda **kwargs: None).parameters
 
 
+# Seam ``part_rewards``: reads the values of functions that return a list of rewards, of a completion's parts, in place
+# of one number. (values, rollouts) -> the values with a number for each list, and the lists (None: it was a number).
+# A ValueError of the completion's index and a problem refuses a list.
+SplitParts = Callable[[Sequence[Any], Sequence[Rollout]], tuple[list[Any], list[Any]]]
+
+
+def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
+    """Return the group with functions' rewards of its completions' parts, by name. Earlier ones are removed."""
+    if not of_parts and not any(PARTS in rollout.columns for rollout in group.rollouts):
+        return group
+    rollouts = []
+    for index, rollout in enumerate(group.rollouts):
+        columns = {name: value for name, value in rollout.columns.items() if name != PARTS}
+        if own := {name: parts for name, of_all in of_parts.items() if (parts := of_all[index]) is not None}:
+            columns[PARTS] = own
+        rollouts.append(dataclasses.replace(rollout, columns=columns))
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
 def checked_values(
-    reward: RewardFunction, position: int, answers: Sequence[int | None], values: Any
-) -> tuple[list[float], list[Turns]]:
-    """Check a function's values. Return a number per completion, NaN for None, and the rewards of single answers.
-
-    If the function returned a list of rewards for a session's answers, the completion's number is their mean.
-
-    Args:
-        answers: number of answers of each completion; None: the completion isn't a session.
+    reward: RewardFunction, position: int, rollouts: Sequence[Rollout], values: Any, split_parts: SplitParts | None
+) -> tuple[list[float], list[Any]]:
+    """Check a function's values. Return a number per completion, NaN for None, and the rewards of their parts.
 
     Raises:
         RewardError: the number of values isn't the number of completions, or a value isn't a number.
     """
-    size = len(answers)
+    size, parts = len(rollouts), list[Any]()
     place = place_of(reward.function)
 
     def fail(completion: int | None, problem: str) -> RewardError:
@@ -174,10 +189,11 @@ def checked_values(
             f"it returned {len(values)} rewards for {size} completions: return exactly one per completion, and None "
             "where it has no opinion.",
         )
-    try:
-        values, turns = split_turns(values, answers)
-    except ValueError as error:
-        raise fail(*error.args) from None
+    if split_parts is not None and any(hasattr(value, "__len__") for value in values):
+        try:
+            values, parts = split_parts([*values], rollouts)
+        except ValueError as error:
+            raise fail(*error.args) from None
     numbers_G = []
     for index, value in enumerate(values):
         number = _reward_number(value)
@@ -186,7 +202,7 @@ def checked_values(
             shown = _value_and_type(value)
             raise fail(index, f"its reward is {shown}, but must be a finite float32 number or None.{hint}")
         numbers_G.append(number)
-    return numbers_G, turns
+    return numbers_G, parts
 
 
 def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:

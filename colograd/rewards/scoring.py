@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Logged
-from ..extensions.agents.turns import Turns, answers_in, with_judged_turns
+from ..batch import Group, Logged, Rider, Rollout
 from ..parallel import watchdog
 from ..runtime import process
+from ..runtime.registry import hooks
 from ..usercode.calls import (
     GRACE,
     Late,
@@ -47,7 +47,7 @@ from ..usercode.copies import own_copy
 from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import check_log, checked_values, keywords_for, parameters_of
+from .calling import SplitParts, check_log, checked_values, keywords_for, parameters_of, with_parts
 from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
 
@@ -63,13 +63,13 @@ class Scoring(PendingCalls[Future[Outcome]]):
         self._scorer = scorer
         self._first = groups[0]
         self._sizes = {group.position: len(group.rollouts) for group in groups}
-        self._answers = [answers_in(rollout) for group in groups for rollout in group.rollouts]
-        self._size = len(self._answers)
+        self._rollouts = [rollout for group in groups for rollout in group.rollouts]
+        self._size = len(self._rollouts)
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained.
 
-        Then `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of single answers.
+        Then `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of parts.
 
         Raises:
             RewardError: a function raised, died, didn't return one number per completion, or logged invalid values.
@@ -77,14 +77,14 @@ class Scoring(PendingCalls[Future[Outcome]]):
         """
         self._scorer.score_with_models()
         rewards, columns, log = self._scorer.rewards, [], CallLog()
-        judged: dict[str, list[Turns]] = {}
+        of_parts: dict[str, list[Any]] = {}  # by function, one per completion
         for reward, call in zip(rewards, self._calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
             try:
-                column, turns = self._column(reward, call, log)
+                column, parts = self._column(reward, call, log)
                 columns.append(column)
-                if any(each is not None for each in turns):
-                    judged[reward.name] = turns
+                if any(each is not None for each in parts):
+                    of_parts[reward.name] = parts
             except RewardError:
                 self._scorer.counts[f"rewards/{reward.name}/errors"] += 1
                 if self._scorer.on_error == "raise":
@@ -92,7 +92,7 @@ class Scoring(PendingCalls[Future[Outcome]]):
                     raise
                 columns.append([float("nan")] * self._size)
         self._scorer.logged |= self._logged_by_group(log)
-        self._scorer.turns |= self._turns_by_group(judged)
+        self._scorer.of_parts |= self._parts_by_group(of_parts)
         return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), self._size).T.contiguous()
 
     def _logged_by_group(self, log: CallLog) -> dict[int, Logged]:
@@ -108,16 +108,15 @@ class Scoring(PendingCalls[Future[Outcome]]):
             start, metrics = start + size, {}
         return found
 
-    def _turns_by_group(self, judged: Mapping[str, Sequence[Turns]]) -> dict[int, dict[str, list[Turns]]]:
-        found, start = dict[int, dict[str, list[Turns]]](), 0
-        for position, size in self._sizes.items():
-            if judged:
-                found[position] = {name: [*turns[start : start + size]] for name, turns in judged.items()}
+    def _parts_by_group(self, of_parts: Mapping[str, Sequence[Any]]) -> dict[int, dict[str, list[Any]]]:
+        found, start = dict[int, dict[str, list[Any]]](), 0
+        for position, size in self._sizes.items() if of_parts else ():
+            found[position] = {name: [*parts[start : start + size]] for name, parts in of_parts.items()}
             start += size
         return found
 
-    def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> tuple[list[float], list[Turns]]:
-        """Return one function's rewards and its rewards of single answers. Add its logged values to ``log``."""
+    def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> tuple[list[float], list[Any]]:
+        """Return one function's rewards and its rewards of parts of completions. Add its logged values to ``log``."""
         timeout = self._scorer.timeout
         # An async call ends itself in time, unless it blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or timeout is None else timeout + GRACE
@@ -141,18 +140,32 @@ class Scoring(PendingCalls[Future[Outcome]]):
                 f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
                 "reward_on_error: abstain to go on without its opinion.",
             )
-        column, turns = checked_values(reward, self._first.position, self._answers, outcome.value)
+        column, parts = checked_values(
+            reward, self._first.position, self._rollouts, outcome.value, self._scorer.split_parts
+        )
         check_log(reward, self._first.position, self._size, outcome.logged)
         columns, metrics = outcome.logged
+        for kind in self._scorer.logged_riders:
+            for index, value in enumerate(columns.get(kind.COLUMN, ())):
+                try:
+                    _rider_of(kind, value, self._rollouts[index])
+                except ValueError as error:
+                    problem = f"it logged {kind.COLUMN} of {error}"
+                    raise RewardError(reward.name, self._first.position, index, problem) from None
         for name in columns.keys() & log.columns.keys():
             raise self._error(reward, f"it logged the column {name!r}, as another reward function did: rename it.")
         log.columns |= columns
         for name, values in metrics.items():
             log.metrics.setdefault(name, []).extend(values)
-        return column, turns
+        return column, parts
 
     def _error(self, reward: RewardFunction, problem: str) -> RewardError:
         return RewardError(reward.name, self._first.position, None, problem)
+
+
+def _rider_of(kind: type[Rider], value: Any, rollout: Rollout) -> tuple[Rider, ...]:
+    """Return the rider that a reward function logged for a completion, or ()."""
+    return () if value is None else (kind.from_json(value, rollout),)
 
 
 class Lender(Protocol):
@@ -199,7 +212,9 @@ class Scorer:
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
-        self.turns: dict[int, dict[str, list[Turns]]] = {}  # by position and function, until `take_turns`
+        self.of_parts: dict[int, dict[str, list[Any]]] = {}  # by position and function, until `take_turns`
+        self.split_parts: SplitParts | None = next(iter(hooks("part_rewards")), None)
+        self.logged_riders: list[type[Rider]] = [kind for kind in hooks("riders") if kind.COLUMN]
         # Called with a function's name, the start and the end of a call, and its number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self.environments: Lender | None = None  # takes a group's environments back once it is scored
@@ -274,8 +289,15 @@ class Scorer:
         return self.logged.pop(position, Logged({}, {}))
 
     def take_turns(self, group: Group) -> Group:
-        """Return the group with the functions' rewards of its sessions' single answers."""
-        return with_judged_turns(group, self.turns.pop(group.position, {}))
+        """Return the group with the functions' rewards of its completions' parts, and the riders that they logged."""
+        group, logged = with_parts(group, self.of_parts.pop(group.position, {})), self.logged.get(group.position)
+        for kind in self.logged_riders:
+            values = logged.columns.get(kind.COLUMN) if logged is not None else None
+            if values is not None or any(rollout.get(kind) for rollout in group.rollouts):  # of an earlier scoring
+                pairs = zip(group.rollouts, values or [None] * len(group.rollouts), strict=True)
+                rollouts = (r.without(kind).carrying(*_rider_of(kind, value, r)) for r, value in pairs)
+                group = dataclasses.replace(group, rollouts=tuple(rollouts))
+        return group
 
     def score_with_models(self) -> None:
         """Score all waiting completions with the reward models."""

@@ -48,7 +48,7 @@ class CustomRollouts:
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
-        if any(prompt.input.images is not None for prompt in prompts):
+        if any(prompt.input.media is not None for prompt in prompts):
             raise ValueError(
                 "rollout_func is a function, which gets prompts without their images: give a class with `generate` "
                 "(docs/architecture.md, Add a rollout source), or none."

@@ -1,6 +1,6 @@
 """A group as the bytes of a record, and back.
 
-The record holds a table of the completions, then routed experts, the tokens kept by truncated sampling, and pictures.
+The record holds a table of the completions, then a table for each kind of riders (`batch.Rider`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts, VersionSpan
-from ..extensions.images.data import ImageReader
-from ..extensions.kept_tokens import record as kept_record
-from ..extensions.kept_tokens.record import kept_bytes, with_kept
-from ..extensions.tools import pictures
-from ..extensions.tools.pictures import pictures_bytes, with_pictures
+from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rider, Rollout, riding
+from ..runtime.registry import hooks
 from .group_table import TABLE
 from .marked_table import comes
 
@@ -31,11 +27,6 @@ NONSENSE = (
     AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
     TypeError, ValueError,
 )  # fmt: skip
-
-# Table of routed experts, with `router_replay` (see `batch.RoutedExperts`). A null `prompt` equals the row before's.
-EXPERTS = pa.schema(
-    [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
-)
 
 
 class JournalError(ValueError):
@@ -89,81 +80,66 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
         pa.array([_json(_of_group(logged, rollouts)), *[""] * (len(rollouts) - 1)]),
     ]
     table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
-    return table + _experts_bytes(rollouts) + kept_bytes(rollouts) + pictures_bytes(rollouts)
+    return table + riders_bytes(rollouts)
 
 
 def _of_group(logged: Logged, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the first row's entries for the whole group: logged values, branches of trees, versions of tokens."""
-    found: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
+    """Return the first row's entries for the whole group: logged values, branches of trees, and riders as JSON."""
+    entries: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
     if any(rollout.branches for rollout in rollouts):
-        found["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
-    if any(rollout.spans for rollout in rollouts):
-        found["spans"] = [[dataclasses.astuple(span) for span in rollout.spans] for rollout in rollouts]
+        entries["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
+    for kind in _recorded_kinds(rollouts):
+        if kind.KEY:
+            riders = (rollout.get(kind) for rollout in rollouts)
+            entries[kind.KEY] = [[] if rider is None else rider.to_json() for rider in riders]
+    return entries
+
+
+def _recorded_kinds(rollouts: Sequence[Rollout]) -> list[type[Rider]]:
+    """Return the classes of the rollouts' riders, in the order of the extensions."""
+    kinds = riding(rollouts)
+    return [kind for kind in hooks("riders") if kind in kinds] if kinds else []
+
+
+def riders_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    """Return the tables of the rollouts' riders, each with its class's mark."""
+    return b"".join(kind.table(rollouts) for kind in _recorded_kinds(rollouts) if kind.MARK)
+
+
+def with_riders(reader: Any, rollouts: Sequence[Rollout], encoder: Any = None) -> Sequence[Rollout]:
+    """Return the rollouts with the riders of the tables that come next.
+
+    Raises:
+        AssertionError: a table has an unknown mark, or doesn't fit the rollouts.
+    """
+    while reader.tell() < reader.size():
+        kind = next((kind for kind in hooks("riders") if kind.MARK and comes(reader, kind.MARK)), None)
+        assert kind is not None, "unknown content"
+        rollouts = kind.with_table(reader, rollouts, encoder)
+    return rollouts
+
+
+def _with_json_riders(rollouts: Sequence[Rollout], entries: Mapping[str, Any]) -> Sequence[Rollout]:
+    for kind in (kind for kind in hooks("riders") if kind.KEY in entries):
+        pairs = zip(rollouts, entries[kind.KEY], strict=True)
+        rollouts = [rollout.carrying(kind.from_json(value, rollout)) if value else rollout for rollout, value in pairs]
+    return rollouts
+
+
+def _with_branches(rollouts: Sequence[Rollout], branches: Sequence[Sequence[Sequence[Any]]]) -> Sequence[Rollout]:
+    found = []
+    for rollout, rows in zip(rollouts, branches, strict=True):
+        tree = tuple(Branch(int(length), after, int(prompt)) for length, after, prompt in rows)
+        assert not tree or sum(branch.length for branch in tree) == len(rollout.completion_ids), "branches don't fit"
+        found.append(dataclasses.replace(rollout, branches=tree))
     return found
 
 
-def _with_spans(rollouts: Sequence[Rollout], spans: Sequence[Sequence[Sequence[Any]]]) -> tuple[Rollout, ...]:
-    found = []
-    for rollout, of_one in zip(rollouts, spans, strict=True):
-        read = tuple(VersionSpan(int(length), int(version)) for length, version in of_one)
-        assert not read or sum(span.length for span in read) == len(rollout.completion_ids), "versions don't fit"
-        found.append(dataclasses.replace(rollout, spans=read))
-    return tuple(found)
-
-
-def _with_branches(rollouts: Sequence[Rollout], branches: Sequence[Sequence[Sequence[Any]]]) -> tuple[Rollout, ...]:
-    found = []
-    for rollout, of_one in zip(rollouts, branches, strict=True):
-        tree = tuple(Branch(int(length), after, int(prompt)) for length, after, prompt in of_one)
-        assert not tree or sum(branch.length for branch in tree) == len(rollout.completion_ids), "branches don't fit"
-        found.append(dataclasses.replace(rollout, branches=tree))
-    return tuple(found)
-
-
-def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    if all(rollout.experts is None for rollout in rollouts):
-        return b""
-    prompt: torch.Tensor | None = None
-    rows: list[tuple[Any, Any, Any]] = []
-    for experts in (rollout.experts for rollout in rollouts):
-        if experts is None:
-            rows.append((None, None, None))
-            continue
-        known = prompt is not None and torch.equal(prompt, experts.prompt)
-        prompt = experts.prompt
-        parts = (None if known else experts.prompt, experts.completion)
-        first, second = (None if part is None else part.numpy().tobytes() for part in parts)
-        rows.append((first, second, [*experts.completion.shape[1:], experts.completion.element_size()]))
-    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), EXPERTS, strict=True)]
-    return bytes(pa.record_batch(columns, schema=EXPERTS).serialize().to_pybytes())
-
-
-def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    if reader.tell() == reader.size() or any(comes(reader, mark) for mark in (kept_record.BEGIN, pictures.BEGIN)):
-        return tuple(rollouts)
-    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
-    batch.validate(full=True)
-    found: list[Rollout] = []
-    prompt: torch.Tensor | None = None
-    for rollout, row in zip(rollouts, batch.to_pylist(), strict=True):
-        if row["shape"] is not None:
-            if row["prompt"] is not None:
-                prompt = _numbers(row["prompt"], len(rollout.input), *row["shape"])
-            assert prompt is not None and len(prompt) == len(rollout.input), "the prompt's experts are missing"
-            experts = RoutedExperts(prompt, _numbers(row["completion"], len(rollout.completion_ids), *row["shape"]))
-            rollout = dataclasses.replace(rollout, experts=experts)
-        found.append(rollout)
-    return tuple(found)
-
-
-def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) -> torch.Tensor:
-    """Return a (tokens, layers, chosen) tensor from numbers of ``width`` bytes."""
-    kind = {1: np.int8, 2: np.int16}[width]
-    return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))
-
-
-def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) -> RewardedGroup:
+def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGroup:
     """Read a group from the bytes that `group_bytes` wrote.
+
+    Args:
+        encoder: see `Rider.with_table`.
 
     Raises:
         JournalError: the group is of another prompt, or the bytes are damaged.
@@ -174,16 +150,14 @@ def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) 
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), TABLE)
         batch.validate(full=True)
         assert batch.num_rows > 0, "no rows"
-        asked = _input(batch.column("input")[0].as_py(), prompt)
-        rollouts = _experts_of(reader, [_rollout(batch, row, asked, prompt) for row in range(batch.num_rows)])
-        rollouts = with_pictures(reader, with_kept(reader, rollouts), images)
+        first = _input(batch.column("input")[0].as_py(), prompt)
+        rollouts = with_riders(reader, [_rollout(batch, row, first, prompt) for row in range(batch.num_rows)], encoder)
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())
         if "branches" in logged:
             rollouts = _with_branches(rollouts, logged["branches"])
-        if "spans" in logged:
-            rollouts = _with_spans(rollouts, logged["spans"])
+        rollouts = tuple(_with_json_riders(rollouts, logged))
         columns = {str(name): tuple(values) for name, values in logged["columns"].items()}
         metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
         example = batch.column("example")[0].as_py()
@@ -201,7 +175,7 @@ def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:
     return prompt.input if tuple(ids) == prompt.input.ids else ModelInput(tuple(ids))
 
 
-def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput, prompt: Prompt) -> Rollout:
+def _rollout(batch: pa.RecordBatch, row: int, first: ModelInput, prompt: Prompt) -> Rollout:
     def of(name: str) -> Any:
         return batch.column(name)[row]
 
@@ -212,7 +186,7 @@ def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput, prompt: Prompt)
         sampled = torch.tensor(of("sampled").as_py(), dtype=torch.bool)
     assert len(ids) == len(logprobs) == len(sampled) > 0, "lengths differ"
     return Rollout(
-        _input(of("input").as_py(), prompt) if of("input").is_valid else asked,
+        _input(of("input").as_py(), prompt) if of("input").is_valid else first,
         ids,
         logprobs,
         sampled,

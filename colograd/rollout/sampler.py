@@ -21,7 +21,7 @@ from ..engine.sampling import UNKNOWN_TOKENS, LengthHistory, Sampling
 from ..extensions.agents.failures import Abstaining, has_failed
 from ..extensions.carry_over.rounds import CarriedRounds
 from ..extensions.overlap.finished_groups import OwnGroups
-from ..extensions.overlap.partition import Partition
+from ..extensions.overlap.partition import Partition, recorded_partition
 from ..extensions.tools.tool_format import with_messages, with_prompt_text
 from ..extensions.tools.toolbox import Toolbox
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
@@ -249,7 +249,7 @@ class Sampler:
         if not self.config.keeps_journal:
             return None
         step, is_main = self.hooks.state.global_step + 1, self.config.layout.is_main
-        return gather(self.journal.partition(step) if is_main and self.journal is not None else None)[0]
+        return gather(recorded_partition(self.journal, step) if is_main and self.journal is not None else None)[0]
 
     def _draw(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
         config = self.config

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Rollout, SampledStep, ScoredGroup
+from ..batch import FinishReason, SampledStep, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
@@ -29,7 +29,7 @@ class RolloutStatistics:
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # further metrics, summed over ranks
     logged: dict[str, list[float]] = field(default_factory=dict)  # metric -> sum and number of values logged by rewards
-    oldest: int = 0  # maximum age of a token: optimizer steps between the weights that sampled it and the round's
+    maxima: dict[str, float] = field(default_factory=dict)  # further metrics, the largest of all ranks
     distinct: int = 0  # number of completions that repeat no earlier completion of their group
     notes: list[Any] = field(default_factory=list)  # each rank's notes for the report
 
@@ -43,19 +43,18 @@ class RolloutStatistics:
             self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
             if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
                 self.counts["sampling/unscored_tokens"] += unscored
-            self._add_ages(rollout)
+            for rider in rollout.riders:
+                sums, maxima = rider.statistics(rollout)
+                self.counts.update(sums)
+                self._add_maxima(maxima)
         self.distinct += len({rollout.completion_ids.tobytes() for rollout in group.group.rollouts})
         self.rewards += group.rewards.tolist()
         self.totals += totals.tolist()
         self.flat_groups.append(bool(group_std(totals) < 1e-8))
         self._add_logged(group.logged.metrics)
 
-    def _add_ages(self, rollout: Rollout) -> None:
-        if rollout.spans:
-            ages = rollout.policy_version - rollout.versions
-            self.counts["carry_over/old_tokens"] += int((ages > 0).sum())
-            self.counts["carry_over/ages"] += int(ages.sum())
-            self.oldest = max(self.oldest, int(ages.max()))
+    def _add_maxima(self, maxima: Mapping[str, float]) -> None:
+        self.maxima |= {name: max(value, self.maxima.get(name, value)) for name, value in maxima.items()}
 
     def _add_logged(self, metrics: Mapping[str, Sequence[float]]) -> None:
         for name, (total, number) in metrics.items():
@@ -84,7 +83,7 @@ class RolloutStatistics:
             whole.loss_tokens += part.loss_tokens
             whole.counts.update(part.counts)
             whole._add_logged(part.logged)
-            whole.oldest = max(whole.oldest, part.oldest)
+            whole._add_maxima(part.maxima)
             whole.distinct += part.distinct
             whole.notes += part.notes
         return whole
@@ -122,7 +121,7 @@ class RolloutStatistics:
             old, ages = (result.pop(f"carry_over/{name}", 0.0) for name in ("old_tokens", "ages"))
             tokens = max(sum(self.lengths), 1)
             result |= {"carry_over/old_tokens_share": old / tokens, "carry_over/mean_age": ages / tokens}
-            result["carry_over/max_age"] = float(self.oldest)
+            result["carry_over/max_age"] = float(self.maxima.get("carry_over/max_age", 0))
         if drafted := self.counts["drafts/tokens"]:
             result["drafts/acceptance"] = self.counts["drafts/accepted"] / drafted
         if self.flat_groups and reward_names:

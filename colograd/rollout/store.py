@@ -6,11 +6,10 @@ sampled and no reward is called again. Each rank appends to one file per round o
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the report
     RUN/_journal/step-00000012/rank-00000.shown       after pruning, or with `journal: off`: groups with notes
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore`: groups that are scored again
-    RUN/_journal/step-00000012/rank-00000.carried     with `carry_over`: the groups left in flight (`in_flight`)
-    RUN/_journal/step-00000012/rank-00000.sessions    an agent's sessions of unfinished groups (`session_log`)
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the round's steps (`figures`)
-    RUN/_journal/step-00000012/partition.jsonl        micro-batches trained while ranks sampled (`partition`)
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
+
+Extensions have further files in a round's folder (`RolloutStore.note_beside`, `open_beside`).
 
 Resume and replay read `.records` (`recall`). The report reads `.records` and `.shown` (`group_table`).
 """
@@ -28,17 +27,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 import torch
 
 from ..batch import Group, Prompt
 from ..checkpoint.folders import move_aside
-from ..extensions.agents.session_log import SessionLog
-from ..extensions.carry_over.in_flight import RoundEnd, read_round_end, write_round_end
-from ..extensions.images.data import ImageReader
-from ..extensions.overlap.partition import Partition, note_partition, read_partition
 from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
@@ -49,8 +44,13 @@ UNSCORED = ".unscored"  # suffix of a file with groups that are scored again
 RECIPE = "recipe.yaml"
 # Settings with the reward functions' names, and with digests of their sources.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
+F = TypeVar("F", bound="Closable")
 ABOUT = -1  # position of a file's first record, an `About`
 SAMPLED = 1024  # about how many entries of each parameter a digest of the weights reads
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RolloutStore:
         rank: this rank. It writes its own groups, and reads the groups of all ranks.
         settings: the run's settings, JSON-serializable.
         of_samples: names of the settings that a round's samples depend on. The other settings only affect training.
-        reader: computes the pixels of recorded pictures, for a model that reads images.
+        reader: the run's reader of prompts with media (`data.prompts.PromptReader`), which recorded media need.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RolloutStore:
         run_dir: str | Path,
         rank: int,
         settings: Mapping[str, Any],
-        reader: ImageReader | None = None,
+        reader: Any = None,
         of_samples: Collection[str] = (),
     ) -> None:
         self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
@@ -99,7 +99,8 @@ class RolloutStore:
         self._round: Path | None = None  # folder of the current round
         self._open_files: dict[str, _OpenFile] = {}  # by the evaluation's name, or "" for the round
         self._newest = ""  # key of the open file that `add` writes
-        self.sessions: SessionLog | None = None  # sessions of the current round or evaluation
+        self._beside: dict[Any, Any] = {}  # extensions' files of the current round or evaluation, by their class
+        self._place: tuple[Path, dict[str, Any]] | None = None  # its folder, and its `About`
         self._pruned = 0  # rounds before this step were pruned
         self._unsafe = threading.Event()  # set: the machine's failure would lose written records
         self._closing = threading.Lock()  # held while files are flushed to the disk
@@ -233,9 +234,8 @@ class RolloutStore:
         for _, _, records in files_of(folder, UNSCORED):
             self._unscored |= {record.position: record.content for record in records}
         self._weights_are_read = False
-        if self.sessions is not None:
-            self.sessions.close()
-        self.sessions = SessionLog(folder, self.rank, dataclasses.asdict(about))
+        self._close_beside()
+        self._place = folder, dataclasses.asdict(about)
         self._open(folder, about, evaluation, own)
         return problem or self.problem or self.warning
 
@@ -307,41 +307,44 @@ class RolloutStore:
             alone.close()
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
+        self.note_beside(lambda folder: note_figures(folder, step, figures))
+
+    # -- files of extensions
+
+    def note_beside(self, write: Callable[[Path], None]) -> None:
+        """Call ``write`` with the round's folder. An error is only noted: the round is still trained on."""
         if self._round is not None:
             try:
-                note_figures(self._round, step, figures)
-            except OSError as error:
+                write(self._round)
+            except Exception as error:
                 self.problem = _problem(self._round, error)
 
-    def note_partition(self, step: int, partition: Partition) -> None:
-        if self._round is not None:
-            try:
-                note_partition(self._round, step, partition)
-            except OSError as error:
-                self.problem = _problem(self._round, error)
+    def open_beside(self, kind: Callable[[Path, int, Mapping[str, Any]], F]) -> F | None:
+        """Return the file of an extension for the current round or evaluation; None: none has begun.
 
-    def partition(self, step: int) -> Partition | None:
-        """Return the partition of a round's first step, or None if nothing was trained while ranks sampled."""
-        return read_partition(self._folder_of(step - 1, ""), step)
-
-    def note_round_end(self, end: RoundEnd, ranks: int) -> None:
-        """Record the groups that a round trains, and the groups that it left in flight (`carry_over`)."""
-        if self._round is not None:
-            path = self._round / self._round_end_name
-            try:
-                write_round_end(path, end, ranks)
-            except Exception as error:  # the round is still trained on
-                self.problem = _problem(path, error)
-
-    def round_end(self, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-        """Return the end of the round of ``step`` on this rank.
-
-        None: the round didn't end, or its prompts were divided among ranks in another way.
-
-        Raises:
-            JournalError: the round had other prompts.
+        Args:
+            kind: makes the file of a folder, a rank, and JSON-serializable conditions. The file is opened at the first
+                call and closed at the end of the round.
         """
-        return read_round_end(self._folder_of(step, "") / self._round_end_name, prompt_at, ranks)
+        if self._place is None:
+            return None
+        folder, conditions = self._place
+        if kind not in self._beside:
+            self._beside[kind] = kind(folder, self.rank, conditions)
+        file: F = self._beside[kind]
+        return file
+
+    def _close_beside(self) -> None:
+        for file in self._beside.values():
+            file.close()
+        self._beside.clear()
+
+    def round_folder(self, step: int) -> Path:
+        """Return the folder of a round, by the step of its weights."""
+        return self._folder_of(step, "")
+
+    def lacks(self, problem: str) -> None:
+        """Do nothing: a run samples again. A replay raises `JournalError`."""
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
@@ -350,8 +353,7 @@ class RolloutStore:
     def close(self) -> str:
         """Close the files and end the thread. Return a message on problems, or "". Another round may follow."""
         self._end(self._open_files.keys())
-        if self.sessions is not None:
-            self.sessions.close()
+        self._close_beside()
         thread, self._safety = self._safety, None
         if thread is not None:
             self._unsafe.set()
@@ -452,10 +454,6 @@ class RolloutStore:
     @property
     def _file_name(self) -> str:
         return f"rank-{self.rank:05d}.records"
-
-    @property
-    def _round_end_name(self) -> str:
-        return f"rank-{self.rank:05d}.carried"
 
     def _folders(self) -> list[tuple[int, Path]]:
         """Return (step of the weights, folder) of rounds and evaluations, in order."""

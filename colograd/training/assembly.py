@@ -37,13 +37,11 @@ from ..policy.layers import compile_layers, forget_compiled
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
-from ..policy.towers import has_tower, reads_text_alone
 from ..reporting.metrics import PhaseTimes
 from ..rollout.custom import CustomRollouts
 from ..rollout.stages import RolloutSource
 from ..rollout.store import RolloutStore
 from ..runtime import process, registry
-from ..runtime.sizes import num_experts
 from ..sharding import strategy_name
 from ..weights import (
     WeightSync,
@@ -320,7 +318,7 @@ def agent_sessions(
 
     def log() -> SessionLog | None:
         journal: RolloutStore | None = trainer.journal if trainer is not None and trainer.is_in_train else None
-        return journal.sessions if journal is not None else None
+        return journal.open_beside(SessionLog) if journal is not None else None
 
     return AgentSessions(engine, agent, api, form, settings, log)
 

@@ -20,6 +20,7 @@ from ..extensions.experts.routing import Routing
 from ..extensions.overlap.beside_decoding import BesideDecoding
 from ..extensions.overlap.finished_groups import FinishedGroups, OwnGroups
 from ..extensions.overlap.first_rows import EarlyRows, FirstRows, first_rows
+from ..extensions.overlap.partition import record_partition
 from ..extensions.overlap.sampled_ranks import train_while_others_sample
 from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
@@ -172,7 +173,7 @@ class Learner:
         def divide(groups: Sequence[ScoredGroup]) -> FirstRows:
             first = first_rows(groups, early, sampled.partition, self.rules)
             if early is not None and any(first.partition) and self.config.layout.is_main and self.hooks.journal:
-                self.hooks.journal.note_partition(self.hooks.state.global_step + 1, first.partition)
+                record_partition(self.hooks.journal, self.hooks.state.global_step + 1, first.partition)
             self._early_metrics = early.metrics if early is not None and first.trained else None
             return first
 

@@ -178,7 +178,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
         name=name,
         tools=tools.schemas if tools else None,
-        images=image_reader_of(policy),
+        reader=image_reader_of(policy),
         tell=Console(args.layout.is_main, bars=False).say,
         rows=policy.rows,
     )
@@ -256,7 +256,7 @@ def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolb
     """
     seen = any(getattr(part, "most_images", 0) for part in prompts)
     if getattr(prompts[0], "most_images", 0):
-        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.media is not None)
         if (first := next(found, None)) is not None:
             return [first]
     reader = image_reader_of(policy)

@@ -20,9 +20,7 @@ from ..checkpoint import folders, search
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..data import prompt_at
-from ..engine.queue_order import LengthHistory
 from ..engine.sampling import LengthHistory
-from ..extensions.carry_over.in_flight import InFlight
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks

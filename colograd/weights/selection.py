@@ -11,7 +11,6 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.protocol import Engine
-from ..extensions.tensor_parallel.layers import adapter_shards, split
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
 from ..policy.lora import Adapter, adapted_layers, base_name

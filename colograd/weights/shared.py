@@ -11,7 +11,6 @@ import torch
 
 from ..engine.protocol import Engine, EngineTensors
 from ..parallel import watchdog
-from ..parallel.shards import Shard
 from ..policy.packed_weights import packed_weights
 from .copied import CopiedWeights
 from .mapping import Slice

@@ -33,6 +33,7 @@ from phases import versions  # noqa: E402
 from colograd import GRPOTrainer  # noqa: E402
 from colograd.batch import UNKNOWN, MicroBatch, ScoredGroup  # noqa: E402
 from colograd.engine.sampling import Sampling  # noqa: E402
+from colograd.extensions.experts.rider import RowExperts  # noqa: E402
 from colograd.extensions.experts.router_replay import replay_figures, routers_of  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import pack  # noqa: E402
@@ -89,16 +90,17 @@ def asked(model: Any, row: MicroBatch, replay: bool) -> tuple[torch.Tensor, floa
     hooks = [
         router.register_forward_hook(lambda _, args, output: own.append(output[2])) for router in routers_of(model)
     ]
-    logprobs, _ = policy_logprobs(model, row if replay else dataclasses.replace(row, experts=None), 1.0)
+    logprobs, _ = policy_logprobs(model, row if replay else dataclasses.replace(row, riders=()), 1.0)
     for hook in hooks:
         hook.remove()
     difference = (logprobs - row.sampler_logprobs).double().cpu()
     if replay:
         strange, count = replay_figures(model, row)["router/disagreement"]
         return difference, float(strange), float(count)
-    assert row.experts is not None
-    told = row.experts[:, 0, 0] != UNKNOWN
-    chosen, theirs = torch.stack(own, 1)[told], row.experts[told].long()
+    rider = row.get(RowExperts)
+    assert rider is not None
+    told = rider.experts[:, 0, 0] != UNKNOWN
+    chosen, theirs = torch.stack(own, 1)[told], rider.experts[told].long()
     strange = (theirs[..., :, None] != chosen[..., None, :]).all(-1).sum()
     return difference, float(strange), float(theirs.numel())
 

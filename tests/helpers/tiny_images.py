@@ -10,7 +10,8 @@ import torch
 from datasets import Dataset
 from PIL import Image
 
-from colograd.batch import Images, ModelInput
+from colograd.batch import ModelInput
+from colograd.extensions.images.rider import Images
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"

@@ -170,7 +170,7 @@ def test_each_token_learns_its_own_gap(settings: dict[str, Any]) -> None:
     teacher = {"teacher_model_name_or_path": "some", "distillation_weight": 0.5}
     objective = Objective.from_config(config(**teacher, **settings))
     own, gaps = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([-1.0, 0.0, 2.0])
-    row = dataclasses.replace(one_completion([0.0] * 3), teacher_logprobs=own.detach() + gaps)
+    row = dataclasses.replace(one_completion([0.0] * 3), scores={"teacher_logprobs": own.detach() + gaps})
     loss = objective(own, torch.zeros(3), row).loss
     torch.testing.assert_close(gradients(loss, own)[0], -0.5 * gaps / 3)
 

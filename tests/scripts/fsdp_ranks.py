@@ -224,7 +224,7 @@ def taught(model: Any, way: ShardingStrategy) -> float:
             way.share_frozen(teacher)
         with torch.no_grad():
             states = PolicyForward(teacher, 1.0).states(row)
-            seen = dataclasses.replace(row, teacher_states=states)
+            seen = dataclasses.replace(row, scores={"teacher_states": states})
             said = policy_logprobs(teacher, row, 1.0)[0]
             found.append(torch.cat([said, PolicyForward(policy, 1.0, teacher=head)(seen)[2]]))
     return float((found[0] - found[1]).abs().max())

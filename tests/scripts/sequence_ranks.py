@@ -29,9 +29,11 @@ from peft import LoraConfig
 from row_cases import PACKED, RECURRENT, SHAPE, make, make_groups
 from saved_tensors import kept
 
-from colograd.batch import UNKNOWN, Branch, KeptTokens, PackedRow, Rollout, ScoredGroup
+from colograd.batch import UNKNOWN, Branch, PackedRow, Rollout, ScoredGroup
+from colograd.extensions.experts.rider import RowExperts
 from colograd.extensions.experts.router_replay import make_replaying
 from colograd.extensions.experts.routing import tells_routing
+from colograd.extensions.kept_tokens.rider import KeptTokens
 from colograd.extensions.sequence_parallel import shared_rows
 from colograd.extensions.sequence_parallel.forward import RowGroups, share_rows, whole_rows
 from colograd.extensions.sequence_parallel.shared_rows import _unreached as unreached
@@ -122,10 +124,10 @@ def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tens
         batch = PolicyForward.prepare(row)
         count = len(batch.labels)
         if name == "kept":
-            batch = dataclasses.replace(batch, kept=some_kept(batch.labels))
+            batch = dataclasses.replace(batch, riders=(some_kept(batch.labels),))
         draw = torch.Generator().manual_seed(number)
         if name == "replayed experts":
-            batch = dataclasses.replace(batch, experts=some_experts(batch.layout.num_tokens, draw))
+            batch = dataclasses.replace(batch, riders=(RowExperts(some_experts(batch.layout.num_tokens, draw)),))
         first, second = torch.randn(2, count, generator=draw)
         with attention.keys_in_place_from(0) if "in place" in name else nullcontext():
             if tells_routing(unwrap(model)):

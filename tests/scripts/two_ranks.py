@@ -124,7 +124,7 @@ class Watching(GRPOTrainer):
         if FAULT == "tower" and RANK == 1 and self.state.global_step == 1:
             raise_in(model)
         output = super().compute_loss(model, micro_batch)
-        self.pictures[-1] += len(micro_batch.images or ())
+        self.pictures[-1] += len(micro_batch.media or ())
         if FAULT == "loss" and RANK == 1 and self.state.global_step == 1:
             output.loss.data.fill_(float("nan"))
         if FAULT == "backward" and RANK == 1 and self.state.global_step == 1:

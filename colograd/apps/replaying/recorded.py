@@ -5,7 +5,7 @@ Nothing is written into the run's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from ...batch import Group, Prompt, SampledStep
 from ...checkpoint.folders import complete_steps
 from ...config import GRPOConfig
-from ...extensions.carry_over.in_flight import RoundEnd
 from ...extensions.images.data import ImageReader
 from ...parallel.ranks import on_all_ranks
 from ...rollout.figures import read_figures
@@ -79,19 +78,8 @@ class ReplayStore(RolloutStore):
             if found < wanted:
                 raise JournalError(self._lacking(start, steps_named(step + 1, step + args.round_length), found, wanted))
 
-    def round_end(self, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd:
-        """Return how the round of ``step`` ended.
-
-        Raises:
-            JournalError: nothing is recorded, or another number of ranks recorded other rounds.
-        """
-        end = super().round_end(step, prompt_at, ranks)
-        if end is None:
-            raise JournalError(
-                f"{self.folder} doesn't say which groups a round of {ranks} rank(s) took at step {step} (carry_over): "
-                "replay it on as many ranks as the run had."
-            )
-        return end
+    def lacks(self, problem: str) -> None:
+        raise JournalError(problem)
 
     def check_settings(self, start: int) -> None:
         for number, folder in self._folders():

@@ -16,8 +16,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...extensions.images.thumbnails import BYTES, MOST, data_url
-from ...reporting.completions import FOLDER, IMAGES, TEXT, CompletionFile, prompt_of
+from ...reporting.completions import (
+    FOLDER,
+    IMAGES,
+    TEXT,
+    THUMBNAIL_BYTES,
+    THUMBNAILS,
+    CompletionFile,
+    data_url,
+    prompt_of,
+)
 from ...rollout.group_table import shown, steps_of
 from ...rollout.record_file import positions as record_positions
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
@@ -212,7 +220,7 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _pictures(values: Any) -> list[str] | None:
-    found = [value for value in items(values)[: 2 * MOST] if isinstance(value, str) and _PICTURE.fullmatch(value)]
+    found = [value for value in items(values)[: 2 * THUMBNAILS] if isinstance(value, str) and _PICTURE.fullmatch(value)]
     return found or None
 
 
@@ -297,7 +305,7 @@ def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
 
 def _files(values: Any) -> list[bytes]:
     found = [mapping(value).get("bytes") for value in items(values)]
-    return [file for file in found if isinstance(file, bytes) and len(file) <= BYTES]
+    return [file for file in found if isinstance(file, bytes) and len(file) <= THUMBNAIL_BYTES]
 
 
 def _joined(messages: list[dict[str, Any]]) -> str:

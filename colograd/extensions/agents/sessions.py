@@ -27,6 +27,7 @@ from ...batch import Group, Prompt, Rollout
 from ...engine.protocol import Engine
 from ...engine.sampling import Sampling
 from ...parallel import watchdog
+from ...rewards.calling import PARTS as JUDGED
 from ...rewards.functions import code_digest
 from ...usercode.calls import Outcome, place_in
 from ...usercode.copies import own_copy
@@ -41,7 +42,7 @@ from .server import served
 from .session import Limits, Session
 from .session_log import SessionLog
 from .turn_rewards import problem_with
-from .turns import JUDGED, SESSION
+from .turns import SESSION
 
 POLL = 0.05  # seconds between two looks at the clock while there are no requests
 REWARD = "agent_reward"  # the rollout's column with the program's reward

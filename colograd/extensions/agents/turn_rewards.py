@@ -9,8 +9,9 @@ import torch
 
 from ...batch import Group
 from ...losses.advantages import AdvantageEstimator, group_advantages
+from ...rewards.calling import PARTS as JUDGED
 from .failures import has_failed
-from .turns import JUDGED, SESSION, are_numbers, rule
+from .turns import SESSION, are_numbers, rule
 
 TURN_REWARDS = "turn_rewards"  # the rollout's column with the program's reward for each answer
 WITHIN_GROUPS = ("group", "mean")  # scales within a group; other scales work over the step, or don't divide

@@ -5,7 +5,6 @@ A column of the group's rollouts carries them into the journal and to the advant
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...batch import Group, Rollout
+from ...batch import Rollout
 
 SESSION = "session"  # the rollout's column with an agent's answers
-JUDGED = "judged_turns"  # the rollout's column with name of a reward function -> a reward per answer
 LARGEST = torch.finfo(torch.float32).max
 
 Turns = list[float] | None  # a reward per answer of a completion; None: the completion has one reward
@@ -45,17 +43,10 @@ def rule(values: Any, answers: int) -> str:
     )
 
 
-def split_turns(values: Iterable[Any], answers: Sequence[int | None]) -> tuple[list[Any], list[Turns]]:
-    """Return a function's values with the mean in place of each list, and the lists.
-
-    Args:
-        answers: number of answers of each completion, see `answers_in`.
-
-    Raises:
-        ValueError: a list can't be the rewards of a session's answers. Its first argument is the completion's index.
-    """
+def split(values: Iterable[Any], rollouts: Sequence[Rollout]) -> tuple[list[Any], list[Turns]]:
+    """Implement the seam ``part_rewards`` (`rewards.calling`): the number in place of a list is its mean."""
     whole, turns = list[Any](), list[Turns]()
-    for index, (value, count) in enumerate(zip(values, answers, strict=True)):
+    for index, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
         kind = type(value).__name__
         if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
             value = value.tolist()
@@ -63,6 +54,7 @@ def split_turns(values: Iterable[Any], answers: Sequence[int | None]) -> tuple[l
             whole.append(value)
             turns.append(None)
             continue
+        count = answers_in(rollout)
         if count is None:
             raise ValueError(
                 index,
@@ -75,16 +67,3 @@ def split_turns(values: Iterable[Any], answers: Sequence[int | None]) -> tuple[l
         turns.append(own)
         whole.append(sum(own) / count if count else None)
     return whole, turns
-
-
-def with_judged_turns(group: Group, judged: Mapping[str, Sequence[Turns]]) -> Group:
-    """Return the group with rewards of its sessions' answers, by the function's name. Earlier ones are removed."""
-    if not judged and not any(JUDGED in rollout.columns for rollout in group.rollouts):
-        return group
-    rollouts = []
-    for index, rollout in enumerate(group.rollouts):
-        columns = {name: value for name, value in rollout.columns.items() if name != JUDGED}
-        if own := {name: turns for name, of_all in judged.items() if (turns := of_all[index]) is not None}:
-            columns[JUDGED] = own
-        rollouts.append(dataclasses.replace(rollout, columns=columns))
-    return dataclasses.replace(group, rollouts=tuple(rollouts))

@@ -2,4 +2,5 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "in_flight": "in_flight:InFlight",
+    "riders": "rider:Versions",
 }

@@ -22,13 +22,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ...batch import FinishReason, Group, KeptTokens, ModelInput, Prompt, Rollout, VersionSpan
+from ...batch import FinishReason, Group, ModelInput, Prompt, Rider, Rollout, joined_riders
 from ...config import GRPOConfig
 from ...engine.protocol import Sampled
-from ...rollout.group_records import NONSENSE, JournalError, digest_of_example
+from ...rollout.group_records import NONSENSE, JournalError, digest_of_example, riders_bytes, with_riders
 from ...rollout.record_file import Record, RecordFile, read_records
+from ...rollout.store import RolloutStore
+from ...runtime.registry import hooks_of
+from .rider import Versions, VersionSpan
 
 FILE = "in_flight_{rank}.records"  # file name in a checkpoint
+SUFFIXED = "rank-{rank:05d}.carried"  # file name in a round's folder
 HEAD = 0  # position of the first record: it has the number of groups that follow, one per record
 ROWS = pa.schema(
     [
@@ -38,7 +42,7 @@ ROWS = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
         ("spans", pa.list_(pa.int64())),  # length, version, length, version ...
         ("finish_reason", pa.string()),  # null: unfinished
-        ("kept_ids", pa.list_(pa.int32())),  # null: all tokens were drawn from the whole vocabulary
+        ("kept_ids", pa.list_(pa.int32())),  # null, except in records of older versions: riders stand behind the table
         ("kept_counts", pa.list_(pa.int32())),
     ]
 )
@@ -51,23 +55,28 @@ class PartialCompletion:
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))  # [T], by the weights that sampled the token
     spans: tuple[VersionSpan, ...] = ()  # weight versions of all ids
-    kept: KeptTokens | None = None
+    riders: tuple[Rider, ...] = ()
     finish_reason: FinishReason | None = None  # None: unfinished
 
     def extended(self, part: Sampled, version: int) -> PartialCompletion:
         """Return the completion with the tokens of a request appended."""
         ended = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
         spans = (*self.spans, VersionSpan(len(part.ids), version)) if part.ids else self.spans
-        kept = KeptTokens.joined([(self.kept, len(self.ids)), (part.kept, len(part.ids))])
-        return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, kept, ended)
+        riders = joined_riders([(self.riders, len(self.ids)), (part.riders, len(part.ids))], 0)
+        return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, riders, ended)
+
+    def so_far(self, prompt: ModelInput) -> Rollout:
+        """Return ids and riders as a rollout, for the riders' tables."""
+        none = torch.empty(0)
+        return Rollout(prompt, self.ids, none, none.bool(), FinishReason.ABORT, 0, riders=self.riders)
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """Return the rollout of a whole completion, in the round at step ``version``."""
         assert self.finish_reason is not None
-        whole = Sampled(self.ids, self.logprobs, self.finish_reason, kept=self.kept).rollout(prompt, version)
+        whole = Sampled(self.ids, self.logprobs, self.finish_reason, self.riders).rollout(prompt, version)
         if all(span.version == version for span in self.spans):
             return whole
-        return dataclasses.replace(whole, spans=self.spans)
+        return whole.carrying(Versions(self.spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +195,33 @@ class InFlight:
         return dataclasses.replace(group, completions=tuple(completions))
 
 
+# -- in the rollout log
+
+
+def note_round_end(journal: RolloutStore, end: RoundEnd, ranks: int) -> None:
+    """Record the groups that a round trains, and the groups that it left in flight."""
+    journal.note_beside(lambda folder: write_round_end(folder / SUFFIXED.format(rank=journal.rank), end, ranks))
+
+
+def recorded_round_end(
+    journal: RolloutStore, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int
+) -> RoundEnd | None:
+    """Return the end of the round of ``step`` on this rank.
+
+    None: the round didn't end, or its prompts were divided among ranks in another way.
+
+    Raises:
+        JournalError: the round had other prompts, or a replay lacks its end.
+    """
+    end = read_round_end(journal.round_folder(step) / SUFFIXED.format(rank=journal.rank), prompt_at, ranks)
+    if end is None:
+        journal.lacks(
+            f"{journal.folder} doesn't say which groups a round of {ranks} rank(s) took at step {step} (carry_over): "
+            "replay it on as many ranks as the run had."
+        )
+    return end
+
+
 # -- the bytes of groups in flight
 
 
@@ -257,18 +293,19 @@ def _bytes(group: GroupInFlight) -> bytes:
         numbers("logprobs", [np.frombuffer(each.logprobs, dtype=np.float32) for each in parts]),
         numbers("spans", [[n for span in each.spans for n in (span.length, span.version)] for each in parts]),
         numbers("finish_reason", [each.finish_reason and each.finish_reason.value for each in parts]),
-        numbers("kept_ids", [None if each.kept is None else each.kept.ids.numpy() for each in parts]),
-        numbers("kept_counts", [None if each.kept is None else each.kept.counts.numpy() for each in parts]),
+        numbers("kept_ids", [None] * len(parts)),
+        numbers("kept_counts", [None] * len(parts)),
     ]
     table = pa.table(columns, schema=ROWS)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return bytes(sink.getvalue().to_pybytes())
+    return bytes(sink.getvalue().to_pybytes()) + riders_bytes([each.so_far(group.prompt.input) for each in parts])
 
 
 def _group(content: bytes, prompt: Prompt, path: Path) -> GroupInFlight:
-    table = pa.ipc.open_stream(content).read_all()
+    reader = pa.BufferReader(content)
+    table = pa.ipc.open_stream(reader).read_all()
     table.validate(full=True)
     rows = [{name: table[name][index] for name in ROWS.names} for index in range(len(table))]
     if any(row["prompt"].as_py() != _digest(prompt) for row in rows):
@@ -276,7 +313,10 @@ def _group(content: bytes, prompt: Prompt, path: Path) -> GroupInFlight:
             f"{path} has a group in flight of another prompt at position {prompt.position}: the dataset, its order, or "
             "the chat template has changed. Put it back, or leave out what is in flight by ignore_data_skip: true."
         )
-    return GroupInFlight(prompt, tuple(map(_completion, rows)), rows[0]["since"].as_py())
+    parts = tuple(map(_completion, rows))
+    riders = [rollout.riders for rollout in with_riders(reader, [part.so_far(prompt.input) for part in parts])]
+    parts = tuple(dataclasses.replace(part, riders=own) for part, own in zip(parts, riders, strict=True))
+    return GroupInFlight(prompt, parts, rows[0]["since"].as_py())
 
 
 def _completion(row: dict[str, pa.Scalar]) -> PartialCompletion:
@@ -287,10 +327,10 @@ def _completion(row: dict[str, pa.Scalar]) -> PartialCompletion:
     pairs = numbers("spans").reshape(-1, 2).tolist()
     spans = tuple(VersionSpan(*pair) for pair in pairs)
     assert len(ids) == len(logprobs) == sum(span.length for span in spans), "lengths differ"
-    kept = None
-    if row["kept_counts"].is_valid:
+    riders: tuple[Rider, ...] = ()
+    if row["kept_counts"].is_valid:  # recorded by an older version
         ids_kept, counts = (torch.from_numpy(numbers(name).copy()) for name in ("kept_ids", "kept_counts"))
         assert len(counts) == len(ids) and int(counts.sum()) == len(ids_kept), "the kept tokens don't fit"
-        kept = KeptTokens(ids_kept, counts)
+        riders = tuple(kind(ids_kept, counts) for kind in hooks_of("kept_tokens", "riders"))
     reason = row["finish_reason"].as_py()
-    return PartialCompletion(ids, logprobs, spans, kept, None if reason is None else FinishReason(reason))
+    return PartialCompletion(ids, logprobs, spans, riders, None if reason is None else FinishReason(reason))

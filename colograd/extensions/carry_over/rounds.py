@@ -18,7 +18,7 @@ from ...config import GRPOConfig
 from ...reporting.metrics import PhaseTimes
 from ...rollout.rounds import InScoring
 from ...rollout.stages import Stages, checked_groups
-from .in_flight import InFlight, RoundEnd
+from .in_flight import InFlight, RoundEnd, note_round_end, recorded_round_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class CarriedRounds:
         pool = self.in_flight.pool([prompt for step in steps for prompt in step], more_prompts)
         prompts = {prompt.position: prompt for prompt in pool}
         journal = stages.journal
-        end = None if journal is None else journal.round_end(version, prompts.get, self.ranks)
+        end = None if journal is None else recorded_round_end(journal, version, prompts.get, self.ranks)
         scored = None if end is None else self._recorded(pool, end, stages)
         if scored is not None and end is not None:
             self.in_flight.groups = end.carried
@@ -71,7 +71,7 @@ class CarriedRounds:
             scored = self._sampled(pool, stages)
             if journal is not None:
                 done = tuple(each.group.position for each in scored)
-                journal.note_round_end(RoundEnd(done, self.in_flight.groups), self.ranks)
+                note_round_end(journal, RoundEnd(done, self.in_flight.groups), self.ranks)
         per_step = [scored[sum(map(len, steps[:index])) :][: len(step)] for index, step in enumerate(steps)]
         return [SampledStep(tuple(groups), tuple(groups)) for groups in per_step]
 

@@ -46,9 +46,8 @@ class TeacherHead:
         return product_dtype(self.weight, device, self.wide)
 
     def beside(self, micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherLogits:
-        """Return the teacher's logits for a micro-batch's labels, from the `teacher_states` of its rows."""
-        assert micro_batch.teacher_states is not None, "the teacher has read every row that is trained on"
-        return self.logits(micro_batch.teacher_states, temperature, kept)
+        """Return the teacher's logits for a micro-batch's labels, from the teacher states of its rows."""
+        return self.logits(micro_batch.scores["teacher_states"], temperature, kept)
 
     def logits(self, states: torch.Tensor, temperature: float, kept: Kept | None = None) -> TeacherLogits:
         """Return the logits for hidden states.
@@ -157,8 +156,7 @@ class TopTokens:
 
     @staticmethod
     def beside(micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherTop:
-        assert micro_batch.teacher_top is not None, "the teacher has read every row that is trained on"
-        ids, logprobs = micro_batch.teacher_top.unbind(1)
+        ids, logprobs = micro_batch.scores["teacher_top"].unbind(1)
         return TeacherTop(ids.long(), logprobs)
 
 

@@ -4,4 +4,5 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "engine_feature": ("engine.kernels:mixture_build", "engine.routed:router_log"),
     "model_feature": "model:Experts",
     "policy": "router_replay:set_up",
+    "riders": "rider:RoutedExperts",
 }

@@ -20,6 +20,7 @@ from ...policy.layers import decoder_layers
 from ...policy.lora import unwrap
 from ...policy.packing import NOBODY
 from ...policy.padded import ROUTED
+from .rider import RowExperts
 
 
 def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -104,6 +105,12 @@ def replays(model: Any) -> bool:
     return getattr(unwrap(model), "replays_routing", False)
 
 
+def experts_of(model: Any, micro_batch: MicroBatch) -> torch.Tensor | None:
+    """Return the experts that a forward replays, (T, L, K); None: the model's routers choose."""
+    rider = micro_batch.get(RowExperts) if replays(model) else None
+    return None if rider is None else rider.experts
+
+
 def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Pass a layer's part of the experts (T, L, K) to its router, also when a checkpoint recomputes the layer."""
     routed = kwargs.pop(ROUTED, None)
@@ -134,9 +141,9 @@ def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, 
     """
     if all(identity.position == NOBODY for identity in micro_batch.rollouts):
         return {}
-    tokens = micro_batch.layout.num_tokens
-    if micro_batch.experts is None:
+    tokens, rider = micro_batch.layout.num_tokens, micro_batch.get(RowExperts)
+    if rider is None:
         return {"router/replayed": (0.0, tokens)}
     strange, choices = torch.stack([router.apart for router in routers_of(unwrap(model))]).sum(0)
-    told = (micro_batch.experts[:, 0, 0] != UNKNOWN).sum()
+    told = (rider.experts[:, 0, 0] != UNKNOWN).sum()
     return {"router/replayed": (told, tokens), "router/disagreement": (strange, choices)}

@@ -4,4 +4,5 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "activations": "memory:tower_of",
     "engine_feature": "engine.features:towers_of",
     "model_feature": "model:Images",
+    "riders": "rider:Images",
 }

@@ -7,19 +7,22 @@ As TRL has it, a row's images are in its column ``images`` (a list) or ``image``
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
+from datasets import Dataset
 
-from ...batch import PER_TOKEN, Images, ModelInput
-from ...data.messages import without_nones
+from ...batch import ModelInput
+from ...data.columns import IMAGES as COLUMNS
+from ...data.messages import content_parts, text_of, without_nones
+from ...data.prompts import PromptRules, is_text, text_ids
 from ...data.vocabulary import check_rows
+from .lengths import image_lengths
+from .rider import PER_TOKEN, Images, digest_of
 
-COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
@@ -126,6 +129,23 @@ class ImageReader:
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
             around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks these
             return placeholders + sum(tokens - 1 + around for tokens in each)
+
+    def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
+        """Count the tokens of each row's prompt with its images. The pixels are made only when a prompt is trained on,
+        because a whole dataset's pixels don't fit into memory."""
+
+        def counted(example: dict[str, Any], row: int) -> int | None:
+            if is_text(example):
+                return len(text_ids(rules.tokenizer, [example["prompt"]])[0])
+            return self.count(example, rules.arguments(example, row), rules.where(row))
+
+        return image_lengths(
+            rows,
+            load=lambda example, row: loaded(example, rules.where(row)),
+            counted=counted,
+            processed=lambda example, row: len(rules.read(example, row).ids),
+            tell=lambda line: rules.tell(f"{rules.name}: {line}"),
+        )
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
         """Return a row's conversation, and its images in RGB."""
@@ -236,7 +256,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
             '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}].'
         )
-    contents = [[*_parts(message["content"])] for message in prompt]
+    contents = [[*content_parts(message["content"])] for message in prompt]
     places = [part for content in contents for part in content if part["type"] == "image" and not part.get("image")]
     if images and not places:
         first = next((i for i, m in enumerate(prompt) if m["role"] == "user" and isinstance(m["content"], str)), None)
@@ -276,38 +296,5 @@ def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     ]
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
-    """Return a message's content as parts. A struct column fills the keys that a part doesn't have with None."""
-    if not isinstance(content, list):
-        return [{"type": "text", "text": content or ""}]
-    return [
-        {key: value for key, value in part.items() if value is not None}
-        if isinstance(part, dict)
-        else {"type": "text", "text": str(part)}
-        for part in content
-    ]
-
-
-def text_of(prompt: Any) -> Any:
-    """Return the prompt without its pictures, for display and logs."""
-    if not isinstance(prompt, list):
-        return prompt
-    return [
-        {**m, "content": [{k: v for k, v in p.items() if k != "image"} for p in _parts(m["content"])]}
-        if isinstance(m, dict) and isinstance(m.get("content"), list)
-        else m
-        for m in prompt
-    ]
-
-
 def has_images(columns: Sequence[str]) -> bool:
     return bool({*COLUMNS} & {*columns})
-
-
-def digest_of(pictures: Sequence[Any]) -> str:
-    """Return a digest of the pictures' sizes and pixels."""
-    found = hashlib.blake2b(digest_size=16)
-    for picture in pictures:
-        found.update(repr(picture.size).encode())
-        found.update(picture.tobytes())
-    return found.hexdigest()

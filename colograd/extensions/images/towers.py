@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...batch import PER_TOKEN, Images, MicroBatch
+from ...batch import MicroBatch
 from ...policy import attention
 from ...policy.sending import to_device_async
 from ...policy.towers import (
@@ -66,6 +66,7 @@ from ...policy.towers import (
 from ...policy.towers import (
     tower_layers as tower_layers,
 )
+from .rider import PER_TOKEN, Images
 
 
 def see_both_ways(model_config: Any) -> str:
@@ -124,7 +125,7 @@ def embeds(model: Any, micro_batch: MicroBatch) -> bool:
 
     It does for rows with pictures, for rows that must go through the tower, and for models with hidden tokens.
     """
-    if micro_batch.images is not None or in_each_forward(model):
+    if micro_batch.media is not None or in_each_forward(model):
         return True
     return bool(hidden_tokens(model.config)) and not reads_text_alone(model)
 
@@ -178,7 +179,7 @@ def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tu
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """Compute the last hidden states of a packed row with pictures, (1, T, hidden)."""
     starts = micro_batch.layout.starts
-    placed = [(starts[segment], of) for segment, images in (micro_batch.images or {}).items() for of in images]
+    placed = [(starts[segment], of) for segment, images in (micro_batch.media or {}).items() for of in images]
     own_positions = hasattr(_body(model), "get_rope_index")
     positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
@@ -233,7 +234,7 @@ Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
     found, at = [], 0
     for segment in chain:
-        found += [(at, of) for of in (micro_batch.images or {}).get(segment, ())]
+        found += [(at, of) for of in (micro_batch.media or {}).get(segment, ())]
         at += micro_batch.layout.lengths[segment]
     return found
 
@@ -378,10 +379,10 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     for segment, seen in enumerate(layout.attends_to):
         chain, length = (*seen, segment), layout.lengths[segment]
         here = slice(starts[segment], starts[segment] + length)
-        if segment in (micro_batch.images or {}):
+        if segment in (micro_batch.media or {}):
             ids = torch.cat([segments[each] for each in chain])
             positions[:, 0, here] = _positions(model, ids, _placed(micro_batch, chain))[:, -length:]
-        elif seen and seen[0] in (micro_batch.images or {}):
+        elif seen and seen[0] in (micro_batch.media or {}):
             before = positions[:, 0, starts[seen[0]] : starts[seen[0]] + layout.lengths[seen[0]]]
             positions[:, 0, here] = torch.arange(length) + int(before.max()) + 1
     return to_device_async(positions, micro_batch.input_ids.device)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...batch import ScoredGroup
+from ...batch import Media, ScoredGroup
 from ...parallel.layout import RankLayout
 
 _numbers = itertools.count(1)  # numbers of this process's objects: all ranks make them in the same order
@@ -276,7 +276,7 @@ class FinishedGroups(OwnGroups):
 def _content(scored: ScoredGroup) -> bytes:
     """Return a group's bytes for another rank. Empty: the group stays, as it or its pictures are too large."""
     rollouts = scored.group.rollouts
-    if any(rollout.images or rollout.input.images is not None for rollout in rollouts):
+    if any(rollout.all(Media) or rollout.input.media is not None for rollout in rollouts):
         return b""
     content = pickle.dumps(scored.for_training())
     return content if len(content) <= LARGEST else b""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...policy.packing import NOBODY
 from ...rollout.step_lines import add_step, steps_in
+from ...rollout.store import RolloutStore
 
 FILE = "partition.jsonl"
 LARGEST = 2**26  # maximum bytes read of the file
@@ -17,6 +18,15 @@ LARGEST = 2**26  # maximum bytes read of the file
 Piece = tuple[int, tuple[int, ...]]  # a group's position, the indices of its completions
 Row = tuple[Piece, ...]  # one micro-batch; a filler has the position NOBODY
 Partition = tuple[tuple[Row, ...], ...]  # micro-batches of each rank
+
+
+def record_partition(journal: RolloutStore, step: int, partition: Partition) -> None:
+    journal.note_beside(lambda folder: note_partition(folder, step, partition))
+
+
+def recorded_partition(journal: RolloutStore, step: int) -> Partition | None:
+    """Return the partition of a round's first step, or None if nothing was trained while ranks sampled."""
+    return read_partition(journal.round_folder(step - 1), step)
 
 
 def note_partition(folder: Path, step: int, partition: Partition) -> None:

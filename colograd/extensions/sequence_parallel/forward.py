@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ...batch import UNKNOWN, MicroBatch, SegmentLayout
+from ...batch import MicroBatch, SegmentLayout
 from ...parallel.layout import RankLayout
 from ...parallel.shards import RankGroup, group_of
 from ...policy.exchanges import leave
@@ -122,15 +122,13 @@ class RowPart:
         The layout stays the whole row's. (Runs with a teacher are rejected earlier.)
         """
         tokens, own = self.range, self.own
-        kept = None if row.kept is None else row.kept.of(self.own_on_host)
         return dataclasses.replace(
             row,
             input_ids=row.input_ids[:, tokens],
             position_ids=row.position_ids[:, tokens],
             logit_positions=row.logit_positions.index_select(0, own) - tokens.start,
             labels=row.labels.index_select(0, own),
-            kept=kept,
-            experts=None if row.experts is None else row.experts[tokens],
+            riders=tuple(rider.part(tokens, self.own_on_host) for rider in row.riders),
         )
 
     def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
@@ -221,9 +219,9 @@ def _with_a_token_for_each(row: MicroBatch, ranks: int) -> MicroBatch:
     if missing <= 0:
         return row
     filled = {name: F.pad(getattr(row, name), (0, missing)) for name in ("input_ids", "position_ids")}
-    experts = None if row.experts is None else F.pad(row.experts, (0, 0, 0, 0, 0, missing), value=UNKNOWN)
+    riders = tuple(rider.padded(missing) for rider in row.riders)
     layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
-    return dataclasses.replace(row, layout=layout, experts=experts, **filled)
+    return dataclasses.replace(row, layout=layout, riders=riders, **filled)
 
 
 def _divisible(

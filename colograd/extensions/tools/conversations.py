@@ -6,7 +6,6 @@ are appended and masked from the loss, and the model continues. Sampled tokens a
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from array import array
 from collections import deque
@@ -17,12 +16,11 @@ from typing import Any
 
 import torch
 
-from ...batch import FinishReason, Group, Images, KeptTokens, ModelInput, Prompt, Rollout, RoutedExperts
+from ...batch import FinishReason, Group, Media, ModelInput, Prompt, Rider, Rollout, joined_riders, with_shared_riders
 from ...data.prompts import COLUMNS, PromptRules
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...usercode.untrusted import CHARACTERS
-from ..experts.engine.routed import as_written, one_prompt
 from ..images.data import REFUSALS, images_of, with_own_images
 from .tool_calls import Answers, shown_content, text_of
 from .tool_format import ToolFormat
@@ -47,9 +45,8 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
     finish_reason: FinishReason | None = None  # None: the conversation goes on
-    experts: RoutedExperts | None = None  # experts of all tokens up to the last turn's end
-    kept: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # per part of the ids, with its length
-    images: list[Images] = field(default_factory=list)  # images in tools' answers, with places among the ids
+    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # of parts of the ids, with lengths
+    media: list[Media] = field(default_factory=list)  # media in tools' answers, with places among the ids
 
     def begin(self, asked: ModelInput) -> None:
         self.input = self.read = asked
@@ -59,18 +56,17 @@ class Conversation:
         self.read = self.read.followed_by(turn.ids)
         self.ids.extend(turn.ids)
         self.logprobs.extend(turn.logprobs)
-        self.kept.append((turn.kept, len(turn.ids)))
+        self.riders.append((turn.riders, len(turn.ids)))
         self.sampled += [True] * len(turn.ids)
 
     def add_answer(self, answer: ModelInput) -> None:
         """Append the tokens of tools' answers."""
-        self.read = self.read.followed_by(answer.ids, answer.images)
-        if (images := answer.images) is not None:
-            places = tuple(len(self.ids) + place for place in images.places)
-            self.images.append(dataclasses.replace(images, places=places))
+        self.read = self.read.followed_by(answer.ids, answer.media)
+        if answer.media is not None:
+            self.media.append(answer.media.shifted(len(self.ids)))
         self.ids.extend(answer.ids)
         self.logprobs.extend([0.0] * len(answer))
-        self.kept.append((None, len(answer)))
+        self.riders.append(((), len(answer)))
         self.sampled += [False] * len(answer)
 
     def rollout(self, version: int) -> Rollout:
@@ -87,9 +83,7 @@ class Conversation:
             policy_version=version,
             messages=tuple(self.messages),
             columns=columns,
-            experts=None if self.experts is None else as_written(self.experts, len(self.input), len(self.ids)),
-            kept=KeptTokens.joined(self.kept),
-            images=tuple(self.images),
+            riders=(*joined_riders(self.riders, len(self.input)), *self.media),
         )
 
 
@@ -172,7 +166,6 @@ class _RunningConversations:
                 conversation = self.writing.pop(request)
                 conversation.add(turn)
                 conversation.turns += 1
-                conversation.experts = turn.experts
                 if not self._start_calls(conversation, turn):
                     over.append(conversation)
         elif not any(answers.done() for _, answers in self.waiting):
@@ -190,7 +183,7 @@ class _RunningConversations:
         others.append(conversation)
         if len(others) < self.sampling.n:
             return None
-        rollouts = one_prompt(tuple(c.rollout(version) for c in sorted(others, key=lambda c: c.index)))
+        rollouts = with_shared_riders(tuple(c.rollout(version) for c in sorted(others, key=lambda c: c.index)))
         return Group(prompt.example, rollouts, prompt.position)
 
     def _submit(self, conversation: Conversation) -> None:

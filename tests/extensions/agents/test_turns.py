@@ -13,9 +13,9 @@ from reward_cases import per_answer
 
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from colograd.extensions.agents.turn_rewards import with_turn_rewards
-from colograd.extensions.agents.turns import JUDGED
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.rewards import RewardError, Scorer
+from colograd.rewards.calling import PARTS as JUDGED
 from colograd.rollout.stages import Stages
 from colograd.rollout.store import RolloutStore
 

@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM
 from colograd import GRPOTrainer
 from colograd.apps.replaying.recorded import Replay
 from colograd.apps.replaying.replayer import Replayer
-from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup, VersionSpan
+from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
 from colograd.extensions.carry_over import source as carry_over
 from colograd.extensions.carry_over.in_flight import GroupInFlight, InFlight, PartialCompletion
+from colograd.extensions.carry_over.rider import TokenAges, Versions, VersionSpan, versions_of
 from colograd.losses.objective import Objective
 from colograd.policy.packing import pack
 
@@ -92,13 +93,13 @@ def test_each_token_is_sampled_once_by_the_weights_that_it_names_and_a_cut_run_h
 
     # Old tokens are there, no older than they may be, and each log-probability is of the version that it names.
     for step, of_round in rounds.items():
-        assert all(step - 2 <= int(r.versions.min()) <= step for group in of_round for r in group.rollouts)
-    assert {len(rollout.spans) for rollout in rollouts} >= {0, 1, 2}
+        assert all(step - 2 <= int(versions_of(r).min()) <= step for group in of_round for r in group.rollouts)
+    assert {len(rollout.riders and rollout.get(Versions).spans) for rollout in rollouts} >= {0, 1, 2}
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     moved = []
     for step, of_round in rounds.items():
         for rollout in (rollout for group in of_round for rollout in group.rollouts):
-            versions = rollout.versions
+            versions = versions_of(rollout)
             for version in versions.unique().tolist():
                 model.load_state_dict(trainer.weights_of[version])
                 wrong = (logprobs_of(model, rollout) - rollout.sampler_logprobs).abs()
@@ -123,7 +124,7 @@ def test_each_token_is_sampled_once_by_the_weights_that_it_names_and_a_cut_run_h
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert tokens(trainer.rounds) == tokens({step: rounds[step] for step in range(2, STEPS)})
     again = [r for step in (4, 5) for group in trainer.rounds[step] for r in group.rollouts]
-    own = sum(int((r.versions >= 4).sum()) for r in again) + sum(
+    own = sum(int((versions_of(r) >= 4).sum()) for r in again) + sum(
         span.length for g in trainer.in_flight.groups for c in g.completions for span in c.spans if span.version >= 4
     )
     assert trainer.sampled == own, "the third and the fourth round aren't sampled again"
@@ -212,14 +213,17 @@ def test_an_old_tokens_ratio_is_to_the_version_that_sampled_it(tiny_model: Path,
             parameter.data += number * 0.02 * torch.randn_like(parameter)
     spans = (VersionSpan(2, 5), VersionSpan(2, 6), VersionSpan(1, 7))
     prompt, ids = ModelInput((65, 66, 67)), array("i", [68, 69, 70, 71, 72])
-    bare = Rollout(prompt, ids, torch.zeros(5), torch.ones(5, dtype=torch.bool), FinishReason.STOP, 7, spans=spans)
+    bare = Rollout(
+        prompt, ids, torch.zeros(5), torch.ones(5, dtype=torch.bool), FinishReason.STOP, 7, riders=(Versions(spans),)
+    )
     by_version = torch.stack([logprobs_of(model, bare) for model in models])
-    assert bare.versions.tolist() == [5, 5, 6, 6, 7]
-    sampler = by_version[bare.versions - 5, torch.arange(5)]
+    assert versions_of(bare).tolist() == [5, 5, 6, 6, 7]
+    sampler = by_version[versions_of(bare) - 5, torch.arange(5)]
     rollout = dataclasses.replace(bare, sampler_logprobs=sampler)
     scored = ScoredGroup(Group({}, (rollout, rollout), 0), torch.zeros(2, 1), torch.tensor([1.0, -1.0]))
     (row,) = pack([scored], 100, False, torch.device("cpu"))
-    assert row.ages is not None and row.ages.tolist() == [2, 2, 1, 1, 0] * 2
+    assert row.ages is row.get(TokenAges).ages and bare.spans == spans, "the former fields stay readable"
+    assert row.get(TokenAges).ages.tolist() == [2, 2, 1, 1, 0] * 2
 
     objective = Objective.from_config(tiny.config(tmp_path, **tiny.CARRYING))
     assert objective.correction is not None

@@ -112,7 +112,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_plain_computation(tiny_model, 
         own = plain_logprobs(student, row, 0.7)
         with torch.no_grad():
             theirs = plain_logprobs(other, row, 0.7)
-        torch.testing.assert_close(row.teacher_logprobs, theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(row.scores["teacher_logprobs"], theirs, rtol=0, atol=1e-5)
         losses.append(-(0.5 * (theirs - own.detach()) * own).sum())
         divergence.append((own - theirs).detach())
     (sum(losses) / tokens).backward()
@@ -134,7 +134,9 @@ def test_the_term_stands_beside_the_rewards(tiny_model, tmp_path, large) -> None
         of_teacher = objective(logprobs, entropy, dataclasses.replace(row, advantages=torch.zeros(len(row.labels))))
         both = objective(logprobs, entropy, row)
         masked = dataclasses.replace(row, loss_mask=torch.zeros_like(row.loss_mask))
-        nothing = objective(logprobs, entropy, dataclasses.replace(masked, teacher_logprobs=logprobs - torch.inf))
+        nothing = objective(
+            logprobs, entropy, dataclasses.replace(masked, scores={"teacher_logprobs": logprobs - torch.inf})
+        )
     torch.testing.assert_close(both.loss, of_rewards.loss + of_teacher.loss)
     torch.testing.assert_close(of_teacher.loss, 2.0 * of_teacher.sums["teacher_kl"][0])
     assert float(nothing.loss) == 0, "what a tool wrote may be impossible for the teacher"
@@ -148,8 +150,8 @@ def test_it_goes_with_its_completions_when_a_step_is_packed_again(tiny_model, tm
     again = token_budget.repack(step, PackingRules(1, False, False, True, False, False, 0.0, CPU))
     assert len(again.rows) > len(rows)
     for row in again.rows:
-        (fresh,) = fill({"teacher_logprobs": teacher}, [dataclasses.replace(row, teacher_logprobs=None)], 1.0)
-        torch.testing.assert_close(row.teacher_logprobs, fresh.teacher_logprobs, rtol=0, atol=1e-5)
+        (fresh,) = fill({"teacher_logprobs": teacher}, [dataclasses.replace(row, scores={})], 1.0)
+        torch.testing.assert_close(row.scores["teacher_logprobs"], fresh.scores["teacher_logprobs"], rtol=0, atol=1e-5)
 
 
 # -- several
@@ -181,7 +183,7 @@ def test_of_several_teachers_each_scores_the_prompts_that_name_it(tiny_model, tm
     assert set(named) == {"small", "big", ""}
     for at, name in enumerate(named):
         expected = theirs[name][at] if name else torch.tensor(float("inf"))
-        torch.testing.assert_close(row.teacher_logprobs[at], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(row.scores["teacher_logprobs"][at], expected, rtol=0, atol=1e-5)
     output = objective(own, entropy, row)
     gaps = torch.stack([own[at] - theirs[name][at] for at, name in enumerate(named) if name])
     torch.testing.assert_close(output.sums["teacher_kl"][0], gaps.sum(), rtol=0, atol=1e-4)
@@ -236,8 +238,8 @@ def test_an_adapter_on_the_policy_s_base_needs_no_second_model(tiny_model, tmp_p
     (row,) = map(collate, fill({"teacher_logprobs": teacher}, rows_of(policy), 1.0))
     theirs = peft.PeftModel.from_pretrained(plain(tiny_model), folder)
     with torch.no_grad():
-        torch.testing.assert_close(row.teacher_logprobs, plain_logprobs(theirs, row, 1.0), rtol=0, atol=1e-5)
-        assert (row.teacher_logprobs - plain_logprobs(plain(tiny_model), row, 1.0)).abs().mean() > 1e-2
+        torch.testing.assert_close(row.scores["teacher_logprobs"], plain_logprobs(theirs, row, 1.0), rtol=0, atol=1e-5)
+        assert (row.scores["teacher_logprobs"] - plain_logprobs(plain(tiny_model), row, 1.0)).abs().mean() > 1e-2
     assert [(p.data_ptr(), p.requires_grad) for p in policy.model.parameters()] == before and policy.model.training
 
 
@@ -251,8 +253,10 @@ def test_a_quantised_teacher_stays_packed(tiny_model, tmp_path, large) -> None:
     nbytes = sum(p.nbytes for p in plain(large).parameters())
     assert teacher_bytes(config, policy) < 0.7 * nbytes
     rows = rows_of(policy)
-    packed = fill({"teacher_logprobs": teacher}, rows, 1.0)[0].teacher_logprobs
-    exact = fill({"teacher_logprobs": teacher_of(made(tmp_path, large), policy)}, rows, 1.0)[0].teacher_logprobs
+    packed = fill({"teacher_logprobs": teacher}, rows, 1.0)[0].scores["teacher_logprobs"]
+    exact = fill({"teacher_logprobs": teacher_of(made(tmp_path, large), policy)}, rows, 1.0)[0].scores[
+        "teacher_logprobs"
+    ]
     assert 1e-3 < (packed - exact).abs().mean() < 2.0
 
 
@@ -459,7 +463,7 @@ def test_states_go_with_their_completions_too(tiny_model, tmp_path, large) -> No
     again = token_budget.repack(step, PackingRules(1, False, False, True, False, False, 0.0, CPU))
     forward = PolicyForward(policy.model, 1.0, teacher=teacher.head)
     for row in again.rows:
-        (fresh,) = fill({"teacher_states": teacher}, [dataclasses.replace(row, teacher_states=None)], 1.0)
+        (fresh,) = fill({"teacher_states": teacher}, [dataclasses.replace(row, scores={})], 1.0)
         torch.testing.assert_close(forward(collate(row))[2], forward(collate(fresh))[2], rtol=0, atol=1e-5)
 
 

@@ -28,7 +28,7 @@ from row_cases import PACKED, SHAPE, make, make_groups
 from colograd import GRPOTrainer
 from colograd.batch import UNKNOWN, MicroBatch, Prompt, RoutedExperts, ScoredGroup
 from colograd.engine.sampling import Sampling
-from colograd.extensions.experts.engine import routed
+from colograd.extensions.experts.rider import RowExperts
 from colograd.extensions.experts.router_replay import make_replaying, replay_figures, routers_of
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy import attention, second_models
@@ -37,7 +37,7 @@ from colograd.policy.packing import collate, pack, plan_rows
 from colograd.policy.padded import rows_of
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
-from colograd.rollout.group_records import EXPERTS, Logged, RewardedGroup, group_bytes, group_of
+from colograd.rollout.group_records import Logged, RewardedGroup, group_bytes, group_of
 from colograd.training.recorded_settings import settings_of
 from colograd.training.task import rollout_func_of
 
@@ -70,8 +70,7 @@ def with_experts(groups: list[ScoredGroup], layers: int, choose: Callable[..., t
     for scored in groups:
         prompt = choose(len(scored.group.rollouts[0].input), layers)
         rollouts = tuple(
-            dataclasses.replace(r, experts=RoutedExperts(prompt, choose(len(r.completion_ids), layers)))
-            for r in scored.group.rollouts
+            r.carrying(RoutedExperts(prompt, choose(len(r.completion_ids), layers))) for r in scored.group.rollouts
         )
         found.append(dataclasses.replace(scored, group=dataclasses.replace(scored.group, rollouts=rollouts)))
     return found
@@ -79,6 +78,12 @@ def with_experts(groups: list[ScoredGroup], layers: int, choose: Callable[..., t
 
 def random_experts(tokens: int, layers: int) -> torch.Tensor:
     return torch.rand(tokens, layers, 4).argsort(-1)[..., :2].to(torch.int8)
+
+
+def experts_in(row: MicroBatch) -> torch.Tensor:
+    rider = row.get(RowExperts)
+    assert rider is not None
+    return rider.experts
 
 
 def row_with(model: Any, choose: Callable[..., torch.Tensor]) -> MicroBatch:
@@ -108,14 +113,13 @@ def test_recorded_experts_are_used_whatever_the_router_prefers(family: str) -> N
     """And the router learns by its logits at those experts: its gradient is that of a finite difference."""
     model = model_of(family)
     row = row_with(model, random_experts)
-    assert row.experts is not None
     logprobs, used = choices(model, row)
-    assert torch.equal(used, row.experts)
+    assert torch.equal(used, experts_in(row))
     figures = replay_figures(model, row)
     assert float(figures["router/replayed"][0]) == figures["router/replayed"][1] == row.layout.num_tokens
     strange, count = figures["router/disagreement"]
     assert 0.1 < float(strange / count) < 0.9, "what is drawn at random isn't what it would choose"
-    free = dataclasses.replace(row, experts=None)
+    free = dataclasses.replace(row, riders=())
     own_logprobs, own = choices(model, free)
     assert (logprobs - own_logprobs).abs().max() > 1e-3
 
@@ -136,14 +140,14 @@ def test_recorded_experts_are_used_whatever_the_router_prefers(family: str) -> N
 def test_its_own_choice_replayed_or_nothing_told_is_as_if_nothing_were_replayed(family: str) -> None:
     model = model_of(family)
     row = row_with(model, lambda tokens, layers: torch.full((tokens, layers, 2), UNKNOWN, dtype=torch.int8))
-    plain, used = choices(model, dataclasses.replace(row, experts=None))
-    assert replay_figures(model, dataclasses.replace(row, experts=None)) == {
+    plain, used = choices(model, dataclasses.replace(row, riders=()))
+    assert replay_figures(model, dataclasses.replace(row, riders=())) == {
         "router/replayed": (0.0, row.layout.num_tokens)
     }
     untold, _ = choices(model, row)
     assert torch.equal(untold, plain)
     assert [float(part) for part in replay_figures(model, row)["router/replayed"]] == [0, row.layout.num_tokens]
-    own = dataclasses.replace(row, experts=used)
+    own = dataclasses.replace(row, riders=(RowExperts(used),))
     assert torch.equal(policy_logprobs(model, own, 1.0)[0], plain)
     assert float(replay_figures(model, own)["router/disagreement"][0]) == 0
     untouched = make(MODELS[family]).eval()
@@ -161,7 +165,7 @@ def test_checkpointed_layers_go_the_same_way_in_the_backward() -> None:
         row = row_with(model, random_experts)
         logprobs, _ = policy_logprobs(model, row, 1.0)
         with torch.no_grad():
-            policy_logprobs(model, dataclasses.replace(row, experts=None), 1.0)
+            policy_logprobs(model, dataclasses.replace(row, riders=()), 1.0)
         logprobs.sum().backward()
         found.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *found))
@@ -177,21 +181,20 @@ def test_padded_rows_replay_as_packed_ones_do(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_carry_experts_in_their_order_and_a_second_model_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = make_groups()
     (told,), untold = with_experts(groups[:1], 2, random_experts), groups[1:]
-    assert all(row.experts() is None for row in plan_rows(untold, 1000, False, CPU))
+    assert all(collate(row).riders == () for row in plan_rows(untold, 1000, False, CPU))
     (row,) = plan_rows([told, *untold], 1000, False, CPU)
-    experts, rollouts = row.experts(), told.group.rollouts
+    experts, rollouts = experts_in(collate(row)), told.group.rollouts
     layout = collate(row).layout
     places = [start for start, seen in zip(layout.starts, layout.attends_to, strict=True) if seen]
     starts = dict(zip(row.rollouts, places, strict=True))
     for identity, rollout in zip(told.group.rollout_ids, rollouts, strict=True):
         start = starts[identity]
-        assert torch.equal(experts[start : start + len(rollout.completion_ids)], rollout.experts.completion)
+        assert torch.equal(experts[start : start + len(rollout.completion_ids)], rollout.get(RoutedExperts).completion)
     told_of = len(rollouts[0].input) + sum(len(r.completion_ids) for r in rollouts)
     assert int((experts[:, 0, 0] != UNKNOWN).sum()) == told_of
-    assert collate(row).experts is not None
     told_second: list[Any] = []
     monkeypatch.setattr(
-        second_models, "policy_logprobs", lambda model, batch, t: told_second.append(batch.experts) or [0]
+        second_models, "policy_logprobs", lambda model, batch, t: told_second.append(batch.get(RowExperts)) or [0]
     )
     second_models.fill({"ref_logprobs": SimpleNamespace(present=contextlib.nullcontext)}, [row], 1.0)
     assert told_second == [None]
@@ -206,17 +209,18 @@ def test_the_journal_keeps_them_and_without_them_not_a_byte_more(dtype: torch.dt
     recorded = RewardedGroup(mixed, told.rewards, Logged({}, {}))
     content = group_bytes(recorded)
     found = group_of(content, Prompt({}, rollouts[0].input, 0)).group.rollouts
-    for ours, theirs in zip(found, rollouts, strict=True):
-        assert (ours.experts is None) == (theirs.experts is None)
-        if ours.experts is not None:
-            assert torch.equal(ours.experts.prompt, theirs.experts.prompt) and ours.experts.prompt.dtype == dtype
-            assert torch.equal(ours.experts.completion, theirs.experts.completion)
-    assert found[0].experts.prompt is found[1].experts.prompt, "once for the group"
+    pairs = zip(*([r.get(RoutedExperts) for r in each] for each in (found, rollouts)), strict=True)
+    for ours, theirs in pairs:
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert torch.equal(ours.prompt, theirs.prompt) and ours.prompt.dtype == dtype
+            assert torch.equal(ours.completion, theirs.completion)
+    assert found[0].get(RoutedExperts).prompt is found[1].get(RoutedExperts).prompt, "once for the group"
     without = dataclasses.replace(recorded, group=plain.group)
-    assert content.startswith(group_bytes(without)) and EXPERTS is not None
-    assert group_of(group_bytes(without), Prompt({}, rollouts[0].input, 0)).group.rollouts[0].experts is None
+    assert content.startswith(group_bytes(without))
+    assert group_of(group_bytes(without), Prompt({}, rollouts[0].input, 0)).group.rollouts[0].get(RoutedExperts) is None
     sent = pickle.loads(pickle.dumps(told.for_training())).group.rollouts
-    assert sent[0].experts.prompt is sent[1].experts.prompt
+    assert sent[0].get(RoutedExperts).prompt is sent[1].get(RoutedExperts).prompt
 
 
 def test_settings_name_it_where_it_is_on_alone(tmp_path: Path) -> None:
@@ -227,7 +231,7 @@ def test_settings_name_it_where_it_is_on_alone(tmp_path: Path) -> None:
 
 def test_a_conversation_has_the_experts_of_its_last_turn_and_of_tokens_behind_it_none() -> None:
     whole = random_experts(9, 2)
-    found = routed.as_written(RoutedExperts(whole[:6], whole[6:]), 4, 7)
+    found = RoutedExperts.of_turns([(RoutedExperts(whole[:6], whole[6:]), 5), (None, 2)], 4)
     assert torch.equal(found.prompt, whole[:4]) and torch.equal(found.completion[:5], whole[4:])
     assert len(found.completion) == 7 and (found.completion[5:] == UNKNOWN).all()
 
@@ -314,7 +318,7 @@ def own_choice(model: Any, rollout: Any) -> torch.Tensor:
 
 
 def check_told(model: Any, rollout: Any) -> None:
-    whole = torch.cat([rollout.experts.prompt, rollout.experts.completion])
+    whole = torch.cat([rollout.get(RoutedExperts).prompt, rollout.get(RoutedExperts).completion])
     assert whole.dtype == torch.int8 and (whole[-1] == UNKNOWN).all() and (whole[:-1] != UNKNOWN).all()
     assert torch.equal(whole[:-1].long().sort(-1).values, own_choice(model, rollout)[:-1])
 
@@ -341,7 +345,7 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
     engine, model, log = trainer.engine, trainer.model, router_log(trainer)
     groups = sampled(engine, [SHARED, (*SHARED[:40], 9, 8, 7), (5, 6)])
     for rollouts in groups:
-        assert rollouts[0].experts.prompt is rollouts[1].experts.prompt
+        assert rollouts[0].get(RoutedExperts).prompt is rollouts[1].get(RoutedExperts).prompt
         for rollout in rollouts:
             check_told(model, rollout)
     first = groups[0][0]

@@ -37,7 +37,7 @@ def rules_of(
 ) -> PromptRules:
     model, tokenizer = tiny_images.random_model(family)
     reader = ImageReader(processor(tokenizer), model.config.image_token_id)
-    return PromptRules(tokenizer, limit, "drop", {}, "train", images=reader, **changes)
+    return PromptRules(tokenizer, limit, "drop", {}, "train", reader=reader, **changes)
 
 
 def rows(count: int = 8) -> Dataset:
@@ -56,7 +56,7 @@ def rows(count: int = 8) -> Dataset:
 def counting(rules: PromptRules, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many images the processor gets, in the order of its calls."""
     seen: list[int] = []
-    assert rules.images is not None
+    assert rules.reader is not None
     read = ImageReader.read
     monkeypatch.setattr(ImageReader, "read", lambda self, row, *rest: seen.append(1) or read(self, row, *rest))
     return seen
@@ -74,9 +74,9 @@ def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monke
     rules, dataset = rules_of(processor, family), rows(40)
     expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
     seen = counting(rules, monkeypatch)
-    assert rules.lengths(dataset) == expected
+    assert rules.reader.lengths(dataset, rules) == expected
     assert len(seen) <= image_lengths.PROBES + 3, "no more rows are processed than prove it"
-    assert rules.images is not None and rules.images.most == 2
+    assert rules.reader is not None and rules.reader.most == 2
 
 
 @pytest.mark.parametrize("wrong", [lambda tokens: None, lambda tokens: tokens + (tokens > 20)])
@@ -86,7 +86,7 @@ def test_where_sizes_don_t_tell_each_row_is_processed(wrong: Any, monkeypatch: p
     expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
     count = ImageReader.count
     monkeypatch.setattr(ImageReader, "count", lambda *given: wrong(count(*given)))
-    assert rules.lengths(dataset) == expected
+    assert rules.reader.lengths(dataset, rules) == expected
     assert "train: images: the processor can't tell" in told[0]
 
 
@@ -97,7 +97,7 @@ def test_long_rows_are_dropped_and_the_others_read_when_they_are_asked_for(monke
     assert 0 < len(prompts.dropped) < 8 and prompts.longest <= 40
     proved = len(seen)
     assert len(prompts[0, 0].input.ids) <= 40 and len(seen) == proved + 1
-    monkeypatch.setattr("colograd.data.prompts.BYTES_KEPT", 1)
+    monkeypatch.setattr("colograd.data.prompts.BYTES_IN_MEMORY", 1)
     for row in range(len(prompts)):
         prompts[row, row]
     assert len(prompts._latest) == 1, "as few as fit"
@@ -130,7 +130,8 @@ def test_a_broken_image_is_found_at_start_with_its_row(tmp_path: Path) -> None:
 def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_lengths, "SAID_AFTER", -1.0)
     told: list[str] = []
-    rules_of(tiled, tell=told.append).lengths(rows(40))
+    rules = rules_of(tiled, tell=told.append)
+    rules.reader.lengths(rows(40), rules)
     assert told[-1].startswith("train: reading images: ") and told[-1].endswith(" of 40 rows")
 
 
@@ -138,29 +139,29 @@ def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -
 def test_an_image_token_in_a_text_is_found_at_start_with_its_row(family: str, written: str) -> None:
     """Also of a row whose number of tokens is like that of others, none of which is processed before training."""
     rules = rules_of(tiny_images.PROCESSORS[family], family)
-    assert rules.images is not None
+    assert rules.reader is not None
     row = {"prompt": [{"role": "user", "content": f"a {written} b"}], "images": [tiny_images.picture(1)]}
     with pytest.raises(ValueError, match=r"^train, row 7: .*there are 2 image token\(s\) in the text and 1 image"):
-        rules.images.count(row, {}, "train, row 7")
+        rules.reader.count(row, {}, "train, row 7")
 
 
 def test_a_rowless_token_beside_an_image_is_refused() -> None:
     rules = rules_of(tiny_images.gemma3_processor, GEMMA)
-    assert rules.images is not None
-    rules.images.rows = 40
+    assert rules.reader is not None
+    rules.reader.rows = 40
     row = {"prompt": [{"role": "user", "content": "see"}], "images": [tiny_images.picture(1)]}
     with pytest.raises(
         ValueError, match=r"^train, row 7: .*the text has the token '.*but the model's embedding has 40 "
     ):
-        rules.images.count(row, {}, "train, row 7")
+        rules.reader.count(row, {}, "train, row 7")
 
 
 def test_rows_are_proved_with_an_image_though_only_a_late_one_has_any() -> None:
     rules = rules_of(tiny_images.gemma3_processor, GEMMA)
-    assert rules.images is not None
+    assert rules.reader is not None
     prompt = [{"role": "user", "content": "u"}]
     given = [{"prompt": prompt, "images": [tiny_images.picture(1)] if row == 70 else []} for row in range(71)]
     prompts = tokenize_prompts(Dataset.from_list(given, features=rows().features), rules)
-    policy: Any = SimpleNamespace(processor=rules.images.processor, image_token=rules.images.image_token, rows=0)
+    policy: Any = SimpleNamespace(processor=rules.reader.processor, image_token=rules.reader.image_token, rows=0)
     (found,) = prompts_with_images([prompts], policy, None)
     assert found.images is not None and prompts.most_images == 1

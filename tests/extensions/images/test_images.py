@@ -36,11 +36,13 @@ from saved_tensors import kept
 
 from colograd import GRPOTrainer
 from colograd.apps import cli
-from colograd.batch import Images, ModelInput
+from colograd.batch import ModelInput
+from colograd.data.messages import text_of
 from colograd.extensions.images import towers as images
-from colograd.extensions.images.data import ImageReader, in_rgb, text_of, with_images
+from colograd.extensions.images.data import ImageReader, in_rgb, with_images
 from colograd.extensions.images.engine.features import check_expanded
 from colograd.extensions.images.memory import Tower
+from colograd.extensions.images.rider import Images
 from colograd.memory.shape import Lengths
 from colograd.policy import attention, merged_attention, row_proof
 from colograd.policy.logprobs import policy_logprobs
@@ -155,7 +157,8 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.apps.report.samples import _pictures
-    from colograd.extensions.images.thumbnails import data_url, thumbnails
+    from colograd.extensions.images.thumbnails import thumbnails
+    from colograd.reporting.completions import data_url
 
     made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
     assert len(made) == 4 and all(len(each) < 6000 for each in made)

@@ -12,11 +12,12 @@ import tiny
 import torch
 
 from colograd import GRPOConfig, GRPOTrainer
-from colograd.batch import FinishReason, Group, KeptTokens, Logged, ModelInput, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.extensions.distillation.head import TeacherHead
 from colograd.extensions.kept_tokens.engine.kept_tokens import KeptTokensRecord
+from colograd.extensions.kept_tokens.rider import Candidates, KeptTokens
 from colograd.policy import logprobs
-from colograd.policy.head import Head, Kept
+from colograd.policy.head import Head
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import pack
 from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
@@ -41,7 +42,7 @@ def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(monkeypa
     left[2] = True
     counts = left.sum(1).masked_fill(left.all(1), 0)
     ids = torch.cat([row.nonzero()[:, 0] for row in left if not row.all()])
-    kept = Kept(KeptTokens(ids.int(), counts.int()), torch.device("cpu"))
+    kept = Candidates(KeptTokens(ids.int(), counts.int()), torch.device("cpu"))
     transform = {"scale": 0.5, "softcap": cap}
     teacher = TeacherHead(torch.randn(13, 5, **kind), torch.randn(13, **kind), transform, False)
 
@@ -69,14 +70,17 @@ def test_a_record_has_what_was_kept_and_a_broken_one_is_refused() -> None:
 
     def rollout(of: KeptTokens | None) -> Rollout:
         known = torch.zeros(3), torch.ones(3, dtype=torch.bool)
-        return Rollout(prompt.input, array("i", [5, 7, 9]), *known, FinishReason.STOP, 0, kept=of)
+        return Rollout(
+            prompt.input, array("i", [5, 7, 9]), *known, FinishReason.STOP, 0, riders=() if of is None else (of,)
+        )
 
     def written(of: KeptTokens | None) -> bytes:
         group = Group({}, (rollout(of), rollout(None)), 3)
         return group_bytes(RewardedGroup(group, torch.zeros(2, 1), Logged({}, {})))
 
     first, second = group_of(written(kept), prompt).group.rollouts
-    assert first.kept.ids.tolist() == [5, 6, 9] and first.kept.counts.tolist() == [2, 0, 1] and second.kept is None
+    assert first.get(KeptTokens).ids.tolist() == [5, 6, 9] and second.riders == ()
+    assert first.get(KeptTokens).counts.tolist() == [2, 0, 1]
     for broken in (KeptTokens(kept.ids[:2], kept.counts), KeptTokens(kept.ids, kept.counts[:2])):
         with pytest.raises(ValueError, match=r"can't be read \(AssertionError"):
             group_of(written(broken), prompt)
@@ -111,12 +115,12 @@ def test_sampler_and_trainer_agree_on_a_truncated_distribution(tiny_model, tmp_p
     gaps = [e["sampling/sampling_logp_difference/max"] for e in trainer.state.log_history if "grad_norm" in e]
     assert len(gaps) == 2 and max(gaps) < 1e-4, gaps
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sets = torch.cat([rollout.kept.counts for rollout in rollouts])
+    sets = torch.cat([rollout.get(KeptTokens).counts for rollout in rollouts])
     assert sets.min() >= 1 and sets.max() <= 12 and sets.float().mean() > 2
     scored = [ScoredGroup(groups[0], torch.zeros(4, 1), torch.ones(4))]
     (row,) = pack(scored, 4096, mask_truncated=False, device=torch.device("cpu"))
     _, entropy = policy_logprobs(trainer.model, row, 0.8)
-    assert (entropy <= row.kept.counts.log() + 1e-4).all()
+    assert (entropy <= row.get(KeptTokens).counts.log() + 1e-4).all()
     assert PolicyForward(trainer.model, 0.8)(row)[0].exp().max() <= 1.0001
 
 

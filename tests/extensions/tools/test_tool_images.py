@@ -27,11 +27,8 @@ from shown_rows import sample_entries
 
 from colograd import GRPOTrainer
 from colograd.batch import (
-    PER_TOKEN,
-    STAND_IN,
     FinishReason,
     Group,
-    Images,
     Logged,
     ModelInput,
     Prompt,
@@ -42,8 +39,8 @@ from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
+from colograd.extensions.images.rider import PER_TOKEN, STAND_IN, Images
 from colograd.extensions.tools.conversations import Conversations
-from colograd.extensions.tools.pictures import pictures_bytes, with_pictures
 from colograd.extensions.tools.tool_calls import answer_content, shown_content
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
 from colograd.extensions.tools.toolbox import Toolbox
@@ -155,11 +152,11 @@ def test_the_journal_reads_a_picture_with_a_large_colour_profile(form: ToolForma
     answer = form.answer([{"role": "tool", "name": "look", "content": [{"type": "image", "image": picture}]}])
     assert answer.images is not None
     ids, everything = answer.ids, torch.ones(len(answer), dtype=torch.bool)
-    rollout = Rollout((1,), ids, torch.zeros(len(ids)), everything, FinishReason.STOP, 0, images=(answer.images,))
-    content = pictures_bytes([rollout])
+    rollout = Rollout((1,), ids, torch.zeros(len(ids)), everything, FinishReason.STOP, 0, riders=(answer.images,))
+    content = Images.table([rollout])
     assert len(content) < 2**16
-    bare = dataclasses.replace(rollout, images=())
-    assert with_pictures(pa.BufferReader(content), [bare], form._reader)[0].images == rollout.images
+    bare = dataclasses.replace(rollout, riders=())
+    assert Images.with_table(pa.BufferReader(content), [bare], form._reader)[0].riders == rollout.riders
 
 
 def test_what_cannot_be_shown_is_told_to_the_model() -> None:
@@ -207,7 +204,7 @@ def answered(model: Any, family: str) -> list[ScoredGroup]:
                 ids, sampled = ids + [*told.ids, 7, 8], sampled + [False] * len(told) + [True] * 2
             nothing = torch.zeros(len(ids))
             mask = torch.tensor(sampled)
-            rollouts.append(Rollout(prompt, ids, nothing, mask, FinishReason.STOP, 0, images=tuple(seen)))
+            rollouts.append(Rollout(prompt, ids, nothing, mask, FinishReason.STOP, 0, riders=tuple(seen)))
         advantages = torch.tensor([1.0, -0.5, 0.25, 0.75])
         found.append(ScoredGroup(Group({}, tuple(rollouts), position), torch.zeros(4, 1), advantages))
     return found
@@ -242,7 +239,7 @@ def test_what_a_picture_shows_reaches_what_is_written_behind_it() -> None:
     model, _ = tiny_images.random_model("idefics3")
     groups = answered(model, "idefics3")[1:]
     before = image_cases.loss_and_gradients(model, groups, share=True)[0]
-    for of in groups[0].group.rollouts[0].images:
+    for of in groups[0].group.rollouts[0].riders:
         of.inputs["pixel_values"].neg_()
     assert abs(image_cases.loss_and_gradients(model, groups, share=True)[0] - before) > 1e-3
 
@@ -301,11 +298,11 @@ def test_a_pictures_tokens_are_in_the_completion_and_not_in_the_loss(trained: An
     assert trainer.policy.why_padded == ""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         ids = torch.tensor(rollout.completion_ids)
-        places = [place for of in rollout.images for place in of.places]
+        places = [place for of in rollout.riders for place in of.places]
         assert sorted(places) == (ids == token).nonzero().flatten().tolist()
         assert not rollout.sampled[places].any() and (rollout.sampler_logprobs[~rollout.sampled] == 0).all()
         answers = [m["content"] for m in rollout.messages if m["role"] == "tool" and isinstance(m["content"], list)]
-        assert [len(of.pictures) for of in rollout.images] == [len(content) - 1 for content in answers]
+        assert [len(of.pictures) for of in rollout.riders] == [len(content) - 1 for content in answers]
         shown += len(answers)
     assert shown > 4, "the model called"
     (row,) = pack([scored(group) for group in groups], 10_000, False, torch.device("cpu"))
@@ -329,7 +326,7 @@ def test_samples_show_small_pictures_and_no_large_ones(trained: Any) -> None:
     for entry in sample_entries(told, 1, "train", ["r"], {}, pieces, False):
         rollout = groups[[g.position for g in groups].index(entry["position"])].rollouts[entry["index"]]
         prompt = rollout.input.images
-        shown = sum(len(of.pictures) for of in rollout.images)
+        shown = sum(len(of.pictures) for of in rollout.riders)
         assert len(entry.get("images", ())) == min(4, shown) + (0 if prompt is None else len(prompt.pictures))
         assert b"PIL" not in json_line(entry)
 
@@ -343,8 +340,8 @@ def test_the_journal_has_the_pictures(trained: Any) -> None:
     for group in groups[:2]:
         again = found[group.position].group.rollouts
         for before, after in zip(group.rollouts, again, strict=True):
-            assert after.input == before.input and after.images == before.images
-            for one, other in zip(before.images, after.images, strict=True):
+            assert after.input == before.input and after.riders == before.riders
+            for one, other in zip(before.riders, after.riders, strict=True):
                 assert one.places == other.places and all(
                     torch.equal(value, other.inputs[name])
                     for name, value in one.inputs.items()
@@ -358,7 +355,7 @@ def written(trained: Any, box: Toolbox, name: str, tokens: int = 120, **options:
     reader = ImageReader(trainer.policy.processor, trainer.policy.image_token)
     form = EachTurnCalls(trainer.policy.tokenizer, {}, reader)
     form.name = name
-    rules = PromptRules(trainer.policy.tokenizer, 900, "drop", {}, "rows", images=reader)
+    rules = PromptRules(trainer.policy.tokenizer, 900, "drop", {}, "rows", reader=reader)
     prompts = [Prompt(row, rules.read(row, index), index) for index, row in enumerate(rows(3))]
     sampling = Sampling(3, tokens, 1.0, {"stop_token_ids": list(range(40))} | options)
     talks = Conversations(trainer.engine, box, form, rules, 2)
@@ -385,7 +382,7 @@ def test_the_trainer_gives_a_conversation_with_pictures_the_samplers_log_probabi
 ) -> None:
     trainer = trained[0]
     groups = written(trained, Toolbox([look]), "look")
-    assert sum(len(rollout.images) for group in groups for rollout in group.rollouts) > 6
+    assert sum(len(rollout.riders) for group in groups for rollout in group.rollouts) > 6
     assert float(difference(trainer, groups).max()) < 1e-5
     kind = trainer.model.config.model_type
     tried("gemma3_vl" if kind == "gemma3" else kind, "tool_images")
@@ -413,7 +410,7 @@ def test_a_picture_behind_an_image_token_that_was_written_is_where_it_belongs(tr
     """The engine's prompt log-probabilities are the trainer's, though vLLM takes any placeholder for a picture's."""
     trainer = trained[0]
     (group,) = written(trained, Toolbox([look]), "look")[1:2]
-    rollout, token = next(r for r in group.rollouts if r.images), trainer.policy.image_token
+    rollout, token = next(r for r in group.rollouts if r.riders), trainer.policy.image_token
     form = EachTurnCalls(trainer.policy.tokenizer, {}, trainer.journal.reader)
     answer = form.answer([{"role": "tool", "name": "look", "content": shown_content(look(1, 2), True)}])
     turn = [token, 50, token]
@@ -422,14 +419,14 @@ def test_a_picture_behind_an_image_token_that_was_written_is_where_it_belongs(tr
     assert answer.images is not None
     placed = dataclasses.replace(answer.images, places=tuple(len(turn) + at for at in answer.images.places))
     ids, nothing = [*turn, *answer.ids, 60, token, 70], torch.zeros(len(turn) + len(answer) + 3)
-    made = Rollout(rollout.input, ids, nothing, nothing == 0, FinishReason.STOP, 0, images=(placed,))
+    made = Rollout(rollout.input, ids, nothing, nothing == 0, FinishReason.STOP, 0, riders=(placed,))
     (row,) = pack([scored(Group({}, (made,), 0))], 10_000, False, torch.device("cpu"))
     with torch.no_grad():
         ours, _ = policy_logprobs(trainer.model, row, 1.0)
     assert float((ours - theirs).abs().max()) < 1e-4
     moved = pickle.loads(pickle.dumps(scored(Group({}, (made,), 0)).for_training())).group.rollouts[0]
-    assert moved.images[0].pictures == () and moved.images[0].places == placed.places
-    assert torch.equal(moved.images[0].inputs["pixel_values"], placed.inputs["pixel_values"])
+    assert moved.riders[0].pictures == () and moved.riders[0].places == placed.places
+    assert torch.equal(moved.riders[0].inputs["pixel_values"], placed.inputs["pixel_values"])
 
 
 @pytest.mark.engine
@@ -437,7 +434,7 @@ def test_an_answer_without_room_is_left_out_whole(trained: Any) -> None:
     groups = written(trained, Toolbox([look]), "look", tokens=16)
     ends = [rollout for group in groups for rollout in group.rollouts]
     assert all(len(r.completion_ids) <= 16 and r.finish_reason is FinishReason.LENGTH for r in ends)
-    assert all(r.messages[-1]["role"] == "assistant" and r.images == () for r in ends)
+    assert all(r.messages[-1]["role"] == "assistant" and r.riders == () for r in ends)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ cache is in no step of its sequence. It has the experts that its cached keys and
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import re
@@ -17,11 +16,12 @@ from typing import Any
 
 import torch
 
-from ....batch import UNKNOWN, ModelInput, Rollout, RoutedExperts
+from ....batch import UNKNOWN, ModelInput
 from ....config import GRPOConfig
 from ....engine.arguments import accepted, runs_v2
 from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
+from ..rider import RoutedExperts, filled
 
 TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's argument; not on a CPU
 
@@ -43,12 +43,6 @@ class _Sequence:
             rows[: len(self.rows)] = self.rows
             self.rows = rows
         self.rows[start:end] = chosen
-
-
-def _filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Copy the first ``tokens`` rows into a new tensor [tokens, L, K]; missing rows are UNKNOWN."""
-    rows = rows[:tokens]
-    return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
 
 def expect_no_experts(core: Any) -> None:
@@ -176,14 +170,15 @@ class RouterLog(EngineFeature):
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add the experts of each completion. All completions of a request share the prompt's tensor."""
-        found = list[Sampled]()
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
-        for completion, one in zip(outputs, sampled, strict=True):
-            experts = self._take(request, completion, prompt.ids, one.ids)
-            if found and found[0].experts is not None:
-                experts = RoutedExperts(found[0].experts.prompt, experts.completion)
-            found.append(dataclasses.replace(one, experts=experts))
-        return found
+        experts = [
+            self._take(request, completion, prompt.ids, one.ids)
+            for completion, one in zip(outputs, sampled, strict=True)
+        ]
+        return [
+            dataclasses.replace(one, riders=(*one.riders, RoutedExperts(experts[0].prompt, chosen.completion)))
+            for one, chosen in zip(sampled, experts, strict=True)
+        ]
 
     def _take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
         """Return and remove the experts of a finished completion.
@@ -205,7 +200,7 @@ class RouterLog(EngineFeature):
                 f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
                 "its experts aren't known: set router_replay: false, or install vLLM 0.31."
             )
-        whole = _filled(seen.rows, tokens)
+        whole = filled(seen.rows, tokens)
         digests = list(self._digests([*prompt, *ids])) if self._block else []
         for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
             if (known := self._cached.get(digest)) is not None:
@@ -222,7 +217,7 @@ class RouterLog(EngineFeature):
                 "false, or install vLLM 0.31."
             )
         layers = [int(layer.layer_id) for layer in self._layers]
-        return _filled(torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype), tokens)
+        return filled(torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype), tokens)
 
     def drop(self, request: str) -> None:
         self._seen.pop(request, None)
@@ -253,29 +248,3 @@ def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:
     A group shares the prompt's tensor, and each tensor may be sent to another rank.
     """
     return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
-
-
-def as_written(experts: RoutedExperts, prompt: int, completion: int) -> RoutedExperts:
-    """Split the experts of a conversation's last turn at the conversation's first prompt.
-
-    The prompt of the last turn was everything before it, so its experts cover the whole conversation.
-
-    Args:
-        prompt, completion: numbers of tokens in the conversation.
-    """
-    return _split(_filled(torch.cat([experts.prompt, experts.completion]), prompt + completion), prompt)
-
-
-def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Let a group's rollouts share one tensor of the prompt's experts, as they will share the prompt in a row."""
-    first = rollouts[0]
-    if first.experts is None:
-        return rollouts
-    prompt = first.experts.prompt
-
-    def shared(rollout: Rollout) -> Rollout:
-        if rollout.experts is None or rollout.input != first.input:
-            return rollout
-        return dataclasses.replace(rollout, experts=RoutedExperts(prompt, rollout.experts.completion))
-
-    return tuple(map(shared, rollouts))

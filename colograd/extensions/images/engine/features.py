@@ -15,12 +15,13 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....batch import STAND_IN, ModelInput
+from ....batch import ModelInput
 from ....config import GRPOConfig
 from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ....policy.lora import unwrap
 from ....policy.towers import has_tower, reads_text_alone
+from ..rider import STAND_IN
 from .whole_pictures import whole_of_known_features, whole_on_cpu
 
 

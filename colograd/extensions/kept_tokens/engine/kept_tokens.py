@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....batch import KeptTokens, ModelInput
+from ....batch import ModelInput
 from ....config import GRPOConfig
 from ....engine.arguments import accepted, runs_v2
 from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
+from ..rider import KeptTokens
 
 TELLS_KEPT = "return_sampling_mask"  # vLLM's argument; not on a CPU
 
@@ -70,8 +71,11 @@ class KeptTokensRecord(EngineFeature):
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add the kept tokens to each completion."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
-        pairs = zip(outputs, sampled, strict=True)
-        return [replace(one, kept=kept_of(completion, self._vocabulary)) for completion, one in pairs]
+        kept = [kept_of(completion, self._vocabulary) for completion in outputs]
+        return [
+            one if tokens is None else replace(one, riders=(*one.riders, tokens))
+            for one, tokens in zip(sampled, kept, strict=True)
+        ]
 
 
 def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:

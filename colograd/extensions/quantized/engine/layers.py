@@ -18,7 +18,6 @@ from ....engine.building import replaced
 from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import EngineTensors, ServedWeights
 from ....engine.tensors import VLLMTensors
-from ....policy.packed_weights import PackedWeight
 from ....policy.lora import base_name
 from ....policy.packed_weights import PackedWeight, packed_weights
 from ....weights.mapping import TOWER

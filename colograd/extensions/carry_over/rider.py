@@ -1,0 +1,76 @@
+"""The weights that sampled each token of a completion that was carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from ...batch import PackedRow, Rider, Rollout, RowRider
+from ...policy.sending import to_device_async
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Consecutive tokens that the same weights sampled."""
+
+    length: int  # tokens
+    version: int  # optimizer step of the weights that sampled them
+
+
+@dataclass(frozen=True, slots=True)
+class Versions(Rider):
+    """The weights that sampled a completion's tokens. Completions without it were sampled by `Rollout.policy_version`.
+
+    The round at step 7 sampled two tokens of the second completion of `batch`, and the round at step 8 the others:
+
+        completion_ids   22 23 | 24  2
+        spans            VersionSpan(2, version=7), VersionSpan(2, version=8)
+    """
+
+    spans: tuple[VersionSpan, ...]
+
+    KEY = FIELD = "spans"
+
+    def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
+        ages = rollout.policy_version - versions_of(rollout)
+        sums = {"carry_over/old_tokens": float((ages > 0).sum()), "carry_over/ages": float(ages.sum())}
+        return sums, {"carry_over/max_age": float(ages.max())}
+
+    @classmethod
+    def of_row(cls, row: PackedRow) -> TokenAges:
+        rollouts = [rollout for part in row.parts for rollout in part.rollouts]
+        ages = torch.cat([rollout.policy_version - versions_of(rollout) for rollout in rollouts]).float()
+        return TokenAges(to_device_async(ages, row.device))
+
+    def to_json(self) -> Any:
+        return [[span.length, span.version] for span in self.spans]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Sequence[Any]], rollout: Rollout) -> Self:
+        spans = tuple(VersionSpan(int(length), int(version)) for length, version in value)
+        assert sum(span.length for span in spans) == len(rollout.completion_ids), "versions don't fit"
+        return cls(spans)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenAges(RowRider):
+    """How many optimizer steps older the weights that sampled each label are than the weights of its round."""
+
+    ages: torch.Tensor  # (N,) float32
+
+    FIELD = "ages"
+
+    def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        old = scored * (self.ages > 0)
+        return {"carry_over/old_logp_difference": ((difference * old).sum(), old.sum())}
+
+
+def versions_of(rollout: Rollout) -> torch.Tensor:
+    """Return [C] int64: the optimizer step of the weights that sampled each token."""
+    versions = rollout.get(Versions)
+    if versions is None:
+        return torch.full((len(rollout.completion_ids),), rollout.policy_version)
+    return torch.cat([torch.full((span.length,), span.version) for span in versions.spans])

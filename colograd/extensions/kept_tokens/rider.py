@@ -1,0 +1,117 @@
+"""The tokens that truncated sampling left: the rider, and the mask of the logits made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ...batch import PackedRow, Rider, Rollout, RowRider
+from ...policy.sending import to_device_async
+from ...rollout.marked_table import read_table, table_bytes
+
+# int32 numbers; null: all tokens of the rollout were drawn from the whole vocabulary.
+ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptTokens(Rider, RowRider):
+    """The tokens that top-k, top-p and min-p had left when each of N tokens was sampled, in one flat tensor.
+
+    In the second completion of `batch`, 23 was sampled from the whole vocabulary, so its count is 0:
+
+        completion_ids   22          23  24        2
+        ids              22 27 29        24 12     2
+        counts           3           0   2         1
+
+    A row's object has the labels of all its completions. Every model's softmax is over them.
+    """
+
+    ids: torch.Tensor  # [sum counts] int32 token ids, on the host
+    counts: torch.Tensor  # [N] int32, number of ids per token; 0: the whole vocabulary
+
+    FIELD = "kept"
+    MARK = b"KEPT SET"
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
+        """Concatenate the kept tokens of several sequences, each with its length; None if nothing was truncated."""
+        if all(part is None for part, _ in parts):
+            return None
+        none = torch.empty(0, dtype=torch.int32)
+        counts = [none.new_zeros(length) if part is None else part.counts for part, length in parts]
+        return cls(torch.cat([none if part is None else part.ids for part, _ in parts]), torch.cat(counts))
+
+    @classmethod
+    def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
+        return cls.joined(parts)
+
+    @classmethod
+    def of_row(cls, row: PackedRow) -> Self | None:
+        return cls.joined([(r.get(cls), len(r.completion_ids)) for part in row.parts for r in part.rollouts])
+
+    def part(self, tokens: slice, labels: torch.Tensor) -> KeptTokens:
+        starts, counts = self.counts.cumsum(0) - self.counts, self.counts[labels]
+        shifts = starts[labels] - (counts.cumsum(0) - counts)
+        index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts.long())
+        return KeptTokens(self.ids[index], counts)
+
+    def candidates(self, device: torch.device, first: int) -> Candidates:
+        return Candidates(self, device, first)
+
+    @classmethod
+    def table(cls, rollouts: Sequence[Rollout]) -> bytes:
+        parts = (rollout.get(cls) for rollout in rollouts)
+        rows = [(None, None) if part is None else (_bytes(part.ids), _bytes(part.counts)) for part in parts]
+        return table_bytes(cls.MARK, rows, ROWS)
+
+    @classmethod
+    def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
+        found = []
+        for rollout, row in zip(rollouts, read_table(reader, cls.MARK, ROWS).to_pylist(), strict=True):
+            if row["counts"] is not None:
+                rider = cls(_numbers(row["ids"]), _numbers(row["counts"]))
+                assert len(rider.counts) == len(rollout.completion_ids), "the kept tokens are of another completion"
+                assert rider.counts.min() >= 0 and int(rider.counts.sum()) == len(rider.ids), "their number doesn't fit"
+                rollout = rollout.carrying(rider)
+            found.append(rollout)
+        return found
+
+
+class Candidates:
+    """Candidate tokens of a head's N labels, indexed for tiles of the logits.
+
+    Args:
+        kept: candidate tokens of each label.
+        first: token id of the head's first row, if ranks share out the vocabulary.
+    """
+
+    def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
+        counts = kept.counts.long()
+        self.ends = [0, *counts.cumsum(0).tolist()]  # on the host: no tile waits for the device
+        self.ids = to_device_async(kept.ids.long() - first, device)
+        self.labels = to_device_async(torch.arange(len(counts)).repeat_interleave(counts), device)
+        self.all = to_device_async(counts == 0, device)
+
+    def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Return (n, c) bool, True where the token isn't among the label's candidates."""
+        here = slice(self.ends[row.start], self.ends[row.stop])
+        shape = row.stop - row.start, vocabulary.stop - vocabulary.start
+        columns = self.ids[here] - vocabulary.start
+        inside = (columns >= 0) & (columns < shape[1])
+        places = ((self.labels[here] - row.start) * shape[1] + columns).where(inside, shape[0] * shape[1])
+        found = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
+        found[places] = False  # the last entry takes the tokens of other tiles
+        return found[:-1].view(shape) & ~self.all[row, None]
+
+
+def _bytes(numbers: torch.Tensor) -> bytes:
+    return bytes(numbers.numpy().tobytes())
+
+
+def _numbers(content: bytes) -> torch.Tensor:
+    return torch.tensor(np.frombuffer(content, dtype=np.int32))
