@@ -9,7 +9,7 @@ from ..engine.arguments import MOST_SEQUENCES
 from ..extensions.images.towers import has_tower, in_tower
 from ..extensions.offload.layer_inputs import KEPT
 from ..policy.attention import IN_PLACE_FROM
-from ..policy.logprobs import TILE_ELEMENTS
+from ..policy.head import TILE_ELEMENTS
 from ..runtime.sizes import size_of
 
 ENGINE_TOKENS = 16384  # tokens of one engine step: vLLM's default for `LLM` on large GPUs

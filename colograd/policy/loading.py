@@ -25,8 +25,7 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
 from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
-from ..extensions.experts.router_replay import make_replaying
-from ..extensions.experts.routing import num_experts, tells_routing
+from ..extensions.experts.routing import tells_routing
 from ..extensions.images.towers import (
     find_processors,
     freeze_tower,
@@ -40,10 +39,12 @@ from ..extensions.images.towers import (
 from ..extensions.quantized import checkpoints as quantized
 from ..extensions.quantized.checkpoints import Quantization
 from ..extensions.quantized.layers import packed_weights, settle
-from ..extensions.tensor_parallel.layers import check_split, parts_of, trained_elements, vocabulary_size
+from ..extensions.tensor_parallel.layers import check_split, parts_of, trained_elements
 from ..parallel.ranks import world_size
-from ..runtime import cpu_products
+from ..runtime import cpu_products, registry
+from ..runtime.sizes import num_experts
 from .dropout import disable_dropout, largest_dropout
+from .head import vocabulary_size
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .lora_inputs import keep_inputs_as_they_are
@@ -238,8 +239,8 @@ def load_policy(
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    if config.router_replay:
-        make_replaying(loaded)
+    for set_up in registry.hooks("policy"):  # (model, config): options of the forward that the configuration turns on
+        set_up(loaded, config)
     new = peft_config is not None
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new, quantization, processor)
 

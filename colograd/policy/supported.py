@@ -12,12 +12,12 @@ from transformers import AutoConfig
 
 from ..config import GRPOConfig
 from ..extensions.experts.router_replay import SHARES
-from ..extensions.experts.routing import num_experts
 from ..extensions.hybrids.recurrent import mixers_of
 from ..extensions.images import towers as images
 from ..extensions.quantized.checkpoints import asked_for, check_quantized, saved_in
 from ..extensions.sequence_parallel.recurrent_heads import can_share_out
 from ..runtime.hub import check_model_name
+from ..runtime.sizes import num_experts
 from .lora import adapter_folder, is_adapted, unwrap
 
 # Mixtures of experts that tests train, see docs/models.md. Others are proved when a run starts.

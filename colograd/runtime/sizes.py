@@ -15,3 +15,23 @@ def size_of(model_config: Any, *names: str) -> int:
             values = [getattr(layer, name, None) for layer in config.per_layer_config]
         found += values if isinstance(values, list | tuple) else [values]
     return max((int(value) for value in found if value), default=0)
+
+
+def num_experts(model_config: Any) -> int:
+    """Return the number of a layer's experts that routers choose from; 0: no mixture of experts."""
+    found = size_of(model_config, "num_experts", "num_local_experts", "n_routed_experts")
+    return found if experts_per_token(model_config) or found > 1 else 0
+
+
+def experts_per_token(model_config: Any) -> int:
+    """Return the number of experts per token; 0: not in the configuration."""
+    return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+
+
+def active_parameters(model: Any) -> int:
+    """Return the number of parameters that a token uses: of a mixture's experts only the chosen ones count."""
+    total, experts = int(model.num_parameters()), num_experts(model.config)
+    if not experts:
+        return total
+    idle = 1 - (experts_per_token(model.config) or experts) / experts
+    return total - int(idle * sum(p.numel() for name, p in model.named_parameters() if ".experts." in name))

@@ -26,7 +26,6 @@ from ..extensions.agents.session_log import SessionLog
 from ..extensions.agents.sessions import Agent, AgentSessions, AgentSettings
 from ..extensions.carry_over.source import CarryOver
 from ..extensions.distillation.teacher import check_teacher_context
-from ..extensions.experts.routing import num_experts
 from ..extensions.hybrids.recurrent import keep_uncompiled
 from ..extensions.images.towers import has_tower, reads_text_alone
 from ..extensions.tools.conversations import Conversations
@@ -48,6 +47,7 @@ from ..rollout.custom import CustomRollouts
 from ..rollout.stages import RolloutSource
 from ..rollout.store import RolloutStore
 from ..runtime import process
+from ..runtime.sizes import num_experts
 from ..sharding import strategy_name
 from ..weights import (
     WeightSync,

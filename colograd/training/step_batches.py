@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
-from ..extensions.experts.routing import active_parameters
 from ..extensions.overlap.first_rows import FirstRows
 from ..losses.objective import Objective
 from ..parallel.balance import balance, pair_cost
@@ -17,6 +16,7 @@ from ..policy.loading import Policy
 from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import RolloutStatistics
+from ..runtime.sizes import active_parameters
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:

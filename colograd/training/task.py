@@ -23,7 +23,6 @@ from ..extensions.agents.prompts import with_prompts
 from ..extensions.agents.sessions import Agent, agent_reward
 from ..extensions.distillation.teacher import check_teacher
 from ..extensions.experts.engine.lora import why_no_slots
-from ..extensions.experts.routing import num_experts
 from ..extensions.images.data import has_images
 from ..extensions.quantized.checkpoints import take_quantization
 from ..extensions.tools.tool_format import ToolFormat
@@ -46,6 +45,7 @@ from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..runtime import process
 from ..runtime.importing import find_object, is_import_path
+from ..runtime.sizes import num_experts
 from ..sharding import check_sharding
 from ..weights import check_adapter_in_parts, check_choice
 from .best_metric import check_best_metric
@@ -133,7 +133,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         if args.tensor_parallel:
             check_adapter_in_parts(policy.adapter, args.sharding)
         check_split(args, policy.model.config)
-        objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
+        objective = objective.with_terms(args, policy)
         check_reference(args, policy)
         check_teacher(args, policy)
         check_compiled(args, policy.why_padded)

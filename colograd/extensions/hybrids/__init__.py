@@ -1,3 +1,3 @@
 """Models whose layers have a recurrent state, such as Qwen3.5 and Granite 4."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"rows": "recurrent:ROWS"}

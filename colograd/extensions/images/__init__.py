@@ -1,3 +1,3 @@
 """Images in prompts, completions and tool answers."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"forward": "forward:step_of"}

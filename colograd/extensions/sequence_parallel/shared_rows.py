@@ -19,10 +19,10 @@ from ...parallel.ranks import on_all_ranks
 from ...parallel.shards import RankGroup
 from ...policy.lora import unwrap
 from ...runtime.process import forget_frames
+from ...runtime.sizes import num_experts
 from ...sharding.strategy import ShardingStrategy, drop_graph
 from ...sharding.whole import WholeCopies
 from ...sharding.zero import SharedGradients, SharedOptimizer
-from ..experts.routing import num_experts
 from ..tensor_parallel.layers import parts_of
 from .forward import RowGroups, share_rows, whole_rows
 
