@@ -226,9 +226,8 @@ def taught(model: Any, way: ShardingStrategy) -> float:
             (states,), _ = PolicyForward(teacher, 1.0).run(label_states, row)
             seen = dataclasses.replace(row, teacher_states=states)
             said = policy_logprobs(teacher, row, 1.0)[0]
-            found.append(
-                torch.cat([said, PolicyForward(policy, 1.0, steps=(TeacherStep(head),))(seen)[2]["divergence"]])
-            )
+            forward = PolicyForward(policy, 1.0, steps=(TeacherStep(head),))
+            found.append(torch.cat([said, forward(seen)[2]["divergence"]]))
     return float((found[0] - found[1]).abs().max())
 
 
