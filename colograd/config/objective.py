@@ -61,7 +61,7 @@ class AdvantageKnobs:
 
 
 LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo")
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 @dataclass
@@ -117,7 +117,9 @@ class ObjectiveKnobs(SamplingKnobs):
         True, "Weigh the loss by trainer over sampler probability, to undo their mismatch."
     )
     vllm_importance_sampling_mode: str = knob(
-        "sequence_mask", "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL."
+        "sequence_mask",
+        "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL; or `geometric_mask`, which "
+        "leaves out completions whose tokens' geometric-mean ratio is outside the bounds.",
     )
     vllm_importance_sampling_clip_max: float | None = knob(3.0, "Upper bound of that ratio.")
     vllm_importance_sampling_clip_min: float | None = knob(None, "Lower bound of that ratio.")

@@ -14,7 +14,7 @@ from ..batch import LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
 from ..policy.logprobs import ForwardStep
 from ..runtime import registry
-from .mismatch import Bounds, observe
+from .mismatch import Bounds, log_ratio_of, observe
 from .token_losses import (
     MOST_LOG_RATIO,
     Extremes,
@@ -38,6 +38,11 @@ class SamplerCorrection:
 
     ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside
     the bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
+
+    One mode is a mask alone: with `geometric_mask` a token's weight is 1 if exp(mean over its completion's tokens of
+    log trainer - log sampler) is within the bounds, else 0. Unlike the product of the ratios this doesn't depend on the
+    completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
+    without importance weights).
     """
 
     mode: str
@@ -50,17 +55,16 @@ class SamplerCorrection:
 
     @property
     def per_sequence(self) -> bool:
-        return self.mode.startswith("sequence")
+        return not self.mode.startswith("token")
 
     def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Compute (N,) weights from the trainer's detached log-probabilities (N,)."""
         difference = known(trainer - batch.sampler_logprobs, batch)
-        if self.per_sequence:
-            difference = per_sequence_sum(difference, batch)[batch.sequence]
-        ratio = bounded_exp(difference)
+        ratio = bounded_exp(log_ratio_of(difference, self.mode, batch))
         if self.mode.endswith("truncate"):
             return ratio.clamp(min=self.low, max=self.high)
-        return ratio.masked_fill(self.bounds.outside(ratio), 0.0)
+        weights = torch.ones_like(ratio) if self.mode == "geometric_mask" else ratio
+        return weights.masked_fill(self.bounds.outside(ratio), 0.0)
 
 
 def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
