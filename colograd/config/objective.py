@@ -212,6 +212,18 @@ class ObjectiveKnobs(SamplingKnobs):
 
 
 @dataclass
+class RewardPenaltyKnobs:
+    """The divergence from the reference as a part of the reward."""
+
+    kl_in_reward: float = knob(
+        0.0,
+        "Coefficient of the KL divergence from the reference that is subtracted from each completion's reward; 0: "
+        "none. See docs/losses.md.",
+    )
+    kl_in_reward_estimator: str = knob("k1", "How a token's divergence is estimated: `k1`, `k2` or `k3`.")
+
+
+@dataclass
 class ReferenceKnobs:
     """The KL term and its reference model."""
 

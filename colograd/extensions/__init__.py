@@ -17,6 +17,7 @@ EXTENSIONS = (
     "offload",
     "overlap",
     "quantized",
+    "reward_kl",
     "sequence_parallel",
     "tensor_parallel",
     "tools",

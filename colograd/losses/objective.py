@@ -14,6 +14,7 @@ from ..batch import LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
 from ..policy.logprobs import ForwardStep
 from ..runtime import registry
+from .advantages import AdvantageEstimator
 from .mismatch import Bounds, log_ratio_of, observe
 from .token_losses import (
     MOST_LOG_RATIO,
@@ -97,6 +98,10 @@ class LossTerm:
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
         """Return the forward's steps that compute the term's values."""
         return ()
+
+    def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
+        """Change a step's advantages, once its rows have the second models' values."""
+        return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:
         """Add the values that the term needs of the whole step to its rows' constants. A collective."""

@@ -199,6 +199,10 @@ class Learner:
             phase = self.times.phase(field.partition(OF)[0])
             with on_all_ranks("the second models' log-probabilities"), phase, autocast():
                 steps = with_second_logprobs({field: second}, steps, config.temperature)
+        if self.objective.terms:
+            with on_all_ranks("the advantages"):
+                for term in self.objective.terms:
+                    steps = [term.with_scores(step, self.estimator) for step in steps]
 
         def add_old(step: StepBatch) -> StepBatch:
             with self.times.phase("old_logprobs"), autocast():
@@ -323,6 +327,8 @@ class Learner:
         if self.second_models:
             with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
                 (step,) = with_second_logprobs(self.second_models, [step], self.config.temperature)
+                for term in self.objective.terms:
+                    step = term.with_scores(step, self.estimator)
         with evaluation_mode(self.model):
             if self.objective.needs_constants:
                 step = self._with_constants(step)
