@@ -17,6 +17,7 @@ from ..runtime import registry
 from .advantages import AdvantageEstimator
 from .mismatch import Bounds, log_ratio_of, observe
 from .token_losses import (
+    LOSSES,
     MOST_LOG_RATIO,
     Extremes,
     Means,
@@ -183,8 +184,9 @@ class Objective:
 
     @property
     def needs_constants(self) -> bool:
-        """Whether terms need values of the whole step (`entropy.with_step_entropy`)."""
-        return self.entropy_bonus or self.top_entropy_quantile < 1 or bool(self.terms)
+        """Whether a term, or a loss of the user's, may read values of the whole step (`entropy.with_step_entropy`)."""
+        own = type(self.loss) not in LOSSES.values()
+        return own or self.entropy_bonus or self.top_entropy_quantile < 1 or bool(self.terms)
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
         """Return the part of a step's loss that isn't the policy's, from its metrics."""

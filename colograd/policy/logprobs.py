@@ -58,6 +58,8 @@ Compute = Callable[[Pass], tuple[torch.Tensor, ...]]
 class ForwardStep:
     """Option of a model's forwards. A subclass overrides what it changes."""
 
+    of_rows = False  # whether it belongs to the rows, so that each second model that reads them needs it
+
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         """Wrap the whole forward, inside the call of the model."""
         return inner(row)

@@ -19,7 +19,8 @@ from ..batch import MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
 from ..runtime import registry
 from .loading import Policy
-from .logprobs import PolicyForward, policy_logprobs
+from .logprobs import PolicyForward, install, policy_logprobs, steps_of
+from .lora import unwrap
 from .reference import reference_bytes, reference_of
 
 
@@ -73,7 +74,13 @@ def kinds() -> dict[str, Kind]:
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
     """Make the second models that an objective `needs`, by the field of the rows that each fills."""
-    return {key: kind.make(each, policy) for key, kind, each in _of_run(needs, config)}
+    found = {key: kind.make(each, policy) for key, kind, each in _of_run(needs, config)}
+    for second in found.values():
+        present = {type(step) for step in steps_of(unwrap(second.model))}
+        for step in steps_of(unwrap(policy.model)):
+            if step.of_rows and type(step) not in present:
+                install(second.model, step)
+    return found
 
 
 def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:

@@ -53,6 +53,7 @@ class LearnerHooks(Protocol):
     journal: Any
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
+    def replaces(self, stage: str) -> bool: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
 
 
@@ -222,7 +223,7 @@ class Learner:
         self.model.train()
         while True:
             try:
-                if self.objective.needs_constants:
+                if self._reads_constants:
                     step = self._with_constants(step)
                 with on_all_ranks("training"), self.recorder.trains(step), self.times.phase("train"):
                     metrics = self._loss_pass(step, self.sharding, self._early_metrics if step.trained else None)
@@ -279,6 +280,11 @@ class Learner:
         """Steps of the forward that the objective's terms read."""
         return tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
+    @functools.cached_property
+    def _reads_constants(self) -> bool:
+        """Whether the loss may read the step's constants. A compute_loss of the user's may."""
+        return self.objective.needs_constants or self.hooks.replaces("compute_loss")
+
     def _with_constants(self, step: StepBatch) -> StepBatch:
         """Return the step with the entropy threshold and coefficient added to every row. A collective."""
 
@@ -330,7 +336,7 @@ class Learner:
                 for term in self.objective.terms:
                     step = term.with_scores(step, self.estimator)
         with evaluation_mode(self.model):
-            if self.objective.needs_constants:
+            if self._reads_constants:
                 step = self._with_constants(step)
             with on_all_ranks("the evaluation's forward"), torch.no_grad():
                 metrics = self._loss_pass(step, sharding=None)

@@ -42,6 +42,8 @@ class Kept:
 class KeptStep(ForwardStep):
     """Distributions over the kept tokens, for rows that have them."""
 
+    of_rows = True
+
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         if row.batch.kept is not None:
             part = getattr(row.model.get_output_embeddings(), "vocabulary", None)
