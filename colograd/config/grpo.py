@@ -19,7 +19,7 @@ from .curriculum import CurriculumKnobs
 from .distillation import DistillationKnobs
 from .engine import EngineKnobs
 from .knob import BARE_FLAG, knob, names_checked, unused_lines
-from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
+from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from .outputs import JournalKnobs, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, PolicyKnobs
 from .rewards import RewardKnobs
@@ -37,6 +37,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     SavingKnobs,
     DistillationKnobs,
     ReferenceKnobs,
+    RewardPenaltyKnobs,
     ObjectiveKnobs,
     AdvantageKnobs,
     RewardKnobs,

@@ -61,7 +61,7 @@ class AdvantageKnobs:
 
 
 LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo")
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 @dataclass
@@ -117,7 +117,9 @@ class ObjectiveKnobs(SamplingKnobs):
         True, "Weigh the loss by trainer over sampler probability, to undo their mismatch."
     )
     vllm_importance_sampling_mode: str = knob(
-        "sequence_mask", "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL."
+        "sequence_mask",
+        "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL; or `geometric_mask`, which "
+        "leaves out completions whose tokens' geometric-mean ratio is outside the bounds.",
     )
     vllm_importance_sampling_clip_max: float | None = knob(3.0, "Upper bound of that ratio.")
     vllm_importance_sampling_clip_min: float | None = knob(None, "Lower bound of that ratio.")
@@ -207,6 +209,18 @@ class ObjectiveKnobs(SamplingKnobs):
     def replays_truncation(self) -> bool:
         """Whether the tokens that truncated sampling keeps are recorded, for every model's distribution over them."""
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
+
+
+@dataclass
+class RewardPenaltyKnobs:
+    """The divergence from the reference as a part of the reward."""
+
+    kl_in_reward: float = knob(
+        0.0,
+        "Coefficient of the KL divergence from the reference that is subtracted from each completion's reward; 0: "
+        "none. See docs/losses.md.",
+    )
+    kl_in_reward_estimator: str = knob("k1", "How a token's divergence is estimated: `k1`, `k2` or `k3`.")
 
 
 @dataclass

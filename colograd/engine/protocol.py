@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..batch import FinishReason, Group, ModelInput, Prompt, Rider, Rollout
-from ..extensions.quantized.layers import PackedWeight
 from ..parallel.layout import RankLayout
+from ..policy.packed_weights import PackedWeight
 from .sampling import Sampling
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ from ..batch import MicroBatch, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import PolicyForward
-from ..policy.packing import is_dummy
 from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
@@ -30,7 +29,7 @@ def with_step_entropy(
     entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """Add the values that the objective's entropy terms need of the whole step. A collective.
+    """Add the values that the objective's terms need of the whole step. A collective.
 
     A top-entropy quantile needs all tokens' entropies before the first loss: one more forward of each micro-batch, if
     the step has several.
@@ -48,13 +47,12 @@ def with_step_entropy(
         everywhere = torch.cat(gather(own if step.counted else own[:0]))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
-    sequence_tokens = None
-    if objective.router_coef:
-        own_tokens = sum(row.sequence_tokens for row in step.rows if step.counted and not is_dummy(row))
-        sequence_tokens = float(max(1, sum(gather(own_tokens))))
-    entropy = StepConstants(coefficient, objective.denominator(step), threshold, tokens, sequence_tokens)
-    rows = tuple(dataclasses.replace(row, step_constants=entropy) for row in step.rows)
-    return dataclasses.replace(step, rows=rows)
+    constants = StepConstants(coefficient, objective.denominator(step), threshold, tokens)
+    rows = tuple(dataclasses.replace(row, step_constants=constants) for row in step.rows)
+    step = dataclasses.replace(step, rows=rows)
+    for term in objective.terms:
+        step = term.with_constants(step)
+    return step
 
 
 def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:

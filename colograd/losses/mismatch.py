@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..batch import MicroBatch
 from ..config import GRPOConfig
-from .token_losses import Extremes, Means, Tokens, per_sequence_sum
+from .token_losses import Extremes, Means, Tokens, per_sequence_sum, sequence_mean_weights
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
@@ -19,6 +20,18 @@ LARGEST = 30.0  # log-ratios are shown up to this, so that a ratio's square stay
 HALF = 0.5  # effective share of completions below which a line is due
 
 
+def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torch.Tensor:
+    """Compute the (N,) logarithm of the ratio that a correction's mode bounds, from the tokens' own (N,).
+
+    It is the token's own, or its completion's: the sum, or for `geometric_mask` the mean over its tokens in the loss.
+    """
+    if mode.startswith("geometric"):
+        difference = difference * sequence_mean_weights(batch)
+    elif not mode.startswith("sequence"):
+        return difference
+    return per_sequence_sum(difference, batch)[batch.sequence]
+
+
 def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds) -> tuple[Means, Extremes, Extremes]:
     """Sum the ratio before it is bounded, with counts, minima and maxima; for a micro-batch with a loss token.
 
@@ -26,9 +39,8 @@ def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds)
         difference: (N,) trainer less sampler, nats; 0 where it isn't known.
         mode: the correction's mode; empty: there is no correction, and the ratios are per token.
     """
-    batch, whole = tokens.batch, mode.startswith("sequence")
-    log_ratio = per_sequence_sum(difference, batch)[batch.sequence] if whole else difference
-    ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
+    batch, whole = tokens.batch, mode.startswith(("sequence", "geometric"))
+    ratio = log_ratio_of(difference, mode, batch).clamp(-LARGEST, LARGEST).exp()
     sums: Means = {
         f"{DIFFERENCE}{SIGNED}": tokens.mean(difference, False),
         f"{DIFFERENCE}{SQUARE}": tokens.mean(difference.square(), False),
@@ -38,7 +50,7 @@ def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds)
     if mode:
         outside = bounds.outside(ratio).to(ratio.dtype)
         sums[MASKED if mode.endswith("mask") else TRUNCATED] = tokens.mean(outside, whole)
-        if mode == "sequence_mask":
+        if whole and mode.endswith("mask"):
             sums[MASKED_TOKENS] = tokens.mean(outside, False)
     counted = batch.loss_mask > 0
     lowest, highest = ratio.where(counted, math.inf).min(), ratio.where(counted, -math.inf).max()

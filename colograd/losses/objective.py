@@ -4,15 +4,20 @@ its level, the sampler's correction, the masks, the KL term, the entropy bonus).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..batch import UNTAUGHT, LossOutput, MicroBatch, StepBatch
+from ..batch import LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
-from ..extensions.experts.routing import Routing
-from .mismatch import Bounds, observe
+from ..policy.logprobs import ForwardStep
+from ..runtime import registry
+from .advantages import AdvantageEstimator
+from .mismatch import Bounds, log_ratio_of, observe
 from .token_losses import (
+    LOSSES,
     MOST_LOG_RATIO,
     Extremes,
     Means,
@@ -26,8 +31,6 @@ from .token_losses import (
 )
 
 QUANTILE_LIMIT = 2**24  # numbers; torch.quantile fails for more
-TEACHER_LOGPROBS = "teacher_logprobs"  # the key of `MicroBatch.scores` with `distillation_kl: sampled`
-DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the key by `distillation_kl`
 BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
 
 
@@ -37,6 +40,11 @@ class SamplerCorrection:
 
     ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside
     the bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
+
+    One mode is a mask alone: with `geometric_mask` a token's weight is 1 if exp(mean over its completion's tokens of
+    log trainer - log sampler) is within the bounds, else 0. Unlike the product of the ratios this doesn't depend on the
+    completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
+    without importance weights).
     """
 
     mode: str
@@ -49,17 +57,16 @@ class SamplerCorrection:
 
     @property
     def per_sequence(self) -> bool:
-        return self.mode.startswith("sequence")
+        return not self.mode.startswith("token")
 
     def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Compute (N,) weights from the trainer's detached log-probabilities (N,)."""
         difference = known(trainer - batch.sampler_logprobs, batch)
-        if self.per_sequence:
-            difference = per_sequence_sum(difference, batch)[batch.sequence]
-        ratio = bounded_exp(difference)
+        ratio = bounded_exp(log_ratio_of(difference, self.mode, batch))
         if self.mode.endswith("truncate"):
             return ratio.clamp(min=self.low, max=self.high)
-        return ratio.masked_fill(self.bounds.outside(ratio), 0.0)
+        weights = torch.ones_like(ratio) if self.mode == "geometric_mask" else ratio
+        return weights.masked_fill(self.bounds.outside(ratio), 0.0)
 
 
 def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -68,9 +75,58 @@ def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return difference.where(batch.loss_mask > 0, 0.0).nan_to_num(nan=0.0)
 
 
-def _taught(batch: MicroBatch) -> torch.Tensor:
-    """Return (N,) 1 for the tokens in the loss that a teacher has scored, else 0."""
-    return batch.loss_mask * (batch.scores[TEACHER_LOGPROBS] != UNTAUGHT)
+class LossTerm:
+    """A term that an extension adds to the objective. A subclass overrides what it changes.
+
+    The extension offers a function (configuration, policy) -> `LossTerm` or None at the seam "loss_term".
+    """
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Fields of the rows that second models fill."""
+        return ()
+
+    @property
+    def every_group(self) -> bool:
+        """Whether there is a gradient in groups without a reward difference."""
+        return False
+
+    @property
+    def waits(self) -> str:
+        """The reason why no group can be trained before its whole step is sampled; empty: it can."""
+        return ""
+
+    def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
+        """Return the forward's steps that compute the term's values."""
+        return ()
+
+    def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
+        """Change a step's advantages, once its rows have the second models' values."""
+        return step
+
+    def with_constants(self, step: StepBatch) -> StepBatch:
+        """Add the values that the term needs of the whole step to its rows' constants. A collective."""
+        return step
+
+    def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
+        """Change a micro-batch before its loss; ``old`` are the old log-probabilities (N,)."""
+        return batch
+
+    def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Compute a summand (N,) of the tokens' losses from the forward's values, before the loss averages them."""
+        return None
+
+    def of_row(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Compute a summand () of the micro-batch's loss."""
+        return None
+
+    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+        """Compute metrics."""
+        return {}
+
+    def in_loss(self, metrics: Mapping[str, float]) -> float:
+        """Return the term's part of a step's loss that isn't the policy's, from the step's metrics."""
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +141,7 @@ class Objective:
     beta: float = 0.0
     unbiased_kl: bool = True  # the KL term times the token's own ratio, also from DeepSeek-V3.2
     entropy_bonus: bool = False
-    distillation_weight: float = 0.0  # weight of the teacher's term; 0: there is no teacher
-    divergence_of: str = ""  # the rows' field for a divergence; empty: the term is a part of the advantage
-    router_coef: float = 0.0  # coefficient of a mixture's load-balancing loss, see `Routing.balance_loss`
+    terms: tuple[LossTerm, ...] = ()  # of extensions
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
@@ -105,29 +159,38 @@ class Objective:
             beta=config.beta,
             unbiased_kl=config.use_bias_correction_kl,
             entropy_bonus=config.entropy_coef != 0 or config.use_adaptive_entropy,
-            distillation_weight=config.distillation_weight if config.distils else 0.0,
-            divergence_of=DIVERGENCES.get(config.distillation_kl, "") if config.distils else "",
         )
+
+    def with_terms(self, config: GRPOConfig, policy: Any) -> Objective:
+        """Return the objective with the extensions' terms for this run. Raises ValueError if one can't be had."""
+        terms = (make(config, policy) for make in registry.hooks("loss_term"))
+        return dataclasses.replace(self, terms=tuple(term for term in terms if term is not None))
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The second models that the loss needs (`policy.second_models`)."""
-        asked = {"ref_logprobs": self.beta != 0, self._of_teacher: self.distillation_weight != 0}
-        return tuple(field for field, needed in asked.items() if needed)
-
-    @property
-    def _of_teacher(self) -> str:
-        return self.divergence_of or TEACHER_LOGPROBS
+        reference = ("ref_logprobs",) if self.beta != 0 else ()
+        return reference + tuple(field for term in self.terms for field in term.needs)
 
     @property
     def every_group(self) -> bool:
         """Whether groups without a reward difference matter: by their gradient, or by their tokens' entropies."""
-        terms = bool(self.needs) or self.entropy_bonus or self.router_coef != 0
+        terms = bool(self.needs) or self.entropy_bonus or any(term.every_group for term in self.terms)
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
     def needs_entropy_gradient(self, batch: MicroBatch) -> bool:
         """Return whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
         return self.entropy_bonus and batch.step_constants.coefficient != 0
+
+    @property
+    def needs_constants(self) -> bool:
+        """Whether a term, or a loss of the user's, may read values of the whole step (`entropy.with_step_entropy`)."""
+        own = type(self.loss) not in LOSSES.values()
+        return own or self.entropy_bonus or self.top_entropy_quantile < 1 or bool(self.terms)
+
+    def in_loss(self, metrics: Mapping[str, float]) -> float:
+        """Return the part of a step's loss that isn't the policy's, from its metrics."""
+        return sum(term.in_loss(metrics) for term in self.terms)
 
     def denominator(self, step: StepBatch) -> float:
         return self.loss.denominator(step)
@@ -137,19 +200,18 @@ class Objective:
         logprobs: torch.Tensor,
         entropy: torch.Tensor,
         batch: MicroBatch,
-        routing: Routing | None = None,
-        divergence: torch.Tensor | None = None,
+        values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:
         """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
         On-policy, the old log-probabilities are the new ones, detached.
 
         Args:
-            routing: of a mixture of experts.
-            divergence: (N,) from a teacher, differentiable, with `divergence_of`.
+            values: the forward's further values, for the terms.
         """
+        values = {} if values is None else values
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        if self.distillation_weight != 0 and not self.divergence_of:
-            batch = self._taught(old, batch)
+        for term in self.terms:
+            batch = term.before(old, batch)
         tokens = self._tokens(logprobs, old, batch)
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
@@ -169,24 +231,19 @@ class Objective:
         if self.beta != 0:
             kl = self._kl(tokens)
             per_token = per_token + self.beta * kl
-        if self.divergence_of:
-            assert divergence is not None, "the forward gives the divergence (PolicyForward)"
-            divergence = divergence.where(batch.loss_mask > 0, 0.0)
-            per_token = per_token + self.distillation_weight * divergence
+        for term in self.terms:
+            if (of_tokens := term.of_tokens(batch, values)) is not None:
+                per_token = per_token + of_tokens
         loss = (per_token * self.loss.token_weights(batch)).sum()
         if self.needs_entropy_gradient(batch):
             of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
         sums, minima, maxima = self._observe(tokens, entropy.detach(), old, kl, chosen)
-        if divergence is not None:
-            sums["teacher_kl"] = (divergence.detach().sum(), batch.loss_mask.sum())
-        if routing is not None:
-            balance, of_step = routing.balance_loss, batch.step_constants
-            if self.router_coef != 0:
-                of_all = routing.tokens.clamp(min=1) if of_step.sequence_tokens is None else of_step.sequence_tokens
-                loss = loss + (self.router_coef * of_step.denominator * routing.tokens / of_all) * balance
-            sums = {**sums, **_observe_routing(routing, balance.detach())}
+        for term in self.terms:
+            if (of_row := term.of_row(batch, values)) is not None:
+                loss = loss + of_row
+            sums = sums | term.observe(old, batch, values)
         return LossOutput(loss, sums, minima, maxima)
 
     def _tokens(self, logprobs: torch.Tensor, old: torch.Tensor, batch: MicroBatch) -> Tokens:
@@ -196,13 +253,6 @@ class Objective:
         of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
         correction = None if self.correction is None else self.correction.weights(old, batch)
         return Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
-
-    def _taught(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Add log teacher - log pi_old of each token to its advantage. Its average over the policy's samples is minus
-        the token's reverse KL divergence to the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the later tokens'
-        part)."""
-        gain = (batch.scores[TEACHER_LOGPROBS] - old).where(_taught(batch) > 0, 0.0)
-        return dataclasses.replace(batch, advantages=batch.advantages + self.distillation_weight * gain)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return (N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's
@@ -254,9 +304,6 @@ class Objective:
             sums[BONUS_ENTROPY] = ((entropy * chosen).sum(), chosen.sum())
         if kl is not None:
             sums["kl"] = ((kl * mask).sum(), count)
-        if (teacher := batch.scores.get(TEACHER_LOGPROBS)) is not None:
-            taught = _taught(batch)
-            sums["teacher_kl"] = ((old - teacher).where(taught > 0, 0.0).sum(), taught.sum())
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)
@@ -270,17 +317,6 @@ class Objective:
             minima = {**minima, f"{name}/min": correction.where(counted, torch.inf).min()}
             maxima = {**maxima, f"{name}/max": correction.where(counted, -torch.inf).max()}
         return sums | of_loss, minima, maxima
-
-
-@torch.no_grad()
-def _observe_routing(routing: Routing, balance: torch.Tensor) -> Means:
-    """Compute the routing metrics, averaged over micro-batches by their tokens."""
-    tokens = routing.tokens
-    return {
-        "aux_loss": (balance * tokens, tokens),
-        "router/load_max": (routing.largest_load * tokens, tokens),
-        "router/entropy": (routing.mean_entropy * tokens, tokens),
-    }
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..engine.arguments import MOST_SEQUENCES
 from ..policy.attention import IN_PLACE_FROM
-from ..policy.logprobs import TILE_ELEMENTS
+from ..policy.head import TILE_ELEMENTS
 from ..runtime import registry
 from ..runtime.sizes import size_of
 

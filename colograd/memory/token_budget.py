@@ -17,7 +17,7 @@ import torch
 from ..batch import PackedRow, StepBatch
 from ..parallel.ranks import gather
 from ..policy.packing import PackingRules, dummy, pack_step, places
-from ..policy.second_models import KINDS
+from ..policy.second_models import kinds
 from . import policy_sizes
 from .shape import SHORT
 
@@ -148,7 +148,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
     """Pack the same step with another budget, and keep each completion's log-probabilities. No row counts as
     trained."""
     rows = pack_step(batch.groups, rules)
-    for name in ("old_logprobs", *KINDS):
+    for name in ("old_logprobs", *kinds()):
         rows = _carry_over(name, batch.rows, rows)
     return dataclasses.replace(batch, rows=rows, trained=0)
 

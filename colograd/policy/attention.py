@@ -24,7 +24,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +33,36 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
-from ..extensions.sequence_parallel.forward import PACKED as NAME
-from ..extensions.sequence_parallel.forward import RowPart
 from . import cpu_attention
 from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one
 from .sending import to_device_async
 
+NAME = "colograd_packed"
 TOWER_NAME = "colograd_flash_tower"  # transformers passes all windows at once if the name has "flash"
+
+
+class RowPart(Protocol):
+    """One rank's tokens of a row that several ranks compute together."""
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Exchange own tokens of all heads (1, heads, own tokens, D) for all tokens of own heads."""
+
+    def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
+        """Exchange all tokens of own heads (1, T, own heads, D) for own tokens of all heads."""
+
+    def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Exchange own tokens of all heads (1, own tokens, heads, D) for all tokens of own heads."""
+
+    def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
+        """Select this rank's heads from (H, ...)."""
+
+    def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Select the weights of this rank's tokens from those of the row's, (T,)."""
+
+    def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Turn a sum over this rank's tokens into the sum over the row's."""
 
 
 def packed_attention(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..config import GRPOConfig
-from ..extensions.distillation.head import TeacherHead
 
 
 class FrozenModel:
@@ -21,7 +20,6 @@ class FrozenModel:
     """
 
     of_policy = True  # whether it has the policy's architecture, and runs rows as the policy does
-    head: TeacherHead | None = None  # head for logits in the loss; None: the loss needs no logits
 
     def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
         self.model: Any = model

@@ -1,73 +1,106 @@
-"""Packed forward -> log-probability and entropy of each label, without the logits of a whole row.
+"""Packed forward: from a packed row to the log-probability and entropy of each label.
 
-Only positions that predict a completion token reach the head. Its logits exist one tile (some rows x some of the
-vocabulary) at a time. The forward keeps a running maximum and sum per row (an online softmax, arXiv 1805.02867), and
-the backward computes each tile again. So memory doesn't grow with the vocabulary, and grows by two numbers per label.
+    MicroBatch -> hidden states of the model's body -> states that predict a label -> `head`, one tile at a time
+
+Options wrap this chain. A `ForwardStep` of an extension is installed on a model once (`install`), or comes with the
+term of the objective that reads its values. A model without steps runs the plain chain alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..batch import MicroBatch, PackedRow, StepBatch
-from ..extensions.distillation.head import Spread, TeacherHead, TeacherLogits, TeacherTop, TopTokens, top_tokens
-from ..extensions.experts import router_replay
-from ..extensions.experts.routing import Routing, routing_of
-from ..extensions.images import towers as images
-from ..extensions.sequence_parallel import forward as sequence_parallel
-from ..extensions.sequence_parallel.forward import RowPart
-from ..extensions.tensor_parallel.layers import VocabularyPart
 from ..parallel import watchdog
 from . import attention, padded
-from .exchanges import enter
-from .head import FLOAT32_PRODUCTS, HIDDEN, Head, cast, logit_transform, parts, product_dtype
+from .head import (
+    FLOAT32_PRODUCTS,
+    Candidates,
+    Head,
+    OtherDistribution,
+    label_logprobs,
+)
 from .lora import unwrap
-from .packing import collate
-
-# Number of logits that exist at once. The forward has two float32 tensors of a tile's size. On a GPU each has 64 MiB,
-# because smaller tiles would be bound by kernel launches; on a CPU 32 MiB, because its allocator doesn't reuse all
-# freed memory.
-TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
-# More rows than these make a tile too narrow for fast matrix products.
-TILE_ROWS = 8192
+from .packing import PackedSequence, collate
 
 
-def policy_logprobs(
-    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute each label's log-probability and the entropy of its distribution at ``temperature``.
+@dataclass(slots=True)
+class Pass:
+    """One forward of a row. Steps change it on the way in, and add values on the way out."""
 
-    Both are (N,) float32 in nats. The log-probability is differentiable, the entropy only with ``entropy_gradient``.
-    """
-    return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
+    model: Any  # without wrappers
+    batch: MicroBatch
+    temperature: float
+    entropy_gradient: bool = False
+    inputs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the body
+    # Outputs of the layers, (T, ...) each, by their name in the body's output. A step adds an empty list to get them.
+    of_layers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    candidates: Candidates | None = None  # tokens that each label's distribution is over; None: all
+    other: Callable[[Pass], OtherDistribution] | None = None  # makes a distribution for `divergence` in `values`
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # further results of the forward
+
+    def hidden_states(self) -> torch.Tensor:
+        """Compute the row's last hidden states, (1, T, hidden). Without packed attention the sequences are padded."""
+        run: Callable[[Pass], torch.Tensor] = run_body
+        for step in steps_of(self.model):
+            run = functools.partial(step.states, run)
+        return run(self)
+
+    def label_states(self) -> torch.Tensor:
+        """Compute the hidden states that predict the labels, (N, hidden)."""
+        return self.hidden_states()[0].index_select(0, self.batch.logit_positions)
 
 
-def routed_logprobs(
-    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, Routing]:
-    """Compute `policy_logprobs` and the `Routing` of a mixture of experts (only if `routing.tells_routing`)."""
-    logprobs, entropy, *routing = PolicyForward(model, temperature, entropy_gradient, routing=True)(micro_batch)
-    return logprobs, entropy, Routing(*routing)
+Compute = Callable[[Pass], tuple[torch.Tensor, ...]]
 
 
-@torch.no_grad()
-def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """Return the step with the present weights' log-probabilities added to every row.
+class ForwardStep:
+    """Option of a model's forwards. A subclass overrides what it changes."""
 
-    Dropout is off, because the sampler has none and a resumed run must compute the same values.
-    """
-    with evaluation_mode(model):
-        forward = PolicyForward(model, temperature)
-        rows = tuple(dataclasses.replace(row, old_logprobs=forward.of_row(row)[0]) for row in step.rows)
-    return dataclasses.replace(step, rows=rows)
+    of_rows = False  # whether it belongs to the rows, so that each second model that reads them needs it
+
+    def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
+        """Wrap the whole forward, inside the call of the model."""
+        return inner(row)
+
+    def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
+        """Wrap the computation of the hidden states."""
+        return inner(row)
+
+    def attention(self, model: Any, name: str) -> str | dict[str, str]:
+        """Return the argument of `set_attn_implementation` for rows with the attention ``name``."""
+        return name
+
+    def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
+        """Return further inputs of the model's own forward for one sequence (see `row_proof`)."""
+        return {}
+
+    def misreads(self, model: Any, part: PackedSequence) -> bool:
+        """Return whether the model's own forward would misread a completion's sampled tokens."""
+        return False
+
+
+def steps_of(model: Any) -> tuple[ForwardStep, ...]:
+    """Return a model's installed steps. Each wraps those before it."""
+    return getattr(model, "forward_steps", ())
+
+
+def install(model: Any, step: ForwardStep) -> None:
+    """Let a model's forwards go through a step. It replaces an earlier one of its class."""
+    remove(model, type(step))
+    unwrap(model).forward_steps = (*steps_of(unwrap(model)), step)
+
+
+def remove(model: Any, kind: type[ForwardStep]) -> None:
+    """Undo `install`."""
+    unwrap(model).forward_steps = tuple(step for step in steps_of(unwrap(model)) if type(step) is not kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,92 +115,103 @@ class PolicyForward:
     model: torch.nn.Module  # or a wrapper around it, such as a PeftModel
     temperature: float
     entropy_gradient: bool = False
-    routing: bool = False
-    teacher: TeacherHead | TopTokens | None = None  # head for the batch's teacher states, or its top tokens
+    steps: tuple[ForwardStep, ...] = ()  # wrap the model's own steps
 
     @staticmethod
     def prepare(row: PackedRow) -> MicroBatch:
         """Return the row's tensors on the device. Rows are laid out nowhere else."""
         return collate(row)
 
-    def of_row(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
+    def of_row(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         return self(self.prepare(row))
 
-    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """Compute `policy_logprobs`, with a teacher the divergence (N,), and with ``routing`` a `Routing`'s fields.
+    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute `policy_logprobs`, and the steps' further values by name."""
+        (logprobs, entropy), values = self.run(label_values, micro_batch)
+        return logprobs, entropy, values
 
-        The result is a flat tuple of tensors, because a sharded model's hooks need that.
-        """
-        return self._call(self._compute, micro_batch)
-
-    def states(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Compute the head's inputs for the labels, (N, hidden), in the dtype of its products."""
-        (found,) = self._call(self._states, micro_batch)
-        return found
-
-    def top(self, micro_batch: MicroBatch, k: int) -> torch.Tensor:
-        """Compute ids and log-probabilities of each label's K most probable tokens, (N, 2, K).
-
-        See `MicroBatch.scores`.
-        """
-        (found,) = self._call(functools.partial(self._top, k), micro_batch)
-        return found
-
-    def _call(self, compute: Callable[..., Any], micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    def run(self, last: Compute, micro_batch: MicroBatch) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """Run a forward that ends with ``last``; return its tensors, and the steps' further values by name."""
         watchdog.progress()  # each row of a long pass is progress
+        names: list[str] = []
+
+        def compute(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+            model, run = unwrap(self.model), last
+            for step in (*steps_of(model), *self.steps):
+                run = functools.partial(step.around, run)
+            row = Pass(model, batch, self.temperature, self.entropy_gradient)
+            results = run(row)
+            names.extend(row.values)
+            return *results, *row.values.values()  # flat, because a sharded model's hooks need that
+
         around = getattr(self.model, "around_forward", nullcontext)
         with calls(self.model, compute), around():
             found: tuple[torch.Tensor, ...] = self.model(micro_batch)
-        return found
+        first = len(found) - len(names)
+        return found[:first], dict(zip(names, found[first:], strict=True))
 
-    def _states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
-        model = unwrap(self.model)
-        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
-        return (hidden.to(TeacherHead.of(model).dtype(hidden.device)),)
 
-    def _top(self, k: int, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
-        model = unwrap(self.model)
-        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
-        head = model.get_output_embeddings()
-        kept = micro_batch.candidates(hidden.device)
+def policy_logprobs(
+    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute each label's log-probability and the entropy of its distribution at ``temperature``.
 
-        def top(hidden: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-                logits = TeacherHead.of(model).logits(hidden, self.temperature, kept)
-                return top_tokens(logits, k, tile_shape(len(hidden), len(logits.weight), hidden.device))
+    Both are (N,) float32 in nats. The log-probability is differentiable, the entropy only with ``entropy_gradient``.
+    """
+    return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
-        with calls(head, top):
-            found: torch.Tensor = head(hidden)
-        return (found,)
 
-    def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        model = unwrap(self.model)
-        micro_batch, part = sequence_parallel.cut(model, micro_batch)
-        asked = {"output_router_logits": True} if self.routing else {}
-        states, routers = _states_and_routers(model, micro_batch, part, **asked)
-        hidden = states[0].index_select(0, micro_batch.logit_positions)
-        head = model.get_output_embeddings()
+@torch.no_grad()
+def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
+    """Return the step with the present weights' log-probabilities added to every row.
 
-        def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
-            part: VocabularyPart | None = getattr(head, "vocabulary", None)
-            at, transform = self.temperature, {**logit_transform(model), "part": part}
-            transform["kept"] = micro_batch.candidates(hidden.device, 0 if part is None else part.start)
-            given = hidden, head.weight, bias, micro_batch.labels
-            if self.teacher is None:
-                return label_logprobs(*given, at, transform, self.entropy_gradient, wide)
-            logits = self.teacher.beside(micro_batch, at, transform["kept"])
-            of_policy = Head(at, dtype=product_dtype(head.weight, hidden.device, wide), wide=wide, **transform)
-            return label_divergences(*given, of_policy, logits, self.entropy_gradient)
+    Dropout is off, because the sampler has none and a resumed run must compute the same values.
+    """
+    with evaluation_mode(model):
+        forward = PolicyForward(model, temperature)
+        rows = tuple(dataclasses.replace(row, old_logprobs=forward.of_row(row)[0]) for row in step.rows)
+    return dataclasses.replace(step, rows=rows)
 
-        with calls(head, logprobs):
-            found: tuple[torch.Tensor, ...] = head(hidden)
-        found = found if part is None else tuple(map(part.gather, found))
-        if self.routing:
-            chosen = model.config.get_text_config().num_experts_per_tok
-            routing = routing_of(routers, chosen, micro_batch, part)
-            found += tuple(getattr(routing, field.name) for field in dataclasses.fields(routing))
-        return found
+
+def run_body(row: Pass, body: Any = None) -> torch.Tensor:
+    """Run the model's body, or another one, on a row: packed, or padded without packed attention; (1, T, hidden)."""
+    model, batch = row.model, row.batch
+    if body is None:
+        body = model.base_model if model.base_model is not model else model.get_decoder()
+    if body is model:  # the class names another attribute (Llama 4)
+        body = model.model
+    if model.config._attn_implementation != attention.NAME:
+        return padded.hidden_states(body, batch, row.inputs, row.of_layers)
+    with attention.packed_rows():
+        output = body(
+            input_ids=batch.input_ids,
+            # Hides nothing. Without a mask transformers reads the positions' values, and the host would wait for them.
+            attention_mask=torch.ones_like(batch.input_ids, dtype=torch.bool),
+            position_ids=batch.position_ids,
+            layout=batch.layout,
+            use_cache=False,
+            **row.inputs,
+        )
+    for name, found in row.of_layers.items():
+        found += [each.flatten(0, -2) for each in getattr(output, name, None) or ()]
+    states: torch.Tensor = output.last_hidden_state
+    return states
+
+
+def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
+    """Compute the labels' log-probabilities and entropies, (N,) each, from the hidden states and the head."""
+    hidden, head = row.label_states(), row.model.get_output_embeddings()
+
+    def of_labels(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        how = Head.of(row.model, row.temperature, hidden.device, row.candidates)
+        other, bias = None if row.other is None else row.other(row), getattr(head, "bias", None)
+        return label_logprobs(hidden, head.weight, bias, row.batch.labels, how, row.entropy_gradient, other)
+
+    with calls(head, of_labels):
+        logprobs, entropy, *divergence = head(hidden)
+    if divergence:
+        (row.values["divergence"],) = divergence
+    return logprobs, entropy
 
 
 @contextmanager
@@ -195,272 +239,6 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Compute a packed row's last hidden states, (1, T, hidden). Without packed attention the sequences are padded."""
-    return _states_and_routers(model, micro_batch)[0]
-
-
-def _states_and_routers(
-    model: Any, micro_batch: MicroBatch, part: RowPart | None = None, **asked: Any
-) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Compute `hidden_states`, with ``part`` only for this rank's tokens.
-
-    The second value has the router's logits (T, E) of each layer with experts, if ``output_router_logits`` is set.
-    """
-    if part is not None:
-        asked["row_part"] = part
-    if images.embeds(model, micro_batch) and model.config._attn_implementation == attention.NAME:
-        with attention.packed_rows():
-            return images.packed_hidden_states(model, micro_batch), ()
-    whole = model.base_model is not model and not images.reads_text_alone(model)
-    body = model.base_model if whole else model.get_decoder()
-    if body is model:  # the class names another attribute (Llama 4)
-        body = model.model
-    routed = router_replay.experts_of(model, micro_batch)
-    if model.config._attn_implementation != attention.NAME:
-        return padded.hidden_states(model, body, micro_batch, routed, **asked)
-    if routed is not None:
-        asked[padded.ROUTED] = routed
-    with attention.packed_rows():
-        output = body(
-            input_ids=micro_batch.input_ids,
-            # Hides nothing. Without a mask transformers reads the positions' values, and the host would wait for them.
-            attention_mask=torch.ones_like(micro_batch.input_ids, dtype=torch.bool),
-            position_ids=micro_batch.position_ids,
-            layout=micro_batch.layout,
-            use_cache=False,
-            **asked,
-        )
-    routers = getattr(output, "router_logits", None) or ()
-    return output.last_hidden_state, [logits.flatten(0, -2) for logits in routers]
-
-
-def label_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    temperature: float,
-    transform: dict[str, Any],
-    entropy_gradient: bool = False,
-    float32_products: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden) or this rank's rows.
-
-    Matrix products are in autocast's dtype or the head's, all else in float32 (float64 for float64 weights). With
-    ``float32_products`` the logits aren't rounded to 16 bits. The weight's gradient has its ``grad_dtype``, if any.
-
-    Raises:
-        RuntimeError: a second derivative is requested, which isn't implemented.
-    """
-    dtype = product_dtype(weight, hidden.device, float32_products)
-    with torch.autocast(hidden.device.type, enabled=False):
-        head = Head(temperature, dtype=dtype, wide=float32_products, **transform)
-        if head.part is not None:
-            hidden, labels = enter(hidden, head.part.group), labels - head.part.start
-        logprobs, entropy, _ = _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient, None)
-    return logprobs, entropy
-
-
-def label_divergences(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    head: Head,
-    teacher: TeacherLogits | TeacherTop,
-    entropy_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `label_logprobs` and each label's reverse KL divergence KL(policy || teacher).
-
-    The divergence is (N,) float32 in nats, differentiable in the policy. The teacher's logits exist one tile at a time
-    too.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient, teacher)
-
-
 def products_in_float32(model: Any) -> None:
     """Compute the logits of the model and of its copies with a float32 product in the head."""
     setattr(unwrap(model).get_output_embeddings(), FLOAT32_PRODUCTS, True)
-
-
-def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Return rows and columns of the logits that exist at once."""
-    rows = max(1, min(labels, TILE_ROWS))
-    return rows, max(1, min(vocabulary, TILE_ELEMENTS.get(device.type, 2**24) // rows))
-
-
-class _LabelLogprobs(torch.autograd.Function):
-    """Function from hidden states and head to log softmax(logits)[label], entropy, and divergence from a teacher."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        head: Head,
-        entropy_gradient: bool,
-        teacher: TeacherLogits | TeacherTop | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        states = hidden.to(head.dtype)
-        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
-        label_logit, moment, total = states.new_zeros((3, len(labels)), dtype=head.exact).unbind()
-        # Not -inf: the first difference to a real maximum has to be finite.
-        maximum = torch.full_like(total, torch.finfo(head.exact).min / 2)
-        sums = None if teacher is None else teacher.sums(total)
-        for vocabulary in parts(len(weight), columns):
-            part, part_bias = cast(weight, bias, vocabulary, head.dtype)
-            for row in parts(len(labels), rows):
-                tile = head.logits(states[row], part, part_bias)
-                tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
-                place = _Place.of(labels, row, vocabulary)
-                gaps = None if sums is None else sums.gaps(tile, row, vocabulary)
-                label_logit[row] += tile.gather(1, place.index).squeeze(1).where(place.inside, 0.0)
-                # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
-                largest = torch.maximum(maximum[row], tile.amax(dim=1))
-                fall = maximum[row] - largest
-                decay = fall.exp()
-                moment[row] = decay * (moment[row] + fall * total[row])
-                total[row] *= decay
-                maximum[row] = largest
-                tile.sub_(largest[:, None])
-                power = tile.exp()
-                total[row] += power.sum(dim=1)
-                moment[row] += torch.linalg.vecdot(power, tile)
-                if sums is not None and gaps is not None:
-                    sums.add(row, decay, power, gaps)
-        if head.part is not None:  # combine the ranks' sums into the whole vocabulary's
-            largest = head.part.group.max_(maximum.clone())
-            fall = maximum - largest
-            decay = fall.exp()
-            shared = torch.stack([label_logit, decay * (moment + fall * total), decay * total])
-            (label_logit, moment, total), maximum = head.part.group.sum_(shared).unbind(), largest
-        normaliser = maximum + total.log()
-        ctx.head, ctx.teacher = head, teacher
-        divergence, of_teacher = (None, None) if sums is None else sums.result(total, normaliser)
-        entropy = total.log() - moment / total  # H = log Z - E[x], the maximum subtracted from both
-        kept = entropy if entropy_gradient else None
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, kept, divergence, of_teacher)
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return label_logit - normaliser, entropy, divergence
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients tile by tile, through the temperature, the cap and the scale.
-
-        d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL).
-        """
-        hidden, weight, bias, labels, normaliser, entropy, divergence, of_teacher = ctx.saved_tensors
-        head: Head = ctx.head
-        teacher: TeacherLogits | TeacherTop | None = ctx.teacher
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        states = hidden.to(head.dtype)
-        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
-        d_hidden = torch.zeros_like(hidden, dtype=head.exact) if needs_hidden else None
-        d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
-        d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for vocabulary in parts(len(weight), columns):
-                part, part_bias = cast(weight, bias, vocabulary, head.dtype)
-                # Finish sums over rows before the next columns, so that no second gradient of the head's size exists.
-                of_weight: torch.Tensor | None = None
-                of_bias: torch.Tensor | None = None
-                for row in parts(len(labels), rows):
-                    place = _Place.of(labels, row, vocabulary, head)
-                    spread = None if entropy is None else Spread.of_entropy(of_entropy[row], entropy[row])
-                    if teacher is not None and of_divergence is not None:
-                        saved = divergence[row], of_teacher[row]
-                        spread = teacher.spread(spread, (row, vocabulary), of_divergence[row], saved)
-                    tile = _tile_gradient(
-                        head, states[row], part, part_bias, place, normaliser[row], gradient[row], spread
-                    )
-                    if d_bias is not None:
-                        of_bias = _plus(of_bias, tile.sum(dim=0), head.exact)
-                    tile = tile.to(head.dtype)
-                    if d_hidden is not None:
-                        d_hidden[row] += tile @ part
-                    if d_weight is not None:
-                        of_weight = _plus(of_weight, tile.t() @ states[row], head.exact)
-                if d_weight is not None:
-                    d_weight[vocabulary] = of_weight
-                if d_bias is not None:
-                    d_bias[vocabulary] = of_bias
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
-
-
-def _tile_gradient(
-    head: Head,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    place: _Place,
-    normaliser: torch.Tensor,
-    gradient: torch.Tensor,
-    spread: Spread | None,
-) -> torch.Tensor:
-    """Compute a tile's logits again and turn them into the gradient of the head's product.
-
-    Args:
-        gradient: (n,) gradient of the log-probabilities.
-        spread: gradient of entropy and divergence; None: they are constants.
-    """
-    chain = head.scale / head.temperature
-    gradient = gradient * chain
-    tile, capped = head.logits(hidden, weight, bias), None
-    if head.softcap:
-        capped = head.cap_(tile)
-        tile = tile.clone()
-    head.finish_(tile)
-    if place.hidden is not None:
-        tile.masked_fill_(place.hidden, HIDDEN)
-    tile.sub_(normaliser[:, None])
-    if spread is None:
-        tile.exp_().mul_(-gradient[:, None])
-    else:  # p (slope log p - constant - logq - gradient)
-        power = tile.exp()
-        tile.mul_((spread.slope * chain)[:, None]).sub_((gradient + spread.constant * chain)[:, None])
-        if spread.logq is not None:
-            tile.sub_(spread.logq, alpha=chain)
-        tile.mul_(power)
-        del power
-    if spread is not None and spread.more is not None:
-        tile.scatter_add_(1, spread.more[0], spread.more[1] * chain)
-    tile.scatter_add_(1, place.index, gradient.where(place.inside, 0.0)[:, None])
-    if capped is not None:
-        tile.addcmul_(tile, capped.square_(), value=-1.0)
-    return tile
-
-
-def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add a term, in ``dtype`` from the second term on, so that a single term takes no further memory."""
-    return term if total is None else total.to(dtype).add_(term)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Places of the rows' labels in a tile."""
-
-    index: torch.Tensor  # (n, 1) int64, column of each label; 0 if the label is in another tile
-    inside: torch.Tensor  # (n,) bool, whether the label is in this tile
-    hidden: torch.Tensor | None = None  # (n, c) bool, True for tokens outside the label's candidates
-
-    @classmethod
-    def of(cls, labels: torch.Tensor, row: slice, vocabulary: slice, head: Head | None = None) -> _Place:
-        """Find the labels' places; with a ``head`` also the hidden tokens."""
-        own = labels[row]
-        inside = (own >= vocabulary.start) & (own < vocabulary.stop)
-        hidden = None if head is None or head.kept is None else head.kept.hidden(row, vocabulary)
-        return cls((own - vocabulary.start).where(inside, 0)[:, None], inside, hidden)
-
-
-def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the accumulated gradient. (In torch only leaves have a `grad_dtype`.)"""
-    own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
-    return own or parameter.dtype

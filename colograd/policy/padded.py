@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..batch import UNKNOWN, MicroBatch, SegmentLayout
-from ..extensions.images import towers as images
+from ..batch import MicroBatch, SegmentLayout
 from .sending import to_device_async
-
-ROUTED = "routed_experts"  # argument of a layer with the experts of its tokens, see `router_replay`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +50,58 @@ def rows_of(layout: SegmentLayout) -> PaddedRows:
     return PaddedRows(tokens, torch.tensor([len(row) for row in rows]), places, tuple(chains))
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedInputs:
+    """A packed row's sequences as padded rows on the device."""
+
+    rows: PaddedRows
+    tokens: torch.Tensor  # (B, L) int64, see `PaddedRows`
+    mask: torch.Tensor  # (B, L) bool, False for padding
+    places: torch.Tensor  # (T,) int64, see `PaddedRows`
+    ids: torch.Tensor  # (B, L) int64; padding is token 0, which nothing attends to
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> PaddedInputs:
+        rows, device = rows_of(batch.layout), batch.input_ids.device
+        tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
+        mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+        return cls(rows, tokens, mask, to_device_async(rows.places, device), batch.input_ids[0][tokens] * mask)
+
+    def of_tokens(self, values: torch.Tensor, padding: float) -> torch.Tensor:
+        """Lay out values (T, ...) of the row's tokens, (B * L, ...)."""
+        mask = self.mask.view(*self.mask.shape, *[1] * (values.dim() - 1))
+        return values[self.tokens].masked_fill(~mask, padding).flatten(0, 1)
+
+    def packed(self, states: torch.Tensor) -> torch.Tensor:
+        """Put states (B, L, hidden) into the packed row's order, (1, T, hidden)."""
+        return states.flatten(0, 1).index_select(0, self.places)[None]
+
+
 def hidden_states(
-    model: Any, decoder: torch.nn.Module, micro_batch: MicroBatch, routed: torch.Tensor | None = None, **asked: Any
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute the decoder's last hidden states on padded rows, and return them in the packed row's order.
+    body: torch.nn.Module, batch: MicroBatch, more: dict[str, Any], of_layers: dict[str, list[torch.Tensor]]
+) -> torch.Tensor:
+    """Compute a model's last hidden states on padded rows, and return them in the packed row's order, (1, T, hidden).
 
     Args:
-        model: ``decoder`` with a head.
-        routed: (T, L, K) experts to replay, in the packed row's order.
-
-    Returns:
-        Hidden states (1, T, hidden), and with the option ``output_router_logits`` the router's logits (T, E) of each
-        layer with experts. A prompt's values come from its first completion's row.
+        more: further keyword arguments of the model's ``body``.
+        of_layers: see `logprobs.Pass`. A prompt's values come from its first completion's row.
     """
-    rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
-    tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
-    mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-    places = to_device_async(rows.places, device)
-    if images.embeds(model, micro_batch):
-        ids = micro_batch.input_ids[0][tokens] * mask
-        states = images.padded_hidden_states(model, micro_batch, ids, mask, rows.chains)
-        return states.flatten(0, 1).index_select(0, places)[None], []
+    rows = PaddedInputs.of(batch)
     inputs: dict[str, Any] = {
-        "input_ids": micro_batch.input_ids[0][tokens] * mask,  # padding is token 0, which nothing attends to
-        "attention_mask": mask.long(),
-        "position_ids": torch.arange(tokens.shape[1], device=device).expand_as(tokens),
+        "input_ids": rows.ids,
+        "attention_mask": rows.mask.long(),
+        "position_ids": torch.arange(rows.ids.shape[1], device=rows.ids.device).expand_as(rows.ids),
         "use_cache": False,
         "return_dict": True,
-        **asked,
+        **more,
     }
-    if routed is not None:
-        asked[ROUTED] = routed[tokens].masked_fill(~mask[..., None, None], UNKNOWN).flatten(0, 1)
-        inputs[ROUTED] = asked[ROUTED]
-    kind: Any = type(decoder)
+    kind: Any = type(body)
     accepted = _parameters(kind)
-    output = decoder(**{name: value for name, value in inputs.items() if name in accepted or name in asked})
-    hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
-    routers = getattr(output, "router_logits", None) or ()
-    return hidden, [logits.flatten(0, -2).index_select(0, places) for logits in routers]
+    output = body(**{name: value for name, value in inputs.items() if name in accepted or name in more})
+    for name, found in of_layers.items():
+        layers = getattr(output, name, None) or ()
+        found += [each.flatten(0, -2).index_select(0, rows.places) for each in layers]
+    return rows.packed(output.last_hidden_state)
 
 
 @functools.cache

@@ -85,7 +85,6 @@ class _OfAdapter:
     """Base of references that borrow the policy's model. Nothing is saved: the next start makes the same reference."""
 
     of_policy = True
-    head = None
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..batch import FinishReason, Group, Media, MicroBatch, ModelInput, Rollout, ScoredGroup
-from ..extensions.hybrids import recurrent
-from ..extensions.images import towers as images
 from ..parallel.ranks import gather, on_all_ranks
+from ..runtime import registry
 from . import attention
 from .head import vocabulary_size
 from .layers import NotCompiled, as_it_trains
-from .logprobs import evaluation_mode, policy_logprobs
+from .logprobs import evaluation_mode, install, policy_logprobs, steps_of
 from .lora import unwrap
 from .packing import PackedSequence, pack, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
-WITH_A_STATE = {"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}  # in a model of `recurrent`
 # Largest mean difference of log-probabilities in nats: far above rounding errors, far below the effect of another
 # context.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
+
+
+class RowSupport(NamedTuple):
+    """Packed rows for layers that mix tokens without attention. An extension offers it at the seam "rows"."""
+
+    layer_types: Callable[[Any], frozenset[str]]  # types of a model's layers that it covers; empty: none
+    prepare: Callable[[Any], None]  # lets the model's layers take packed rows
 
 
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
@@ -53,15 +58,15 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
 
 
 def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[ModelInput]) -> str:
+    install_steps(model)
     own = _own_attention(model)
     why = why or obstacle(model)
     if not why:
-        recurrent.make_segmented(model)
-        images.set_attention(model, attention.NAME)
+        _prepare(model)
         why = _packed_fault(model, own, device, asked)
         if not why:
             return ""
-    images.set_attention(model, own)
+    set_attention(model, own)
     try:
         error = _difference(model, own, device, asked, share_prompts=False)
         said = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
@@ -80,11 +85,12 @@ def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[Mod
 
 def obstacle(model: Any) -> str:
     """Return why the architecture can't take packed rows, from its configuration alone; empty: it may."""
-    config, has_states = model.config.get_text_config(), any(recurrent.mixers_of(model))
-    if not (has_states or getattr(model, "_supports_attention_backend", False)):
+    config = model.config.get_text_config()
+    covered = frozenset[str]().union(*(support.layer_types(model) for support in registry.hooks("rows")))
+    if not (covered or getattr(model, "_supports_attention_backend", False)):
         return f"{type(model).__name__} doesn't use transformers' attention interface"
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    if other := sorted(set(kinds) - PACKABLE - (WITH_A_STATE if has_states else set())):
+    if other := sorted(set(kinds) - PACKABLE - covered):
         return f"{type(model).__name__} has layers of type {', '.join(other)}"
     return ""
 
@@ -98,11 +104,32 @@ def expect_rows(model: Any) -> str:
         Reason why rows are padded; empty if they are packed.
     """
     model = unwrap(model)
-    own, why = _own_attention(model), obstacle(model)
-    if not why:
-        recurrent.make_segmented(model)
-    images.set_attention(model, own if why else attention.NAME)
+    install_steps(model)
+    if why := obstacle(model):
+        set_attention(model, _own_attention(model))
+    else:
+        _prepare(model)
     return why
+
+
+def install_steps(model: Any) -> None:
+    """Install the forward's steps that a model's architecture needs: offers (model -> step, or None) at "forward"."""
+    for make in registry.hooks("forward"):
+        if (step := make(model)) is not None:
+            install(model, step)
+
+
+def _prepare(model: Any) -> None:
+    """Set a model to packed rows."""
+    for support in registry.hooks("rows"):
+        support.prepare(model)
+    set_attention(model, attention.NAME)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention of the model, and of its parts as its steps say."""
+    answers = (step.attention(model, name) for step in steps_of(model))
+    model.set_attn_implementation(next((answer for answer in answers if answer != name), name))
 
 
 def choose_rows_where_it_trains(
@@ -116,7 +143,7 @@ def choose_rows_where_it_trains(
         with on_all_ranks("the proof of the rows"):
             choose_rows(model, device, why, asked)
     for other in others:
-        images.set_attention(unwrap(other), unwrap(model).config._attn_implementation)
+        set_attention(unwrap(other), unwrap(model).config._attn_implementation)
     return why
 
 
@@ -178,28 +205,9 @@ def _written(asked: ModelInput, ids: array[int], riders: tuple[Media, ...] = ())
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
     """Compute a completion's log-probabilities [C] from the model's own logits, without packing or padding."""
     ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
-    lengths = len(part.prompt_ids), len(part.completion_ids)
-    seen = images.of_sequence(part.images, part.answers, lengths)
-    seen = {name: value.to(ids.device) for name, value in seen.items()}
-    logits = model(input_ids=ids, **seen).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
+    more = {name: value.to(ids.device) for step in steps_of(model) for name, value in step.own_inputs(part).items()}
+    logits = model(input_ids=ids, **more).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, part.completion_ids[:, None]).squeeze(1)
-
-
-def _mistaken(model: Any, part: PackedSequence) -> bool:
-    """Return whether the model's own forward would misread a completion's sampled tokens.
-
-    It would put a picture's features in place of a sampled image token, or hide a sampled placeholder.
-    """
-    if hidden := images.hidden_tokens(model.config):
-        places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
-        places |= {place for image in part.images for place in image.places}
-        ids = torch.cat([part.prompt_ids, part.completion_ids]).tolist()
-        return any(token in hidden for place, token in enumerate(ids) if place not in places)
-    if not (part.images or part.answers):
-        return False
-    known = {place for answer in part.answers for place in answer.places}
-    found = (part.completion_ids == model.config.image_token_id).nonzero().flatten().tolist()
-    return not known.issuperset(found)
 
 
 @torch.no_grad()
@@ -209,22 +217,22 @@ def differences(
     """Return absolute differences of the trainer's log-probabilities to the sampler's and to the model's own.
 
     Both are (N,) float32 in nats. The model's own are computed one sequence at a time with ``own`` attention (default:
-    transformers' usual one). They lack completions that the model itself would misread (`_mistaken`).
+    transformers' usual one). They lack completions that the model itself would misread (`ForwardStep.misreads`).
     """
     chosen, to_sampler, to_own = model.config._attn_implementation, [], []
     with evaluation_mode(model):
         with as_it_trains(model):
             trained = [policy_logprobs(model, row, temperature)[0].detach() for row in rows]
         try:
-            images.set_attention(model, own or _own_attention(model))
+            set_attention(model, own or _own_attention(model))
             for row, found in zip(rows, trained, strict=True):
                 to_sampler.append(found - row.sampler_logprobs)
                 parts = [*sequences(row)]
                 for part, ours in zip(parts, found.split([len(part.completion_ids) for part in parts]), strict=True):
-                    if not _mistaken(model, part):
+                    if not any(step.misreads(model, part) for step in steps_of(model)):
                         to_own.append(ours - _own_logprobs(model, part, temperature))
         finally:
-            images.set_attention(model, chosen)
+            set_attention(model, chosen)
     return torch.cat(to_sampler).abs(), torch.cat(to_own or [to_sampler[0][:0]]).abs()
 
 
@@ -260,10 +268,10 @@ def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> to
     (row,) = pack([group], 1, False, model.device, share_prompts=False)
     chosen = inner.config._attn_implementation
     try:
-        images.set_attention(inner, _own_attention(inner))
+        set_attention(inner, _own_attention(inner))
         return policy_logprobs(model, row, 1.0)[0].detach()
     finally:
-        images.set_attention(inner, chosen)
+        set_attention(inner, chosen)
 
 
 @torch.no_grad()
@@ -271,8 +279,8 @@ def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
     """Compute log-probabilities (N,) of tokens that any vocabulary has, from the model's own logits."""
     chosen = model.config._attn_implementation
     try:
-        images.set_attention(model, _own_attention(model))
+        set_attention(model, _own_attention(model))
         parts = [part for row in pack(_samples(model), 1000, False, device) for part in sequences(row)]
         return torch.cat([_own_logprobs(model, part, 1.0) for part in parts])
     finally:
-        images.set_attention(model, chosen)
+        set_attention(model, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,9 +15,6 @@ import torch
 from ..batch import Group, LossOutput, MicroBatch, ModelInput, PackedRow, ScoredGroup, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..engine.load import Load
-from ..extensions.distillation.head import TeacherHead, TopTokens
-from ..extensions.experts.router_replay import replay_figures
-from ..extensions.experts.routing import Routing
 from ..extensions.overlap.beside_decoding import BesideDecoding
 from ..extensions.overlap.finished_groups import FinishedGroups, OwnGroups
 from ..extensions.overlap.first_rows import EarlyRows, FirstRows, first_rows
@@ -32,7 +30,7 @@ from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
-from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
+from ..policy.logprobs import ForwardStep, PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules, plan_rows
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
@@ -56,6 +54,7 @@ class LearnerHooks(Protocol):
     journal: Any
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
+    def replaces(self, stage: str) -> bool: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
 
 
@@ -202,6 +201,10 @@ class Learner:
             phase = self.times.phase(field.partition(OF)[0])
             with on_all_ranks("the second models' log-probabilities"), phase, autocast():
                 steps = with_second_logprobs({field: second}, steps, config.temperature)
+        if self.objective.terms:
+            with on_all_ranks("the advantages"):
+                for term in self.objective.terms:
+                    steps = [term.with_scores(step, self.estimator) for step in steps]
 
         def add_old(step: StepBatch) -> StepBatch:
             with self.times.phase("old_logprobs"), autocast():
@@ -221,7 +224,8 @@ class Learner:
         self.model.train()
         while True:
             try:
-                step = self._with_constants(step)
+                if self._reads_constants:
+                    step = self._with_constants(step)
                 with on_all_ranks("training"), self.recorder.trains(step), self.times.phase("train"):
                     metrics = self._loss_pass(step, self.sharding, self._early_metrics if step.trained else None)
                 break
@@ -235,7 +239,7 @@ class Learner:
             self.sharding.divide_gradients(denominator)
             reduced = metrics.reduce(step.counted)
         loss = self.figures["loss"] = reduced.pop("loss") / denominator
-        self.entropy.finish(reduced, loss - self.objective.router_coef * reduced.get("aux_loss", 0.0))
+        self.entropy.finish(reduced, loss - self.objective.in_loss(reduced))
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
             self.console.warn(line)
@@ -267,18 +271,20 @@ class Learner:
     def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
         """Compute the objective on one micro-batch, as an unnormalised sum, for `GRPOTrainer.compute_loss`."""
         entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
-        teacher, routed = self.second_models.get("teacher_states"), self.policy.tells_routing
-        head: TeacherHead | TopTokens | None = None if teacher is None else teacher.head
-        if "teacher_top" in self.second_models:
-            head = TopTokens()
-        forward = PolicyForward(model, self.config.temperature, entropy_gradient, routed, head)
-        logprobs, entropy, *more = forward(micro_batch)
-        divergence = None if head is None else more.pop(0)
+        forward = PolicyForward(model, self.config.temperature, entropy_gradient, self._forward_steps)
+        logprobs, entropy, values = forward(micro_batch)
         self.recorder.keep(micro_batch, logprobs)
-        output = self.objective(logprobs, entropy, micro_batch, Routing(*more) if routed else None, divergence)
-        if self.config.router_replay:
-            output = dataclasses.replace(output, sums={**output.sums, **replay_figures(model, micro_batch)})
-        return output
+        return self.objective(logprobs, entropy, micro_batch, values)
+
+    @functools.cached_property
+    def _forward_steps(self) -> tuple[ForwardStep, ...]:
+        """Steps of the forward that the objective's terms read."""
+        return tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
+
+    @functools.cached_property
+    def _reads_constants(self) -> bool:
+        """Whether the loss may read the step's constants. A compute_loss of the user's may."""
+        return self.objective.needs_constants or self.hooks.replaces("compute_loss")
 
     def _with_constants(self, step: StepBatch) -> StepBatch:
         """Return the step with the entropy threshold and coefficient added to every row. A collective."""
@@ -328,13 +334,16 @@ class Learner:
         if self.second_models:
             with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
                 (step,) = with_second_logprobs(self.second_models, [step], self.config.temperature)
+                for term in self.objective.terms:
+                    step = term.with_scores(step, self.estimator)
         with evaluation_mode(self.model):
-            step = self._with_constants(step)
+            if self._reads_constants:
+                step = self._with_constants(step)
             with on_all_ranks("the evaluation's forward"), torch.no_grad():
                 metrics = self._loss_pass(step, sharding=None)
         reduced = metrics.reduce(step.counted)
         reduced["loss"] /= self.objective.denominator(step)
-        self.entropy.show(reduced, reduced["loss"] - self.objective.router_coef * reduced.get("aux_loss", 0.0))
+        self.entropy.show(reduced, reduced["loss"] - self.objective.in_loss(reduced))
         self.mismatch.finish(reduced)
         return reduced
 

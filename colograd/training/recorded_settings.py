@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import GRPOConfig
 from ..config.distillation import DistillationKnobs
-from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
+from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from ..config.sampling import SamplingKnobs
 from ..extensions.agents.sessions import Agent
 from ..extensions.images.data import ImageReader
@@ -73,4 +73,6 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
         settings |= {name: getattr(args, name) for name in OF_CARRY_OVER}
     if args.distils:  # for the same reason
         settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(DistillationKnobs)}
+    if args.kl_in_reward:  # for the same reason
+        settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(RewardPenaltyKnobs)}
     return settings | {REWARD_FUNCS: list(reward_names)}

@@ -132,7 +132,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         if args.tensor_parallel:
             check_adapter_in_parts(policy.adapter, args.sharding)
         check_split(args, policy.model.config)
-        objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
+        objective = objective.with_terms(args, policy)
         check_reference(args, policy)
         check_teacher(args, policy)
         check_compiled(args, policy.why_padded)

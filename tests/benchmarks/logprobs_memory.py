@@ -23,7 +23,7 @@ import torch
 from figures import GB, PeakMemory, machine, table, write
 from phases import versions
 
-from colograd.policy.logprobs import label_logprobs
+from colograd.policy import head as policy_head
 from colograd.runtime import process
 from colograd.training.adamw_split import accumulate_in_float32
 
@@ -49,7 +49,8 @@ class Head:
 
 
 def in_tiles(head: Head) -> torch.Tensor:
-    return label_logprobs(head.hidden, head.weight, None, head.labels, 1.0, PLAIN)[0]
+    how = policy_head.Head(1.0, 1.0, 0.0, policy_head.product_dtype(head.weight, head.weight.device, False))
+    return policy_head.label_logprobs(head.hidden, head.weight, None, head.labels, how)[0]
 
 
 def all_at_once(head: Head) -> torch.Tensor:

@@ -34,8 +34,8 @@ from colograd import GRPOTrainer  # noqa: E402
 from colograd.batch import UNKNOWN, MicroBatch, ScoredGroup  # noqa: E402
 from colograd.engine.sampling import Sampling  # noqa: E402
 from colograd.extensions.experts.rider import RowExperts  # noqa: E402
-from colograd.extensions.experts.router_replay import replay_figures, routers_of  # noqa: E402
-from colograd.policy.logprobs import policy_logprobs  # noqa: E402
+from colograd.extensions.experts.router_replay import APART, routers_of  # noqa: E402
+from colograd.policy.logprobs import PolicyForward  # noqa: E402
 from colograd.policy.packing import pack  # noqa: E402
 
 DTYPES = ("bfloat16", "float32")
@@ -90,12 +90,12 @@ def asked(model: Any, row: MicroBatch, replay: bool) -> tuple[torch.Tensor, floa
     hooks = [
         router.register_forward_hook(lambda _, args, output: own.append(output[2])) for router in routers_of(model)
     ]
-    logprobs, _ = policy_logprobs(model, row if replay else dataclasses.replace(row, riders=()), 1.0)
+    logprobs, _, values = PolicyForward(model, 1.0)(row if replay else dataclasses.replace(row, riders=()))
     for hook in hooks:
         hook.remove()
     difference = (logprobs - row.sampler_logprobs).double().cpu()
     if replay:
-        strange, count = replay_figures(model, row)["router/disagreement"]
+        strange, count = values[APART]
         return difference, float(strange), float(count)
     rider = row.get(RowExperts)
     assert rider is not None

@@ -35,7 +35,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
-from colograd.extensions.images.towers import set_attention
+from colograd.extensions.experts.losses import RoutingStep
 from colograd.extensions.offload import host_sums
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
@@ -47,6 +47,7 @@ from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import keep_inputs_as_they_are, wrap
 from colograd.policy.packing import dummy
 from colograd.policy.reference import FrozenCopy
+from colograd.policy.row_proof import set_attention
 from colograd.policy.sending import to_device_async
 from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import accumulate_in_float32
@@ -96,7 +97,8 @@ def step(gpu: FakeGPU, model: Any, groups: Any = ROW, warm: bool = True, **optio
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def once() -> tuple[torch.Tensor, ...]:
-        found = forward.of_row(dummy(CUDA, groups))
+        *found, values = forward.of_row(dummy(CUDA, groups))
+        found += values.values()
         sum(part.sum() for part in found if part.requires_grad).backward()
         return tuple(part.detach() for part in found)
 
@@ -214,7 +216,7 @@ EXPERTS = {
 def mixture(gpu: FakeGPU) -> dict[str, Any]:
     config = Qwen3MoeConfig(**SHAPE | EXPERTS, num_experts=8, moe_intermediate_size=768)
     model = bfloat16(Qwen3MoeForCausalLM, config)
-    return step(gpu, model, routing=True) | {"plan": plan(model)}
+    return step(gpu, model, steps=(RoutingStep(),)) | {"plan": plan(model)}
 
 
 @case
@@ -376,7 +378,7 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
         sharding, locked = WholeOnHost(model), []
         with gpu.watched() as seen:
             for _ in range(3):
-                sharding.backward(sum(part.sum() for part in forward.of_row(row()) if part.requires_grad))
+                sharding.backward(sum(part.sum() for part in forward.of_row(row())[:2] if part.requires_grad))
                 locked.append(gpu.locked)
         sharding.sums.settle()
         sizes, planned = PolicySizes.of(model, "adamw_split", 2), plan_of_gradients(model)
@@ -425,7 +427,7 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
         forward = PolicyForward(model, 0.9)
         for rows in (1, 2):
             for _ in range(rows):
-                sharding.backward(sum(part.sum() for part in forward.of_row(row()) if part.requires_grad))
+                sharding.backward(sum(part.sum() for part in forward.of_row(row())[:2] if part.requires_grad))
             sharding.sum_gradients()
             optimizer.step()
             model.zero_grad()

@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {**BF16, "model": "dropout", "disable_dropout": True},
     "experts": {**BF16, "model": "qwen3_moe", "nats": 0.1},  # of a token between two experts
     # in each micro-batch transformers asks whether a hybrid's mask hides a token, and looks for images that are padding
-    "hybrid": {"model": "lfm2", "waits": {"policy/logprobs.py _states_and_routers"}},
+    "hybrid": {"model": "lfm2", "waits": {"policy/logprobs.py run_body"}},
     "images": {"model": "idefics3", "images": True, "waits": {"extensions/images/towers.py _features"}},
     "lora": {**BF16, "lora": LORA},
     "merged": {**BF16, "lora": LORA, "weights": "copied"},

@@ -24,8 +24,7 @@ def main(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from colograd.apps import cli
-    from colograd.runtime import bus
+    from colograd.apps import bus, cli
     from colograd.usercode.threads import EnvironmentThread
 
     host_cuda_cases.shorten()

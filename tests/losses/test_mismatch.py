@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -51,12 +52,32 @@ def logged(mode: str, budget: int) -> tuple[dict[str, float], list[torch.Tensor]
     return reduced, list(of_completions.values())
 
 
-@pytest.mark.parametrize("mode", ["", "token_mask", "token_truncate", "sequence_mask", "sequence_truncate"])
+def test_a_geometric_mask_weighs_by_the_mean() -> None:
+    """Means of 0.01 and 0.3 nats, so ratios of 1.010 and 1.350; a mask of the products would drop both."""
+    row = collate(*make_step(3).rows(1000, on_policy=False))
+    places = [(row.sequence == index).nonzero().flatten() for index in (0, 1)]
+    differences = torch.zeros_like(row.sampler_logprobs)
+    differences[places[0][:4]] = torch.tensor([0.02, -0.01, 0.03, 0.0])[: len(places[0])]
+    differences[places[1]] = 0.3
+    mask = torch.zeros_like(row.loss_mask)
+    mask[places[0][:4]] = mask[places[1]] = 1.0
+    row = dataclasses.replace(row, loss_mask=mask, sampler_logprobs=torch.zeros_like(differences))
+    weights = SamplerCorrection("geometric_mask", 0.99, 1.02).weights(differences, row)
+    assert weights[places[0][:4]].tolist() == [1.0] * 4 and not weights[places[1]].any()
+    products = SamplerCorrection("sequence_mask", 0.99, 1.02).weights(differences, row)
+    assert not products[places[0][:4]].any()
+
+
+@pytest.mark.parametrize(
+    "mode", ["", "token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "geometric_mask"]
+)
 @pytest.mark.parametrize("budget", [1000, 12])
 def test_ratios_are_logged_as_they_are_before_the_correction(mode: str, budget: int) -> None:
     reduced, differences = logged(mode, budget)
     tokens = torch.cat(differences)
-    ratios = (torch.stack([d.sum() for d in differences]) if mode.startswith("sequence") else tokens).exp()
+    level = mode.partition("_")[0]
+    of_level = {"sequence": [d.sum() for d in differences], "geometric": [d.mean() for d in differences]}
+    ratios = (torch.stack(of_level[level]) if level in of_level else tokens).exp()
     found = {name: reduced[f"{RAW}/{name}"] for name in ("mean", "std", "min", "max")}
     wanted = (ratios.mean(), ratios.std(correction=0), ratios.min(), ratios.max())
     assert found == pytest.approx(dict(zip(found, map(float, wanted), strict=True)), rel=1e-4)
@@ -65,10 +86,12 @@ def test_ratios_are_logged_as_they_are_before_the_correction(mode: str, budget: 
     assert reduced.get(MASKED) == (pytest.approx(share) if mode.endswith("mask") else None)
     assert reduced.get(TRUNCATED) == (pytest.approx(share) if mode.endswith("truncate") else None)
     away = sum(len(d) for d, ratio in zip(differences, ratios, strict=False) if not 0.6 <= ratio <= 2.0)
-    assert reduced.get(MASKED_TOKENS) == (pytest.approx(away / len(tokens)) if mode == "sequence_mask" else None)
+    masks_whole = mode in ("sequence_mask", "geometric_mask")
+    assert reduced.get(MASKED_TOKENS) == (pytest.approx(away / len(tokens)) if masks_whole else None)
     assert not [name for name in reduced if name.endswith(("/signed", "/square"))]
     if mode.endswith("mask"):
-        kept = ratios.where((ratios >= 0.6) & (ratios <= 2.0), 0.0)
+        weights = torch.ones_like(ratios) if level == "geometric" else ratios
+        kept = weights.where((ratios >= 0.6) & (ratios <= 2.0), 0.0)
         assert reduced["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(kept.mean()), rel=1e-4)
 
 

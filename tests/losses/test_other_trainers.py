@@ -168,7 +168,8 @@ def test_each_turn_gets_its_own_credit(loss_type: str, level: str) -> None:
 def test_each_token_learns_its_own_gap(settings: dict[str, Any]) -> None:
     """A teacher's term is an advantage per token. On-policy its gradient is each token's gap, by the length."""
     teacher = {"teacher_model_name_or_path": "some", "distillation_weight": 0.5}
-    objective = Objective.from_config(config(**teacher, **settings))
+    run = config(**teacher, **settings)
+    objective = Objective.from_config(run).with_terms(run, None)
     own, gaps = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([-1.0, 0.0, 2.0])
     row = dataclasses.replace(one_completion([0.0] * 3), scores={"teacher_logprobs": own.detach() + gaps})
     loss = objective(own, torch.zeros(3), row).loss

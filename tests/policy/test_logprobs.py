@@ -12,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.policy import attention, logprobs
-from colograd.policy.logprobs import label_logprobs, policy_logprobs
+from colograd.policy import head as policy_head
+from colograd.policy.head import Head, product_dtype
+from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.runtime import cpu_products
 from colograd.training.adamw_split import accumulate_in_float32
@@ -29,6 +31,15 @@ def make_head(tokens: int = 50, bias: bool = False, dtype: torch.dtype = torch.f
         "bias": torch.randn(VOCABULARY, generator=generator).to(dtype).requires_grad_() if bias else None,
         "labels": torch.randint(VOCABULARY, (tokens,), generator=generator),
     }
+
+
+def label_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, temperature: float,
+    transform: dict[str, float], entropy_gradient: bool = False, float32_products: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    dtype = product_dtype(weight, hidden.device, float32_products)
+    head = Head(temperature, dtype=dtype, wide=float32_products, **transform)
+    return policy_head.label_logprobs(hidden, weight, bias, labels, head, entropy_gradient)
 
 
 def full_softmax(head: dict[str, Any], temperature: float, scale: float = 1.0, softcap: float = 0.0) -> Any:
@@ -76,14 +87,14 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, 
     head = make_head(bias=True)  # 50 rows of 128 logits: the last tiles are short
     expected, expected_entropy = full_softmax(head, 0.9, 0.5, 4.0)
     seen: list[tuple[int, ...]] = []
-    logits = logprobs.Head.logits
+    logits = Head.logits
 
     def counted(*args: Any) -> torch.Tensor:
         seen.append(tuple(logits(*args).shape))
         return logits(*args)
 
-    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: tile)
-    monkeypatch.setattr(logprobs.Head, "logits", counted)
+    monkeypatch.setattr(policy_head, "tile_shape", lambda labels, vocabulary, device: tile)
+    monkeypatch.setattr(Head, "logits", counted)
     found, entropy = label_logprobs(**head, temperature=0.9, transform={"scale": 0.5, "softcap": 4.0})
     tiles = -(-50 // tile[0]) * -(-VOCABULARY // tile[1])
     assert len(seen) == tiles and sum(rows * columns for rows, columns in seen) == 50 * VOCABULARY
@@ -99,9 +110,9 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, 
 @pytest.mark.parametrize("vocabulary", [258, 49_152, 151_936])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_tile_is_never_larger_than_it_may_be(labels: int, vocabulary: int, device: str) -> None:
-    rows, columns = logprobs.tile_shape(labels, vocabulary, torch.device(device))
+    rows, columns = policy_head.tile_shape(labels, vocabulary, torch.device(device))
     assert 1 <= rows <= labels and 1 <= columns <= vocabulary
-    assert rows * columns <= logprobs.TILE_ELEMENTS[device]
+    assert rows * columns <= policy_head.TILE_ELEMENTS[device]
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True], ids=["", "entropy"])
@@ -119,7 +130,7 @@ def test_the_gradient_is_the_derivative(
     entropy_gradient: bool,
 ) -> None:
     """In float64 against finite differences, for every transform, over several tiles."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: (2, 3))
+    monkeypatch.setattr(policy_head, "tile_shape", lambda labels, vocabulary, device: (2, 3))
     generator = torch.Generator().manual_seed(1)
     shapes = [(5, 4), (7, 4)] + ([(7,)] if bias else [])
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -140,7 +151,7 @@ def test_the_entropy_s_gradient_is_that_of_the_full_softmax(
     monkeypatch: pytest.MonkeyPatch, bias: bool, temperature: float, scale: float, softcap: float
 ) -> None:
     """In float64 against autograd, alone and together with that of the log-probabilities."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: (16, 40))
+    monkeypatch.setattr(policy_head, "tile_shape", lambda labels, vocabulary, device: (16, 40))
     head = make_head(bias=bias, dtype=torch.float64)
     transform = {"scale": scale, "softcap": softcap}
     for share in (0.0, 0.3):
@@ -362,4 +373,4 @@ def test_what_an_architecture_does_to_its_logits_is_done(
 ) -> None:
     config = SimpleNamespace(**settings)
     config.get_text_config = lambda: config
-    assert logprobs.logit_transform(SimpleNamespace(config=config)) == expected
+    assert policy_head.logit_transform(SimpleNamespace(config=config)) == expected

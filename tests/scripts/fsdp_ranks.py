@@ -33,7 +33,7 @@ from colograd.batch import (
     ScoredGroup,
     StepBatch,
 )
-from colograd.extensions.distillation.head import TeacherHead
+from colograd.extensions.distillation.head import TeacherHead, TeacherStep, label_states
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.layers import compile_layers
@@ -223,10 +223,11 @@ def taught(model: Any, way: ShardingStrategy) -> float:
         if policy is model:
             way.share_frozen(teacher)
         with torch.no_grad():
-            states = PolicyForward(teacher, 1.0).states(row)
+            (states,), _ = PolicyForward(teacher, 1.0).run(label_states, row)
             seen = dataclasses.replace(row, scores={"teacher_states": states})
             said = policy_logprobs(teacher, row, 1.0)[0]
-            found.append(torch.cat([said, PolicyForward(policy, 1.0, teacher=head)(seen)[2]]))
+            forward = PolicyForward(policy, 1.0, steps=(TeacherStep(head),))
+            found.append(torch.cat([said, forward(seen)[2]["divergence"]]))
     return float((found[0] - found[1]).abs().max())
 
 

@@ -30,9 +30,11 @@ from row_cases import PACKED, RECURRENT, SHAPE, make, make_groups
 from saved_tensors import kept
 
 from colograd.batch import UNKNOWN, Branch, PackedRow, Rollout, ScoredGroup
+from colograd.extensions.experts.losses import RoutingStep, routing_in
 from colograd.extensions.experts.rider import RowExperts
 from colograd.extensions.experts.router_replay import make_replaying
 from colograd.extensions.experts.routing import tells_routing
+from colograd.extensions.kept_tokens.head import KeptStep
 from colograd.extensions.kept_tokens.rider import KeptTokens
 from colograd.extensions.sequence_parallel import shared_rows
 from colograd.extensions.sequence_parallel.forward import RowGroups, share_rows, whole_rows
@@ -40,7 +42,7 @@ from colograd.extensions.sequence_parallel.shared_rows import _unreached as unre
 from colograd.parallel.layout import RankLayout
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.policy import attention
-from colograd.policy.logprobs import PolicyForward, policy_logprobs, routed_logprobs
+from colograd.policy.logprobs import PolicyForward, install, policy_logprobs
 from colograd.policy.lora import unwrap, wrap
 from colograd.policy.packing import dummy, plan_rows
 from colograd.policy.row_proof import choose_rows
@@ -119,6 +121,8 @@ def some_experts(tokens: int, draw: torch.Generator) -> torch.Tensor:
 def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """What the rows' forwards gave, and the gradients of a loss of all of it."""
     model.zero_grad(set_to_none=True)
+    if name == "kept":
+        install(model, KeptStep())
     found: list[torch.Tensor] = []
     for number, row in enumerate(rows_of(name)):
         batch = PolicyForward.prepare(row)
@@ -130,12 +134,14 @@ def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tens
             batch = dataclasses.replace(batch, riders=(RowExperts(some_experts(batch.layout.num_tokens, draw)),))
         first, second = torch.randn(2, count, generator=draw)
         with attention.keys_in_place_from(0) if "in place" in name else nullcontext():
-            if tells_routing(unwrap(model)):
-                logprobs, entropy, routing = routed_logprobs(model, batch, 0.7, True)
+            routed = tells_routing(unwrap(model))
+            forward = PolicyForward(model, 0.7, True, (RoutingStep(),) if routed else ())
+            logprobs, entropy, values = forward(batch)
+            more = [torch.zeros(())]
+            if routed:
+                routing = routing_in(values)
                 sums = [getattr(routing, field.name) for field in dataclasses.fields(routing)]
                 more = [*sums, routing.balance_loss]
-            else:
-                (logprobs, entropy), more = policy_logprobs(model, batch, 0.7, True), [torch.zeros(())]
             loss = (logprobs * first).sum() + (entropy * second).sum() + 3.0 * more[-1]
             loss.backward()
         found += [logprobs.detach(), entropy.detach(), loss.detach(), *(x.detach() for x in more)]

@@ -14,7 +14,19 @@ from typing import Any
 import torch
 
 from ...batch import MicroBatch
-from ...policy.head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, parts, product_dtype
+from ...policy.head import (
+    FLOAT32_PRODUCTS,
+    HIDDEN,
+    Candidates,
+    Head,
+    Spread,
+    cast,
+    logit_transform,
+    parts,
+    product_dtype,
+    tile_shape,
+)
+from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +57,20 @@ class TeacherHead:
         """Return the dtype of the head's products, and so of its input states."""
         return product_dtype(self.weight, device, self.wide)
 
-    def beside(self, micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherLogits:
-        """Return the teacher's logits for a micro-batch's labels, from the teacher states of its rows."""
-        return self.logits(micro_batch.scores["teacher_states"], temperature, kept)
+    def beside(self, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherLogits:
+        """Return the teacher's logits for a micro-batch's labels, from the `teacher_states` of its rows."""
+        return self.logits(micro_batch.scores["teacher_states"], temperature, candidates)
 
-    def logits(self, states: torch.Tensor, temperature: float, kept: Kept | None = None) -> TeacherLogits:
+    def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
         """Return the logits for hidden states.
 
         Args:
             states: (N, hidden) last hidden states of the teacher's model, on the head's device.
-            kept: candidate tokens of the labels; None: the whole vocabulary.
+            candidates: candidate tokens of the labels; None: the whole vocabulary.
         """
-        head = Head(temperature, dtype=self.dtype(states.device), wide=self.wide, kept=kept, **self.transform)
+        head = Head(
+            temperature, dtype=self.dtype(states.device), wide=self.wide, candidates=candidates, **self.transform
+        )
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
 
@@ -84,32 +98,11 @@ class TeacherLogits:
     ) -> Spread:
         """Add the divergence's part of a tile's gradient to ``first``."""
         divergence, of_teacher = saved
-        logq = self.tile(*place).sub_(of_teacher[:, None])
-        return Spread.joined(first, gradient, divergence, logq.mul_(gradient[:, None]))
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Gradient spread over the vocabulary: p (slope log p - constant - logq) for each logit."""
-
-    slope: torch.Tensor  # (n,)
-    constant: torch.Tensor  # (n,)
-    logq: torch.Tensor | None = None  # (n, c)
-    more: tuple[torch.Tensor, torch.Tensor] | None = None  # (n, K) columns, and (n, K) summands for them
-
-    @classmethod
-    def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> Spread:
-        return cls(-gradient, gradient * entropy)
-
-    @classmethod
-    def joined(
-        cls, first: Spread | None, gradient: torch.Tensor, divergence: torch.Tensor, logq: torch.Tensor
-    ) -> Spread:
-        """Add the divergence's part to ``first``. ``logq`` is the teacher's log-probabilities times the gradient."""
+        logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
         if first is not None:
             slope, constant = slope + first.slope, constant + first.constant
-        return cls(slope, constant, logq)
+        return Spread(slope, constant, logq)
 
 
 class DivergenceSums:
@@ -155,7 +148,7 @@ class TopTokens:
     """Replacement of a `TeacherHead` that only reads a micro-batch's most probable tokens of the teacher."""
 
     @staticmethod
-    def beside(micro_batch: MicroBatch, temperature: float, kept: Kept | None) -> TeacherTop:
+    def beside(micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherTop:
         ids, logprobs = micro_batch.scores["teacher_top"].unbind(1)
         return TeacherTop(ids.long(), logprobs)
 
@@ -220,6 +213,37 @@ class TopSums:
         of_rest = rest.log() - theirs.log()
         found = torch.linalg.vecdot(p, gap) + rest * of_rest
         return found, torch.cat([p * (gap - of_rest[:, None]), of_rest[:, None]], dim=1)
+
+
+class TeacherStep(ForwardStep):
+    """Forward that also computes the divergence from a teacher."""
+
+    def __init__(self, head: TeacherHead | TopTokens) -> None:
+        self.head = head
+
+    def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
+        row.other = lambda row: self.head.beside(row.batch, row.temperature, row.candidates)
+        return inner(row)
+
+
+def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
+    """End a teacher's forward with the inputs of its head for the labels, (N, hidden), in its products' dtype."""
+    hidden = row.label_states()
+    return (hidden.to(TeacherHead.of(row.model).dtype(hidden.device)),)
+
+
+def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
+    """End a teacher's forward with each label's K most probable tokens, see `top_tokens`."""
+    hidden, head = row.label_states(), row.model.get_output_embeddings()
+
+    def top(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            logits = TeacherHead.of(row.model).logits(hidden, row.temperature, row.candidates)
+            return top_tokens(logits, k, tile_shape(len(hidden), len(logits.weight), hidden.device))
+
+    with calls(head, top):
+        found: torch.Tensor = head(hidden)
+    return (found,)
 
 
 def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:

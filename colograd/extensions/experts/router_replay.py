@@ -16,11 +16,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...batch import UNKNOWN, MicroBatch
 from ...config import GRPOConfig
+from ...policy import attention
 from ...policy.layers import decoder_layers
+from ...policy.logprobs import Compute, ForwardStep, Pass, install
 from ...policy.lora import unwrap
-from ...policy.packing import NOBODY
-from ...policy.padded import ROUTED
+from ...policy.padded import PaddedInputs
 from .rider import RowExperts
+
+ROUTED = "routed_experts"  # argument of a layer with the experts of its tokens
+APART = "experts/apart"  # (2,) sum and count of a forward: choices unlike the trainer's, see `losses`
 
 
 def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -79,7 +83,7 @@ def make_replaying(model: Any) -> None:
         assert len(routers) <= 1, "a layer has one router"
         layer.register_forward_pre_hook(functools.partial(_hand_out, routers, place), with_kwargs=True)
         place += len(routers)
-    model.replays_routing = True
+    install(model, ReplayStep())
 
 
 def routers_of(module: torch.nn.Module) -> list[Any]:
@@ -101,13 +105,26 @@ def _prove(kind: str, router: Any) -> None:
         )
 
 
-def replays(model: Any) -> bool:
-    return getattr(unwrap(model), "replays_routing", False)
+class ReplayStep(ForwardStep):
+    """Forward with the experts that the engine chose, of rows that have them."""
+
+    def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
+        found, routed = inner(row), experts_of(row.batch)
+        if routed is not None:
+            with torch.no_grad():
+                row.values[APART] = torch.stack([router.apart for router in routers_of(row.model)]).sum(0)
+        return found
+
+    def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
+        if (routed := experts_of(row.batch)) is not None:
+            packed = row.model.config._attn_implementation == attention.NAME
+            row.inputs[ROUTED] = routed if packed else PaddedInputs.of(row.batch).of_tokens(routed, UNKNOWN)
+        return inner(row)
 
 
-def experts_of(model: Any, micro_batch: MicroBatch) -> torch.Tensor | None:
+def experts_of(micro_batch: MicroBatch) -> torch.Tensor | None:
     """Return the experts that a forward replays, (T, L, K); None: the model's routers choose."""
-    rider = micro_batch.get(RowExperts) if replays(model) else None
+    rider = micro_batch.get(RowExperts)
     return None if rider is None else rider.experts
 
 
@@ -131,19 +148,3 @@ def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: 
         strange = (chosen[:, :, None] != own[:, None, :]).all(-1)
         router.apart = torch.stack([strange.sum(), known.sum() * chosen.shape[1]])
     return logits, share(router, logits, chosen).to(shares.dtype), chosen
-
-
-@torch.no_grad()
-def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, Any]]:
-    """Return sums and counts of the last forward: tokens with replayed experts, and choices unlike the trainer's.
-
-    A choice is one expert of a token in a layer.
-    """
-    if all(identity.position == NOBODY for identity in micro_batch.rollouts):
-        return {}
-    tokens, rider = micro_batch.layout.num_tokens, micro_batch.get(RowExperts)
-    if rider is None:
-        return {"router/replayed": (0.0, tokens)}
-    strange, choices = torch.stack([router.apart for router in routers_of(unwrap(model))]).sum(0)
-    told = (rider.experts[:, 0, 0] != UNKNOWN).sum()
-    return {"router/replayed": (told, tokens), "router/disagreement": (strange, choices)}

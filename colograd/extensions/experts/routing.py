@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from ...batch import MicroBatch
+from ...policy.attention import RowPart
 from ...policy.layers import tells_routing as tells_routing
 from ...policy.packing import NOBODY
 from ...policy.sending import to_device_async
-from ..sequence_parallel.forward import RowPart
 
 
 @dataclass(frozen=True, slots=True)

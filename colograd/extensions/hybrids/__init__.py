@@ -2,4 +2,5 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "model:Hybrids",
+    "rows": "recurrent:ROWS",
 }

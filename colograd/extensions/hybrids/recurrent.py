@@ -4,7 +4,7 @@ Each completion starts from the state at its prompt's end, and gradients flow th
 
 The mixing is transformers' own code with its kernels. It continues from a cache, and nothing changes the cache's
 tensors in place. A prompt runs by itself. Completions run together from their prompts' states, padded on the right. If
-ranks share out a row's tokens, each rank mixes all tokens for a part of the heads (`recurrent_heads`).
+ranks share out a row's tokens, each rank mixes all tokens for a part of the heads (`row_part.mix`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch.nn.functional as F
 
 from ...batch import SegmentLayout
 from ...policy.layers import decoder_layers
+from ...policy.row_proof import RowSupport
 from ...policy.sending import to_device_async
-from ..sequence_parallel import recurrent_heads
 
 # Possible names of a mixer's cache argument; the first one since transformers 5.24.
 CACHES = ("cache", "cache_params", "past_key_values")
+WITH_A_STATE = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 SHORTEST = 0.75  # minimum length of a run as a fraction of its batch's longest: at most a quarter is padding
 
 
@@ -39,6 +40,11 @@ def make_segmented(model: torch.nn.Module) -> None:
                 # A bound method: a copy of the mixer gets one that is bound to it.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
+
+
+def layer_types(model: torch.nn.Module) -> frozenset[str]:
+    """Return the layer types of a configuration that `make_segmented` covers; empty: no layer has a state."""
+    return WITH_A_STATE if any(mixers_of(model)) else frozenset()
 
 
 def keep_uncompiled(model: torch.nn.Module) -> None:
@@ -75,7 +81,7 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
         return own(mixer, hidden_states, *args, **kwargs)
     run = functools.partial(_over_segments, own, cache, layout)
     if row_part is not None:
-        return recurrent_heads.mix(mixer, hidden_states, row_part, run)
+        return row_part.mix(mixer, hidden_states, run)
     return run(mixer, hidden_states)
 
 
@@ -218,3 +224,4 @@ class _Plan:
 
 
 _plan = functools.lru_cache(maxsize=16)(_Plan)
+ROWS = RowSupport(layer_types, make_segmented)

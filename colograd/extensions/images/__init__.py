@@ -3,6 +3,7 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "activations": "memory:tower_of",
     "engine_feature": "engine.features:towers_of",
+    "forward": "forward:step_of",
     "model_feature": "model:Images",
     "riders": "rider:Images",
 }

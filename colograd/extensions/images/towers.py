@@ -130,16 +130,7 @@ def embeds(model: Any, micro_batch: MicroBatch) -> bool:
     return bool(hidden_tokens(model.config)) and not reads_text_alone(model)
 
 
-def set_attention(model: Any, name: str) -> None:
-    """Set the attention of the language model and of a vision tower, if there is one. The tower's rows are images."""
-    if takes_images(model.config):
-        tower = name if name in ("eager", "sdpa") else _tower_attention(model)
-        model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
-    else:
-        model.set_attn_implementation(name)
-
-
-def _tower_attention(model: Any) -> str:
+def tower_attention_of(model: Any) -> str:
     """Return the attention of a vision tower when the language model runs packed rows.
 
     It is transformers' own, except on machines with GPUs for layers that take windows (`cu_seqlens`). There

@@ -27,11 +27,13 @@ from torch.autograd.function import once_differentiable
 from ...batch import MicroBatch, SegmentLayout
 from ...parallel.layout import RankLayout
 from ...parallel.shards import RankGroup, group_of
+from ...policy import attention
 from ...policy.exchanges import leave
+from ...policy.logprobs import Compute, ForwardStep, Pass, install, remove
 from ...policy.sending import to_device_async
+from . import recurrent_heads
 
 Send = Callable[[torch.Tensor], torch.Tensor]
-PACKED = "colograd_packed"  # name of the attention for packed rows, see `attention`
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +64,25 @@ class RowGroups:
 def share_rows(model: Any, groups: RowGroups) -> None:
     """Make a model's forwards compute only this rank's tokens of each packed row."""
     model.row_groups = groups
+    install(model, RowStep())
 
 
 def whole_rows(model: Any) -> None:
     """Undo `share_rows`."""
     if hasattr(model, "row_groups"):
         del model.row_groups
+        remove(model, RowStep)
+
+
+class RowStep(ForwardStep):
+    """Forward of this rank's tokens, and the values of all labels."""
+
+    def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
+        row.batch, part = cut(row.model, row.batch)
+        if part is None:
+            return inner(row)
+        row.inputs["row_part"] = part
+        return tuple(map(part.gather, inner(row)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +162,10 @@ class RowPart:
         """Turn a sum over this rank's tokens into the sum over the row's."""
         return leave(of_tokens, self.group)
 
+    def mix(self, mixer: Any, hidden: torch.Tensor, run: recurrent_heads.Run) -> torch.Tensor:
+        """Run a layer with a state for all tokens of own heads: (1, own tokens, hidden) -> the same shape."""
+        return recurrent_heads.mix(mixer, hidden, self, run)
+
     # -- attention
 
     def to_heads(
@@ -201,7 +220,7 @@ class RowPart:
 def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
     """Return this rank's part of a row and the `RowPart`, or the whole row and None if rows aren't shared out."""
     groups: RowGroups | None = getattr(model, "row_groups", None)
-    if groups is None or model.config._attn_implementation != PACKED:
+    if groups is None or model.config._attn_implementation != attention.NAME:
         return row, None
     positions = row.logit_positions.cpu() if row.host_positions is None else row.host_positions
     filled = _with_a_token_for_each(row, groups.sequence.size)

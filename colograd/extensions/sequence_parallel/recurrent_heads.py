@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .forward import RowPart
+from ...policy.attention import RowPart
 
 Run = Callable[[Any, torch.Tensor], torch.Tensor]  # runs a layer over all segments of its inputs (1, T, C)
 

@@ -40,6 +40,21 @@ class VocabularyPart:
     size: int
     group: RankGroup
 
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        return enter(hidden, self.group)
+
+    def combine(
+        self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Combine the ranks' maxima and sums (see `HeadPart`) into the whole vocabulary's."""
+        label_logit, moment, total = sums
+        largest = self.group.max_(maximum.clone())
+        fall = maximum - largest
+        decay = fall.exp()
+        shared = torch.stack([label_logit, decay * (moment + fall * total), decay * total])
+        label_logit, moment, total = self.group.sum_(shared).unbind()
+        return largest, (label_logit, moment, total)
+
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Mark the inputs of an attention, a convolution or an MLP: gradients of the ranks are summed there.

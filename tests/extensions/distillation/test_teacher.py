@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.batch import MicroBatch, PackedRow, ScoredGroup, StepBatch
-from colograd.extensions.distillation.head import TeacherHead, TeacherTop, TopTokens
+from colograd.extensions.distillation.head import TeacherHead, TeacherStep, TeacherTop, TopTokens
 from colograd.extensions.distillation.teacher import (
     OtherAdapter,
     Teacher,
@@ -30,7 +30,8 @@ from colograd.memory import token_budget
 from colograd.memory.choice import plan_or_raise
 from colograd.memory.description import Workload, describe_run, own_devices
 from colograd.memory.table import GIB
-from colograd.policy import logprobs, lora, row_proof
+from colograd.policy import head as policy_head
+from colograd.policy import lora, row_proof
 from colograd.policy.head import Head
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
@@ -92,7 +93,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_plain_computation(tiny_model, 
     policy = policy_of(tiny_model, tmp_path)
     config = made(tmp_path, path, temperature=0.7, distillation_weight=0.5)
     check_teacher(config, policy)
-    objective, teacher = Objective.from_config(config), teacher_of(config, policy)
+    objective, teacher = Objective.from_config(config).with_terms(config, policy), teacher_of(config, policy)
     assert objective.needs == ("teacher_logprobs",) and objective.every_group
     assert "teacher: " in teacher.describe() and not any(p.requires_grad for p in teacher.model.parameters())
     rows = fill({"teacher_logprobs": teacher}, rows_of(policy, budget=20), 0.7)
@@ -127,10 +128,10 @@ def test_the_term_stands_beside_the_rewards(tiny_model, tmp_path, large) -> None
     rows = fill({"teacher_logprobs": teacher_of(config, policy)}, rows_of(policy), 1.0)
     (row,) = map(collate, rows)
     row = dataclasses.replace(row, advantages=torch.linspace(-1, 1, len(row.labels)))
-    objective = Objective.from_config(config)
+    objective = Objective.from_config(config).with_terms(config, policy)
     with torch.no_grad():
         logprobs, entropy = policy_logprobs(policy.model, row, 1.0)
-        of_rewards = dataclasses.replace(objective, distillation_weight=0.0)(logprobs, entropy, row)
+        of_rewards = dataclasses.replace(objective, terms=())(logprobs, entropy, row)
         of_teacher = objective(logprobs, entropy, dataclasses.replace(row, advantages=torch.zeros(len(row.labels))))
         both = objective(logprobs, entropy, row)
         masked = dataclasses.replace(row, loss_mask=torch.zeros_like(row.loss_mask))
@@ -168,7 +169,7 @@ def test_of_several_teachers_each_scores_the_prompts_that_name_it(tiny_model, tm
         for scored, name in zip(groups_of(policy) * 2, names, strict=False)
     ]
     groups = [group.for_training() for group in groups]
-    objective = Objective.from_config(config)
+    objective = Objective.from_config(config).with_terms(config, policy)
     models = second_models(objective.needs, config, policy)
     assert [second.name for second in models.values()] == [str(large), str(small)]
     assert second_model_bytes(objective.needs, config, policy)["teacher"] == sum(
@@ -323,21 +324,21 @@ def test_the_exact_divergence_and_its_gradient_are_trl_s(
     tiny_model, tmp_path, large, monkeypatch, tiles, offload
 ) -> None:
     """Through the temperature, in tiles, of a teacher that sleeps meanwhile, for whose head nothing else is there."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda *_: tiles)
+    monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy = policy_of(tiny_model, tmp_path)
     config = made(tmp_path, large, temperature=0.7, distillation_kl="exact", distillation_weight=0.5)
-    objective, teacher = Objective.from_config(config), teacher_of(config, policy)
+    objective, teacher = Objective.from_config(config).with_terms(config, policy), teacher_of(config, policy)
     assert objective.needs == ("teacher_states",) and objective.every_group
     rows = fill({"teacher_states": teacher}, rows_of(policy, budget=20), 0.7)
     head = teacher.head
     if offload:  # what it then has of the head
         head = head.copied_to(CPU)
         teacher.model.get_output_embeddings().weight.zero_()
-    forward = PolicyForward(policy.model, 0.7, teacher=head)
+    forward = PolicyForward(policy.model, 0.7, steps=(TeacherStep(head),))
     total, tokens = 0.0, 0
     for row in map(collate, rows):
-        found, entropy, divergence = forward(row)
-        output = objective(found, entropy, row, divergence=divergence)
+        found, entropy, values = forward(row)
+        output = objective(found, entropy, row, values)
         output.loss.backward()
         total, tokens = total + float(output.sums["teacher_kl"][0]), tokens + len(row.labels)
     mine = {name: p.grad / tokens for name, p in policy.model.named_parameters()}
@@ -358,7 +359,7 @@ def test_the_exact_divergence_and_its_gradient_are_trl_s(
 def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, entropy_gradient) -> None:
     """Of heads with a soft cap, a scale and biases, in float64; and a teacher's larger vocabulary counts as far as the
     policy's goes."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda *_: (3, 4))
+    monkeypatch.setattr(policy_head, "tile_shape", lambda *_: (3, 4))
     torch.manual_seed(0)
     kind = {"dtype": torch.float64}
     hidden, weight, bias = torch.randn(7, 6, **kind), torch.randn(11, 6, **kind), torch.randn(11, **kind)
@@ -375,7 +376,7 @@ def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, e
     logp, logq = plain(*given), plain(states, teacher.weight[:11], teacher.bias[:11])
     expected = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1)
     head = Head(0.8, dtype=torch.float64, **transform)
-    found = logprobs.label_divergences(*given, labels, head, teacher.logits(states, 0.8), entropy_gradient)
+    found = policy_head.label_logprobs(*given, labels, head, entropy_gradient, teacher.logits(states, 0.8))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
     counted = [0, 1, 2] if entropy_gradient else [0, 2]
@@ -390,18 +391,22 @@ def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
     tiny_model, tmp_path, large, monkeypatch, tiles
 ) -> None:
     """Where the rest counts as one, so that it is below the exact one, and near it if the rest is little."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda *_: tiles)
+    monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy, k = policy_of(tiny_model, tmp_path), 40
     given = {"temperature": 0.7, "distillation_weight": 0.5}
     config = made(tmp_path, large, distillation_kl="top_k", distillation_top_k=k, **given)
-    objective, teacher = Objective.from_config(config), teacher_of(config, policy)
+    objective, teacher = Objective.from_config(config).with_terms(config, policy), teacher_of(config, policy)
     assert objective.needs == ("teacher_top",) and objective.every_group
     rows = fill({"teacher_top": teacher}, rows_of(policy, budget=20), 0.7)
-    forward, student, other = PolicyForward(policy.model, 0.7, teacher=TopTokens()), plain(tiny_model), plain(large)
+    forward, student, other = (
+        PolicyForward(policy.model, 0.7, steps=(TeacherStep(TopTokens()),)),
+        plain(tiny_model),
+        plain(large),
+    )
     total, exact, losses, tokens = 0.0, 0.0, [], 0
     for row in map(collate, rows):
-        found, entropy, divergence = forward(row)
-        output = objective(found, entropy, row, divergence=divergence)
+        found, entropy, values = forward(row)
+        output = objective(found, entropy, row, values)
         output.loss.backward()
         total, tokens = total + float(output.sums["teacher_kl"][0]), tokens + len(row.labels)
         logp = plain_logits(student, row, 0.7).log_softmax(-1)
@@ -426,7 +431,7 @@ def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_top_tokens_that_the_policy_doesn_t_know_are_of_the_rest(monkeypatch, cap) -> None:
     """Of a teacher whose vocabulary is larger, beside an entropy with a gradient, in float64."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda *_: (3, 4))
+    monkeypatch.setattr(policy_head, "tile_shape", lambda *_: (3, 4))
     torch.manual_seed(0)
     kind = {"dtype": torch.float64}
     given = [torch.randn(7, 6, **kind), torch.randn(11, 6, **kind), torch.randn(11, **kind)]
@@ -446,7 +451,7 @@ def test_top_tokens_that_the_policy_doesn_t_know_are_of_the_rest(monkeypatch, ca
     expected = of_kept + rest.exp() * (rest - theirs)
     entropy = -(plain(*given).exp() * plain(*given)).sum(-1)
     head = Head(0.8, dtype=torch.float64, scale=0.5, softcap=cap)
-    found = logprobs.label_divergences(*given, labels, head, top, entropy_gradient=True)
+    found = policy_head.label_logprobs(*given, labels, head, True, top)
     torch.testing.assert_close(found[2], expected)
     weights = torch.randn(2, 7, **kind)
     theirs = torch.autograd.grad((weights[0] * expected + weights[1] * entropy).sum(), given)
@@ -461,10 +466,11 @@ def test_states_go_with_their_completions_too(tiny_model, tmp_path, large) -> No
     rows = fill({"teacher_states": teacher}, rows_of(policy), 1.0)
     step = StepBatch(rows, 1, 1, {}, groups_of(policy))
     again = token_budget.repack(step, PackingRules(1, False, False, True, False, False, 0.0, CPU))
-    forward = PolicyForward(policy.model, 1.0, teacher=teacher.head)
+    forward = PolicyForward(policy.model, 1.0, steps=(TeacherStep(teacher.head),))
     for row in again.rows:
         (fresh,) = fill({"teacher_states": teacher}, [dataclasses.replace(row, scores={})], 1.0)
-        torch.testing.assert_close(forward(collate(row))[2], forward(collate(fresh))[2], rtol=0, atol=1e-5)
+        ours, theirs = (forward(collate(each))[2]["divergence"] for each in (row, fresh))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 # -- in a run

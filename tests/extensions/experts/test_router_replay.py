@@ -28,11 +28,13 @@ from row_cases import PACKED, SHAPE, make, make_groups
 from colograd import GRPOTrainer
 from colograd.batch import UNKNOWN, MicroBatch, Prompt, RoutedExperts, ScoredGroup
 from colograd.engine.sampling import Sampling
+from colograd.extensions.experts.engine import routed
+from colograd.extensions.experts.losses import ReplayTerm
 from colograd.extensions.experts.rider import RowExperts
-from colograd.extensions.experts.router_replay import make_replaying, replay_figures, routers_of
+from colograd.extensions.experts.router_replay import make_replaying, routers_of
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy import attention, second_models
-from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import collate, pack, plan_rows
 from colograd.policy.padded import rows_of
 from colograd.policy.row_proof import choose_rows
@@ -106,6 +108,11 @@ def choices(model: Any, row: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     experts = torch.stack(found, 1).to(torch.int8)
     packed = model.config._attn_implementation == attention.NAME
     return logprobs, experts if packed else experts[rows_of(row.layout).places]
+
+
+def replay_figures(model: Any, row: MicroBatch) -> dict[str, Any]:
+    logprobs, _, values = PolicyForward(model, 1.0)(row)
+    return ReplayTerm().observe(logprobs, row, values)
 
 
 @pytest.mark.parametrize("family", [*MODELS, *OTHERS])

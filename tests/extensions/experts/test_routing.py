@@ -15,10 +15,11 @@ import trl_oracle
 from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd.batch import LossOutput, StepBatch, StepConstants
+from colograd.extensions.experts.losses import BalanceTerm, RoutingStep
 from colograd.extensions.experts.routing import Routing, tells_routing, token_weights
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
-from colograd.policy.logprobs import policy_logprobs, routed_logprobs
+from colograd.policy.logprobs import PolicyForward
 from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.policy.row_proof import choose_rows
 from colograd.runtime.sizes import active_parameters
@@ -46,20 +47,18 @@ def outputs(model: Any, budget: int, share_prompts: bool, coefficient: float) ->
     """The step's loss, as the trainer divides it, and what the objective said of each micro-batch."""
     groups = make_groups()
     rows = plan_rows(groups, budget, False, CPU, share_prompts)
-    objective = dataclasses.replace(
-        Objective.from_config(tiny.config("unused", vllm_importance_sampling_correction=False)), router_coef=coefficient
-    )
+    plain = Objective.from_config(tiny.config("unused", vllm_importance_sampling_correction=False))
+    routed = tells_routing(model)
+    objective = dataclasses.replace(plain, terms=(BalanceTerm(coefficient),) if routed else ())
+    forward = PolicyForward(model, 1.0, steps=(RoutingStep(),) if routed else ())
     completions = [rollout for group in groups for rollout in group.group.rollouts]
     tokens = sum(len(rollout.completion_ids) for rollout in completions)
     step = StepBatch((*rows, dummy(CPU)), tokens, len(completions), {}, tuple(groups))
     step = with_step_entropy(step, objective, 0.0, lambda row: row.labels)
     found = []
     for row in map(collate, step.rows):
-        if tells_routing(model):
-            logprobs, entropy, routing = routed_logprobs(model, row, 1.0)
-        else:
-            (logprobs, entropy), routing = policy_logprobs(model, row, 1.0), None
-        found.append(objective(logprobs, entropy, row, routing))
+        logprobs, entropy, values = forward(row)
+        found.append(objective(logprobs, entropy, row, values))
     return sum((output.loss for output in found), torch.zeros(())) / objective.denominator(step), found
 
 

@@ -175,7 +175,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
     assert row_proof.choose_rows(model, asked=asked) == ""
     groups = groups_of(model, family)
     packed = loss_and_gradients(model, groups, share=True)
-    images.set_attention(model, "sdpa")
+    row_proof.set_attention(model, "sdpa")
     padded = loss_and_gradients(model, groups, share=False)
     check_alike(packed, padded, by_size=3e-5 if family == "gemma4_experts" else 0.0)
     tried(family, "packed", padded="where forced")
@@ -198,7 +198,7 @@ def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None])
     from trl.trainer.grpo_trainer import add_fused_lm_head
 
     model, _ = tiny_images.random_model(family)
-    images.set_attention(model, "sdpa")
+    row_proof.set_attention(model, "sdpa")
     group = groups_of(model, family, completions=1)[1]
     rollout = group.group.rollouts[0]
     row = pack([group], 400, False, torch.device("cpu"), share_prompts=False)[0]
@@ -232,17 +232,17 @@ def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monke
         sum((part**2).sum() for part in (features, *deeper)).backward()
         return [features, *(p.grad for name, p in model.named_parameters() if images.sees(name))]
 
-    images.set_attention(model, attention.NAME)
+    row_proof.set_attention(model, attention.NAME)
     assert model.config.vision_config._attn_implementation == "sdpa", "no GPU, nothing else"
     expected = features_and_gradients()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    images.set_attention(model, attention.NAME)
+    row_proof.set_attention(model, attention.NAME)
     assert all(torch.equal(*pair) for pair in zip(features_and_gradients(), expected, strict=True))
     monkeypatch.setattr(merged_attention, "kernels", lambda: (count, flash_backward))
     monkeypatch.setattr(attention, "_flash_takes", lambda query: True)
     torch.testing.assert_close(features_and_gradients(), expected)
     assert calls == ([6, 3] if family == "qwen2_5_vl" else [3, 3]), "windows of each layer"
-    images.set_attention(model, "sdpa")
+    row_proof.set_attention(model, "sdpa")
     assert model.config.vision_config._attn_implementation == "sdpa", "the model's own, for the proof"
 
 
@@ -250,7 +250,7 @@ def test_towers_that_see_a_picture_at_once_keep_transformers_own(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for family in ("gemma3_vl", "idefics3", "smolvlm"):
         model, _ = tiny_images.random_model(family)
-        images.set_attention(model, attention.NAME)
+        row_proof.set_attention(model, attention.NAME)
         assert model.config.vision_config._attn_implementation == "sdpa"
 
 
@@ -360,7 +360,7 @@ def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
     inputs = {"input_ids": torch.tensor([seen.ids]), **images.own_inputs(seen.images, 0)}
     adapted = adapted.float().eval()
     for model in (plain, adapted):
-        images.set_attention(model, "sdpa")
+        row_proof.set_attention(model, "sdpa")
     with torch.no_grad():
         theirs, ours = plain(**inputs).logits, adapted(**inputs).logits
         with adapted.disable_adapter():

@@ -280,7 +280,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tmp_
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
     groups = image_cases.groups_of(model, family)
     packed = image_cases.loss_and_gradients(model, groups, share=True)
-    images.set_attention(model.get_base_model(), "sdpa")
+    row_proof.set_attention(model.get_base_model(), "sdpa")
     padded = image_cases.loss_and_gradients(model, groups, share=False)
     image_cases.check_alike(packed, padded, by_size=5e-5)
 

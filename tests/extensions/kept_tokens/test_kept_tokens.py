@@ -16,7 +16,7 @@ from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Roll
 from colograd.extensions.distillation.head import TeacherHead
 from colograd.extensions.kept_tokens.engine.kept_tokens import KeptTokensRecord
 from colograd.extensions.kept_tokens.rider import Candidates, KeptTokens
-from colograd.policy import logprobs
+from colograd.policy import head as policy_head
 from colograd.policy.head import Head
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import pack
@@ -31,7 +31,7 @@ TRUNCATED = {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8}
 def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(monkeypatch, cap, tiles) -> None:
     """Log-probabilities, entropies and the divergence from a teacher, in float64, tile by tile; one label's set is the
     whole vocabulary."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda *_: tiles)
+    monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     torch.manual_seed(0)
     kind = {"dtype": torch.float64}
     given = [torch.randn(7, 6, **kind), torch.randn(11, 6, **kind), torch.randn(11, **kind)]
@@ -53,8 +53,8 @@ def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(monkeypa
     logp, logq = plain(*given), plain(states, teacher.weight[:11], teacher.bias[:11])
     expected = [logp.gather(1, labels[:, None])[:, 0]]
     expected += [-(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1)]
-    head = Head(0.8, dtype=torch.float64, kept=kept, **transform)
-    found = logprobs.label_divergences(*given, labels, head, teacher.logits(states, 0.8, kept), entropy_gradient=True)
+    head = Head(0.8, dtype=torch.float64, candidates=kept, **transform)
+    found = policy_head.label_logprobs(*given, labels, head, True, teacher.logits(states, 0.8, kept))
     weights = torch.randn(3, 7, **kind)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)

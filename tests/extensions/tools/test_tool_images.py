@@ -37,7 +37,6 @@ from colograd.batch import (
 )
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
-from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
 from colograd.extensions.images.rider import PER_TOKEN, STAND_IN, Images
 from colograd.extensions.tools.conversations import Conversations
@@ -216,7 +215,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> N
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
     groups = answered(model, family)
     packed = image_cases.loss_and_gradients(model, groups, share=True)
-    images.set_attention(model, "sdpa")
+    row_proof.set_attention(model, "sdpa")
     padded = image_cases.loss_and_gradients(model, groups, share=False)
     image_cases.check_alike(packed, padded, by_size=3e-5 if family == "gemma4_experts" else 0.0)
 

@@ -7,6 +7,7 @@ cache is in no step of its sequence. It has the experts that its cached keys and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import re

@@ -1,0 +1,78 @@
+"""The teacher's term of the objective: a part of the advantage, or a divergence over the vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...batch import UNTAUGHT, MicroBatch
+from ...config import GRPOConfig
+from ...losses.objective import LossTerm
+from ...losses.token_losses import Means
+from ...policy.logprobs import ForwardStep
+from .head import TeacherStep, TopTokens
+
+DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the rows' field by `distillation_kl`
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageTerm(LossTerm):
+    """log teacher - log pi_old of each token, added to its advantage (`distillation_kl: sampled`)."""
+
+    weight: float
+
+    needs = ("teacher_logprobs",)
+    waits = "a teacher's term isn't trained early"
+
+    def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
+        """Change the advantages. Their average over the policy's samples is minus the token's reverse KL divergence to
+        the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the later tokens' part)."""
+        gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
+        return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
+
+    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+        taught = _taught(batch)
+        return {"teacher_kl": ((old - batch.scores["teacher_logprobs"]).where(taught > 0, 0.0).sum(), taught.sum())}
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceTerm(LossTerm):
+    """The reverse KL divergence from the teacher, over the vocabulary."""
+
+    weight: float
+    field: str  # the rows' field with the teacher's values
+
+    waits = AdvantageTerm.waits
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
+        return (TeacherStep(TopTokens() if self.field == "teacher_top" else second_models[self.field].head),)
+
+    def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.weight * self._in_loss(batch, values)
+
+    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+        return {"teacher_kl": (self._in_loss(batch, values).detach().sum(), batch.loss_mask.sum())}
+
+    def _in_loss(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return values["divergence"].where(batch.loss_mask > 0, 0.0)
+
+
+def _taught(batch: MicroBatch) -> torch.Tensor:
+    """Return (N,) 1 for the tokens in the loss that a teacher has scored, else 0."""
+    return batch.loss_mask * (batch.scores["teacher_logprobs"] != UNTAUGHT)
+
+
+def teacher_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
+    """Return the term of a run with a teacher."""
+    if not config.distils or config.distillation_weight == 0:
+        return None
+    field = DIVERGENCES.get(config.distillation_kl)
+    return DivergenceTerm(config.distillation_weight, field) if field else AdvantageTerm(config.distillation_weight)
