@@ -28,7 +28,6 @@ from .extensions.carry_over.rounds import CarriedRounds
 from .extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from .extensions.overlap.rules import describe as describe_overlap
 from .extensions.overlap.rules import finished_groups, why_not
-from .extensions.tools.tool_format import completion_texts
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
 from .losses.objective import Objective
@@ -41,6 +40,7 @@ from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
 from .rollout.sampler import Purpose, Sampler
+from .rollout.texts import completion_texts
 from .runtime import process
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of

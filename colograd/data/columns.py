@@ -7,6 +7,9 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+IMAGES = ("images", "image")  # columns with a row's images
+EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows whose prompts are written during the rollout
+
 
 def check_dataset(dataset: Any, name: str) -> None:
     """Raise ValueError if ``dataset`` is neither a Dataset nor an IterableDataset."""
@@ -51,7 +54,7 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
 
 def check_no_images(columns: Iterable[str], name: str) -> None:
     """Raise ValueError if a column holds images."""
-    if found := sorted({"image", "images"} & {*columns}):
+    if found := sorted({*IMAGES} & {*columns}):
         raise ValueError(
             f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
             "docs/guide/images.md), remove the column, or rename it if only the reward functions need it."

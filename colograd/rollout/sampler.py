@@ -23,7 +23,6 @@ from ..extensions.agents.failures import Abstaining, has_failed
 from ..extensions.carry_over.rounds import CarriedRounds
 from ..extensions.overlap.finished_groups import OwnGroups
 from ..extensions.overlap.partition import Partition
-from ..extensions.tools.tool_format import with_messages, with_prompt_text
 from ..extensions.tools.toolbox import Toolbox
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
@@ -36,6 +35,7 @@ from .rounds import roll_out, sample_steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
 from .store import RewardedGroup, RolloutStore
+from .texts import with_messages, with_prompt_text
 
 
 class SamplerHooks(Protocol):

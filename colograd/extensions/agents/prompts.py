@@ -6,8 +6,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ...data.columns import columns_of
-from ..tools.toolbox import EMPTY
+from ...data.columns import EMPTY, columns_of
 
 
 def with_prompts(dataset: Any) -> Any:

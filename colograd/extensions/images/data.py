@@ -16,10 +16,10 @@ from typing import Any
 import jinja2
 
 from ...batch import PER_TOKEN, Images, ModelInput
+from ...data.columns import IMAGES as COLUMNS
 from ...data.messages import without_nones
 from ...data.vocabulary import check_rows
 
-COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
+from ...data.columns import EMPTY
 from ...runtime.importing import find_object
 from ...usercode.calls import Outcome, place_in, when_done
 from ...usercode.threads import MainThreadAdvice
@@ -19,7 +20,6 @@ from .tool_calls import Answers, RunningCall, ToolRunner, answer_content, shown_
 from .tool_format import ToolCall
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
-EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: `reset` returns the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
