@@ -1,3 +1,5 @@
 """Mixtures of experts: routing, the load-balancing loss, replayed routing."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conversation_experts": ("engine.routed:as_written", "engine.routed:one_prompt"),
+}

@@ -1,3 +1,6 @@
 """Images in prompts, completions and tool answers."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "prompt_reader": "data:reader_of",
+    "picture": "data:in_rgb",
+}

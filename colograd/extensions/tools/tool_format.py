@@ -13,7 +13,6 @@ from ...batch import ModelInput
 from ...data.messages import without_nones
 from ...rollout.texts import ToolCall, as_calls, has_parser, parsed_turn
 from ...usercode.untrusted import parse_json
-from ..images.data import ImageReader, with_images
 
 # The format of calls by Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -29,14 +28,14 @@ class ToolFormat:
     Args:
         tokenizer: a tokenizer with a chat template.
         template_kwargs: further arguments of the template.
-        reader: image reader of a vision-language model. Its processor's template gets all contents as parts.
+        reader: `ImageReader` of a vision-language model. Its processor's template gets all contents as parts.
 
     Raises:
         ValueError: the template can't show a tool's answer, or no known parser reads its calls.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: ImageReader | None = None) -> None:
-        self._tokenizer, self._kwargs, self._reader = tokenizer, template_kwargs, reader
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
+        self._tokenizer, self._kwargs, self.reader = tokenizer, template_kwargs, reader
         self._parses = has_parser(tokenizer)
         template = getattr(tokenizer if reader is None else reader.processor, "chat_template", None)
         if not template:
@@ -47,7 +46,7 @@ class ToolFormat:
             if reader is None:
                 shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
             else:
-                shown = reader.tokens(with_images([ASKED, call, answer], (), "")[0], template_kwargs)[0]
+                shown = reader.tokens(reader.split([ASKED, call, answer], "")[0], template_kwargs)[0]
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             shown = f"({type(error).__name__}: {error})"
         if "{'type': 'text'" in shown:
@@ -85,7 +84,7 @@ class ToolFormat:
     @property
     def shows_images(self) -> bool:
         """Whether an answer may have images."""
-        return self._reader is not None
+        return self.reader is not None
 
     def answer_ids(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
@@ -107,7 +106,7 @@ class ToolFormat:
                 token, the result begins with the template's end of a turn.
 
         Raises:
-            REFUSALS (see `data.images`): the processor doesn't take these images.
+            FAILURES (see `data.messages`): the processor doesn't take these images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
@@ -152,14 +151,14 @@ class ToolFormat:
 
     def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
         arguments = {**self._kwargs, **kwargs}
-        if self._reader is None:
+        if self.reader is None:
             return ModelInput(
                 tuple(self._tokenizer.apply_chat_template([*messages], tokenize=True, return_dict=False, **arguments))
             )
-        shown, pictures = with_images([*messages], (), "a tool's answer")
+        shown, pictures = self.reader.split(messages, "a tool's answer")
         if pictures:
-            return self._reader.made(shown, pictures, arguments)
-        return ModelInput(self._reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
+            return self.reader.made(shown, pictures, arguments)
+        return ModelInput(self.reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
