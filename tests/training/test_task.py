@@ -11,11 +11,13 @@ from tool_cases import Counter
 from transformers import AutoModelForCausalLM
 
 from colograd.config import GRPOConfig
-from colograd.extensions.tools.toolbox import EMPTY, Toolbox
+from colograd.data.columns import EMPTY
+from colograd.extensions.tools.feature import ToolFeature
+from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy import attention, row_proof
 from colograd.policy.loading import load_policy
+from colograd.training.preparation import prepared_config
 from colograd.training.prompts import train_prompts_of
-from colograd.training.task import prepared_config
 from colograd.training.transformers_seam import SeamTrainer
 
 
@@ -49,7 +51,7 @@ def test_rows_of_environments_need_no_prompt(tiny_model, tmp_path, streamed) -> 
     dataset = IterableDataset.from_generator(lambda: iter(rows)) if streamed else Dataset.from_list(rows)
     config = tiny.config(tmp_path, shuffle_dataset=False)
     policy = load_policy(tiny_model, None, config)
-    prompts = train_prompts_of(dataset, policy, config, Toolbox(None, {"counter": Counter})).first(2)
+    prompts = train_prompts_of(dataset, policy, config, ToolFeature(Toolbox(None, {"counter": Counter}))).first(2)
     assert [prompt.example for prompt in prompts] == [{**row, "prompt": EMPTY} for row in rows[:2]]
 
 

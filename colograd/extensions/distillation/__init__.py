@@ -1,3 +1,8 @@
 """A teacher model, whose reverse KL divergence joins the loss."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "prompt_columns": "run:prompt_columns",
+    "train_prompts": "run:check_teacher_column",
+    "loaded_policy": "run:check_policy",
+    "context": "teacher:check_teacher_context",
+}

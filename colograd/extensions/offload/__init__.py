@@ -1,3 +1,5 @@
 """Optimizer state, gradients or activations in host memory."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "training_context": "layer_inputs:inputs_of_run",
+}

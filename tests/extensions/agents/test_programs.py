@@ -17,11 +17,11 @@ import tiny
 import torch
 
 from colograd.batch import Group, Logged, ModelInput
+from colograd.extensions.agents.feature import AgentFeature
 from colograd.extensions.agents.sessions import Agent, returned
 from colograd.extensions.agents.tree import TokenTree
 from colograd.rollout.group_records import RewardedGroup
 from colograd.training.recorded_settings import run_settings, store_of
-from colograd.training.task import agent_of, check_agent_model
 from colograd.usercode.calls import Outcome
 from colograd.usercode.programs import CommandProgram, FunctionProgram
 
@@ -48,7 +48,7 @@ def another(base_url: str, api_key: str) -> float:
 def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, replay: bool, said: str) -> None:
     args: Any = SimpleNamespace(router_replay=replay, replays_truncation=False)
     with pytest.raises(ValueError, match=said):
-        agent_of(agent, None, tools, args)
+        AgentFeature.of(tiny.trainer_arguments(agent=agent, tools=tools), args)
 
 
 @pytest.mark.parametrize("command", ["node agent.js", "./agent.sh", "python -m my.agent", "agent.sh"])
@@ -58,16 +58,17 @@ def test_a_line_with_arguments_or_a_folder_and_a_program_on_path_are_commands(
     (tmp_path / "agent.sh").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     args: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
-    agent = agent_of(command, None, None, args)
-    assert agent is not None and agent.function is None and agent.command == tuple(command.split())
+    feature = AgentFeature.of(tiny.trainer_arguments(agent=command), args)
+    assert feature is not None and feature.agent.function is None and feature.agent.command == tuple(command.split())
 
 
 def test_a_model_that_reads_images_is_refused_at_the_start() -> None:
     policy: Any = SimpleNamespace(path="a-model", processor=object())
     settings: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
-    agent = agent_of(run, None, None, settings)
+    feature = AgentFeature.of(tiny.trainer_arguments(agent=run), settings)
+    assert feature is not None
     with pytest.raises(ValueError, match="a-model reads images, and an agent's sessions are of text"):
-        check_agent_model(agent, policy, settings)
+        feature.check_policy(policy, settings)
 
 
 def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> None:
