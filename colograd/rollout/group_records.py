@@ -18,11 +18,11 @@ import pyarrow as pa
 import torch
 
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts, VersionSpan
-from ..extensions.images import pictures
 from ..extensions.images.data import ImageReader
-from ..extensions.images.pictures import pictures_bytes, with_pictures
 from ..extensions.kept_tokens import record as kept_record
 from ..extensions.kept_tokens.record import kept_bytes, with_kept
+from ..extensions.tools import pictures
+from ..extensions.tools.pictures import pictures_bytes, with_pictures
 from .group_table import TABLE
 from .marked_table import comes
 

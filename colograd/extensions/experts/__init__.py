@@ -2,5 +2,4 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "loaded_policy": "engine.lora:merged_beside_experts",
-    "conversation_experts": ("engine.routed:as_written", "engine.routed:one_prompt"),
 }

@@ -22,8 +22,8 @@ from ...data.messages import FAILURES
 from ...data.prompts import COLUMNS, PromptRules
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
-from ...runtime import registry
 from ...usercode.untrusted import CHARACTERS
+from ..experts.engine.routed import as_written, one_prompt
 from .tool_calls import Answers, characters, shown_content, text_of
 from .tool_format import ToolFormat
 from .toolbox import Session, Toolbox
@@ -78,10 +78,6 @@ class Conversation:
         columns: dict[str, Any] = {}
         if (environment := self.session.environment) is not None:
             columns = {"environments": None if environment.stuck else environment.instance, "prompts": self.asked}
-        experts = self.experts
-        if experts is not None:
-            as_written, _ = registry.hooks_of("experts", "conversation_experts")
-            experts = as_written(experts, len(self.input), len(self.ids))
         return Rollout(
             input=self.input,
             completion_ids=self.ids,
@@ -91,7 +87,7 @@ class Conversation:
             policy_version=version,
             messages=tuple(self.messages),
             columns=columns,
-            experts=experts,
+            experts=None if self.experts is None else as_written(self.experts, len(self.input), len(self.ids)),
             kept=KeptTokens.joined(self.kept),
             images=tuple(self.images),
         )
@@ -198,10 +194,7 @@ class _RunningConversations:
         others.append(conversation)
         if len(others) < self.sampling.n:
             return None
-        rollouts = tuple(c.rollout(version) for c in sorted(others, key=lambda c: c.index))
-        if rollouts[0].experts is not None:
-            _, one_prompt = registry.hooks_of("experts", "conversation_experts")
-            rollouts = one_prompt(rollouts)
+        rollouts = one_prompt(tuple(c.rollout(version) for c in sorted(others, key=lambda c: c.index)))
         return Group(prompt.example, rollouts, prompt.position)
 
     def _submit(self, conversation: Conversation) -> None:

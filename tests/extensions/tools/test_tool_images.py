@@ -42,8 +42,8 @@ from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
-from colograd.extensions.images.pictures import pictures_bytes, with_pictures
 from colograd.extensions.tools.conversations import Conversations
+from colograd.extensions.tools.pictures import pictures_bytes, with_pictures
 from colograd.extensions.tools.tool_calls import answer_content, shown_content
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
 from colograd.extensions.tools.toolbox import Toolbox

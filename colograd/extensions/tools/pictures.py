@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ...batch import ModelInput, Rollout
 from ...rollout.marked_table import comes, read_table, table_bytes
-from .data import ImageReader, digest_of
+from ..images.data import ImageReader, digest_of
 
 BEGIN = b"PICTURES"
 ENVIRONMENTS = "environments"  # the rollout's column with its environment
