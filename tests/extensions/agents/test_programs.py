@@ -83,13 +83,13 @@ def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> 
     assert command.digest() != before and Agent.of(str(script)).digest() != itself
     assert Agent.of(run).digest() == Agent.of(run).digest() != Agent.of(another).digest()
     config = tiny.config(tmp_path, journal="keep")
-    old = store_of(config, [], Agent.of(run))
-    assert old is not None and "agent_code" in old.of_samples and "agent_code" not in run_settings(config, [], None)
+    old = store_of(config, [], AgentFeature(Agent.of(run)))
+    assert old is not None and "agent_code" in old.of_samples and "agent_code" not in run_settings(config, [], {})
     old.begin(0, "weights")
     group = Group({}, (TokenTree.nothing(0, ModelInput((1,)), 2, columns={}),), 0)
     old.add(RewardedGroup(group, torch.zeros(1, 1), Logged({}, {})))
     old.close()
-    new = store_of(config, [], command)
+    new = store_of(config, [], AgentFeature(command))
     assert new is not None
     (line,) = new.start(0, is_writer=True)
     assert "agent_code" in line and "are sampled anew" in line
@@ -163,3 +163,16 @@ def test_a_command_that_prints_without_end_fills_no_memory() -> None:
     code = "import sys\nfor _ in range(64): sys.stdout.write('x' * 2**20)\nprint()\nprint(0.25)"
     outcome = CommandProgram((sys.executable, "-c", code), dict(os.environ), {}).future.result(tiny.PATIENCE)
     assert outcome.value == 0.25
+
+
+def test_an_agent_changes_no_data_of_the_trainer() -> None:
+    row = {"prompt": [{"role": "user", "content": "hi"}], "tests": [{"left": 3}]}
+
+    def agent(row: dict[str, Any]) -> int:
+        row["tests"][0]["left"] -= 1
+        row["prompt"].clear()
+        return row["tests"][0]["left"]
+
+    programs = [Agent.of(agent).start("http://localhost", "key", "model", row) for _ in range(2)]
+    assert [program.future.result(tiny.PATIENCE).value for program in programs] == [2, 2]
+    assert row == {"prompt": [{"role": "user", "content": "hi"}], "tests": [{"left": 3}]}
