@@ -26,7 +26,7 @@ from ..policy.liger import check_liger
 from ..policy.loading import Policy, load_policy, proven_with_images
 from ..policy.outline import note_on_cpu
 from ..policy.reference import check_reference
-from ..policy.supported import check_shared_rows, check_supported
+from ..policy.supported import check_supported
 from ..reporting.console import Console
 from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
 from ..rewards.calling import check_columns_for
@@ -35,7 +35,7 @@ from ..rollout.custom import UserFeature
 from ..rollout.features import SourceFeature, TrainerArguments, source_feature
 from ..runtime import process, registry
 from ..sharding import check_sharding
-from ..weights import check_adapter_in_parts, check_choice
+from ..weights import check_choice
 from .best_metric import check_best_metric
 from .prompts import Prompts, eval_prompts_of, proof_prompts, train_prompts_of
 
@@ -88,10 +88,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         policy = load_policy(given.model, given.processing_class, args, given.peft_config, given.has_images)
         for check in registry.hooks("loaded_policy"):
             policy = check(policy, args, given.samples)
-        check_shared_rows(policy.model, args.sequence_parallel_size, policy.why_padded)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
-        if args.tensor_parallel:
-            check_adapter_in_parts(policy.adapter, args.sharding)
         check_split(args, policy.model.config)
         objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
         check_reference(args, policy)
@@ -123,11 +120,6 @@ def _check_config(given: TrainerArguments, args: GRPOConfig) -> None:
         check_vllm()
         check_sampling(args)
     check_sharding(args, given.optimizer)
-    if args.tensor_parallel and not given.samples:
-        raise ValueError(
-            f"sharding is {args.sharding!r}, but recorded steps are trained without an engine in whose layout the "
-            "policy could lie: set sharding: gradients or fsdp."
-        )
     check_liger(args)
 
 
@@ -154,10 +146,12 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 
 
 def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunction]:
-    """Return the reward functions with their weights, and a source's ``own`` rewards with weight 1."""
+    """Return the reward functions with their weights, and a source's ``own`` rewards with weight 1.
+
+    An extension may allow a run without any at the seam ``without_rewards``: config -> whether it does.
+    """
     given = as_list(functions)
-    if args.distils and not (given or own or args.reward_weights):
-        _check_without_rewards(args)
+    if not (given or own or args.reward_weights) and any(allows(args) for allows in registry.hooks("without_rewards")):
         return []
     if not own:
         return resolve_rewards(given, args.reward_weights)
@@ -165,18 +159,3 @@ def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunctio
     if len(weights) == len(given):  # else `resolve_rewards` raises
         given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
     return resolve_rewards(given, weights)
-
-
-def _check_without_rewards(args: GRPOConfig) -> None:
-    """Refuse settings that need rewards in a run that only distils."""
-    if args.dynamic_sampling:
-        raise ValueError(
-            "dynamic_sampling is true, but there is no reward function by whose rewards prompts could be kept: set it "
-            "to false, or give reward_funcs."
-        )
-    best = str(args.metric_for_best_model or "").removeprefix("eval_")
-    if best == "reward" or best.startswith(("rewards/", "pass@")):
-        raise ValueError(
-            f"metric_for_best_model is {args.metric_for_best_model!r}, but there is no reward function: set "
-            "metric_for_best_model: teacher_kl and greater_is_better: false."
-        )

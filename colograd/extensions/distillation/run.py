@@ -39,3 +39,25 @@ def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
             f"The dataset's column {TEACHER!r} names {min(strange)!r}, but teacher_model_name_or_path has {known}: "
             "name one of them, or leave it empty."
         )
+
+
+def goes_without_rewards(args: GRPOConfig) -> bool:
+    """Return whether the run only distils, so that it needs no reward function.
+
+    Raises:
+        ValueError: a setting needs rewards.
+    """
+    if not args.distils:
+        return False
+    if args.dynamic_sampling:
+        raise ValueError(
+            "dynamic_sampling is true, but there is no reward function by whose rewards prompts could be kept: set it "
+            "to false, or give reward_funcs."
+        )
+    best = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if best == "reward" or best.startswith(("rewards/", "pass@")):
+        raise ValueError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, but there is no reward function: set "
+            "metric_for_best_model: teacher_kl and greater_is_better: false."
+        )
+    return True
