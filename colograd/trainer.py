@@ -243,8 +243,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Compute the advantages of one group: [G], or one per completion token ([sum of lengths]).
 
-        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. An
-        agent's `turn_rewards`, and rewards of its single answers, add to the advantages of these answers' tokens.
+        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. A rollout
+        source may change them, as by rewards of a completion's parts.
         """
         advantages = self.estimator.of_group(rewards)
         add = self.feature.add_advantages

@@ -1,4 +1,4 @@
-"""`SourceFeature`: what writes a run's completions, chosen by the trainer's arguments: the engine, tools, an agent."""
+"""`SourceFeature`: a way of writing completions (the engine, tools, an agent), chosen by the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ AddAdvantages = Callable[[torch.Tensor, Group, AdvantageEstimator, Sequence[str]
 # The trainer's arguments that choose a source, and the extension of each; "": the core's own.
 SOURCES = {"tools": "tools", "rollout_func": "", "environment_factory": "tools", "agent": "agents"}
 
-# Parts of errors where what a truncated token was drawn from would be unknown.
+# Parts of errors for a source that doesn't record a truncated distribution.
 TRUNCATED = "top_k (with top_p or min_p) truncates the sampler's distribution, but"
 UNCORRECTED = "remove it, or set vllm_importance_sampling_correction: false."
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """The arguments of a `GRPOTrainer`, and what its subclass changes."""
+    """The arguments of a `GRPOTrainer`, and the changes of its subclass."""
 
     model: Any
     reward_funcs: Any
@@ -56,10 +56,10 @@ class TrainerArguments:
 
 
 class SourceFeature:
-    """What a run needs of its rollout source beyond `generate`. This class: the engine's single answers.
+    """A rollout source, and the changes that it needs elsewhere in a run. This class: the engine's single answers.
 
-    A subclass chooses another source. An extension offers its subclasses at the seam ``source``; at most one of a
-    run's `of` returns an object.
+    A subclass has another source. Extensions offer subclasses at the seam ``source``. `of` returns an object for at
+    most one of them, because each refuses the arguments of the others.
     """
 
     rewards: Sequence[Any] = ()  # reward functions of its own, with weight 1
@@ -71,7 +71,9 @@ class SourceFeature:
     may_add_images = False  # whether completions get images that no dataset has
     adds_columns = False  # whether reward functions get columns that aren't the dataset's
     adds_metrics = False  # whether `take_counts` of the source may return metrics of any name
-    add_advantages: AddAdvantages | None = None  # changes the advantages of a group
+    # Changes the advantages of a group. An extension offers its own at the seam ``add_advantages``, too, for sources of
+    # the user's and for records.
+    add_advantages: AddAdvantages | None = None
     notes: Sequence[str] = ()  # lines for the user
     trl_attributes: Mapping[str, Callable[[], Any]] = {}  # values of TRL's attributes of a trainer
 
@@ -125,4 +127,7 @@ def source_feature(
         if extension and arguments.sources[name]:
             registry.require(extension, name)
     chosen = [feature for kind in (*own, *registry.hooks("source")) if (feature := kind.of(arguments, config))]
-    return chosen[0] if chosen else SourceFeature()
+    feature = chosen[0] if chosen else SourceFeature()
+    if not arguments.samples:  # the record may have been written with a source of the user's
+        feature.add_advantages = next(iter(registry.hooks("add_advantages")), None)
+    return feature

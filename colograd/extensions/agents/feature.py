@@ -1,4 +1,4 @@
-"""`AgentFeature`: a run whose completions are sessions of the user's program."""
+"""`AgentFeature`: a run with sessions of the user's program as completions."""
 
 from __future__ import annotations
 

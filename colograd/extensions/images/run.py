@@ -1,4 +1,4 @@
-"""What images add to a run: a prompt to prove forwards on, and the engine's number of images per request."""
+"""A prompt with images, to prove forwards on."""
 
 from __future__ import annotations
 
@@ -26,12 +26,3 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
             return [found]
     has_some = feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)
     return [reader.made_up()] if has_some else []
-
-
-def most_images(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature, context: int) -> int:
-    """Return the maximum number of images in one engine request.
-
-    With tools this is the context length, because each image needs a token."""
-    if policy.processor is None:
-        return 0
-    return context if feature.may_add_images else max(1, *(getattr(part, "most_images", 0) for part in prompts))
