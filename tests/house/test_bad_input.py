@@ -601,13 +601,13 @@ def test_none_abstains() -> None:
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """Runs the command, which must fail before an engine is built; returns what it said."""
     from colograd import train, trainer
-    from colograd.training import task
+    from colograd.training import preparation
 
     def build(*args: Any) -> None:
         raise AssertionError("an engine would have been built")
 
     monkeypatch.setattr(process, "prepare_ranks", lambda: None)
-    monkeypatch.setattr(task, "check_vllm", lambda: None)
+    monkeypatch.setattr(preparation, "check_vllm", lambda: None)
     monkeypatch.setattr(trainer, "assemble", build)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
