@@ -247,8 +247,9 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         source may change them, as by rewards of a completion's parts.
         """
         advantages = self.estimator.of_group(rewards)
-        add = self.feature.add_advantages
-        return advantages if add is None else add(advantages, group, self.estimator, self.learner.reward_names)
+        if (add := self.feature.add_advantages) is None:
+            return advantages
+        return add(advantages, group, self.estimator, {reward.name: reward.weight for reward in self.rewards})
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """Compute the objective's sum over one micro-batch, before the step's denominator divides it."""

@@ -19,8 +19,8 @@ from ..rewards.scoring import Lender
 from ..runtime import registry
 from .stages import RolloutSource
 
-# (advantages [G], group, estimator, names of the reward functions) -> advantages [G], or [sum C] with one per token.
-AddAdvantages = Callable[[torch.Tensor, Group, AdvantageEstimator, Sequence[str]], torch.Tensor]
+# (advantages [G], group, estimator, weight of each reward function) -> advantages [G], or [sum C] with one per token.
+AddAdvantages = Callable[[torch.Tensor, Group, AdvantageEstimator, Mapping[str, float]], torch.Tensor]
 # The trainer's arguments that choose a source, and the extension of each; "": the core's own.
 SOURCES = {"tools": "tools", "rollout_func": "", "environment_factory": "tools", "agent": "agents"}
 

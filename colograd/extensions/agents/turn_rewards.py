@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def rewards_of_answers(columns: Mapping[str, Any], weights: Mapping[str, float])
 
 
 def with_turn_rewards(
-    advantages: torch.Tensor, group: Group, estimator: AdvantageEstimator, names: Sequence[str]
+    advantages: torch.Tensor, group: Group, estimator: AdvantageEstimator, weights: Mapping[str, float]
 ) -> torch.Tensor:
     """Add the advantages of single answers to a group's advantages.
 
@@ -41,12 +41,11 @@ def with_turn_rewards(
 
     Args:
         advantages: [G], one per session.
-        names: names of the reward functions.
+        weights: name of a reward function -> weight.
 
     Returns:
         [sum C], one per completion token. ``advantages`` if no session has turn rewards, or a session has failed.
     """
-    weights = dict(zip(names, estimator.weights, strict=True))
     given = [rewards_of_answers(rollout.columns, weights) for rollout in group.rollouts]
     if not any(given) or has_failed(group):
         return advantages
