@@ -23,12 +23,9 @@ from .config import GRPOConfig
 from .config.policy import KEEPS_MASTER
 from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
-from .extensions.agents.turn_rewards import with_turn_rewards
 from .extensions.carry_over.rounds import CarriedRounds
-from .extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from .extensions.overlap.rules import describe as describe_overlap
 from .extensions.overlap.rules import finished_groups, why_not
-from .extensions.tools.tool_format import completion_texts
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
 from .losses.objective import Objective
@@ -36,22 +33,23 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
 from .policy.frozen import FrozenModel
-from .policy.lora import unwrap
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
+from .rollout.features import TrainerArguments
 from .rollout.sampler import Purpose, Sampler
-from .runtime import process
+from .rollout.texts import completion_texts
+from .runtime import process, registry
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
-from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
+from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory
 from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
-from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
+from .training.preparation import PreparedRun, prepare, prepared_config
+from .training.prompts import eval_prompts_of, loader_of, reader_of, train_prompts_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
-from .training.task import Given, Task, prepare, prepared_config
 from .training.transformers_seam import SeamTrainer
 from .training.trl_names import TRLNames
 
@@ -118,17 +116,20 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     ) -> None:
         started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
-        given = Given(
-            model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes,
-            quantization_config, peft_config, tools, rollout_func, environment_factory, agent, optimizers[0],
-            self.samples,
-            needs_columns=not (self.replaces("generate") or self.replaces("score")),
-            generates=self.replaces("generate"),
-            adds_metrics=self.replaces("evaluate") or self.replaces("compute_loss") or _add_metrics(callbacks),
+        replaced = frozenset(filter(self.replaces, ("generate", "score", "compute_loss", "evaluate")))
+        given = TrainerArguments(
+            model, reward_funcs, reward_processing_classes, train_dataset, eval_dataset, processing_class,
+            quantization_config, peft_config, optimizers[0],
+            sources={
+                "tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory,
+                "agent": agent,
+            },
+            samples=self.samples,
+            replaced=replaced,
+            adds_metrics=bool(replaced & {"evaluate", "compute_loss"}) or _add_metrics(callbacks),
         )  # fmt: skip
         task = prepare(given, args, self.closing)
-        self.policy, self.rewards, self.toolbox = task.policy, task.rewards, task.toolbox
-        self.agent = task.agent
+        self.policy, self.rewards, self.feature = task.policy, task.scorer.rewards, task.feature
         self.train_prompts, self.eval_prompts = task.train_prompts, task.eval_prompts
         super().__init__(
             model=task.policy.model,
@@ -148,20 +149,20 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self._build(task)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
-    def _build(self, task: Task) -> None:
+    def _build(self, task: PreparedRun) -> None:
         """Build the engine, the sampler and the learner. A collective."""
         args: GRPOConfig = self.args
         self.closing.callback(self.checkpointer.stop_signal.remove)
         self.closing.callback(self.checkpointer.finish_alone)
         if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
-        names = [reward.name for reward in task.rewards]
-        self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in task.rewards])
+        names = [reward.name for reward in self.rewards]
+        self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
         self.completion_log = None
         if args.log_completions:
             images = task.policy.processor is not None
             self.completion_log = CompletionLog(args, names, self.recorder.trackers, images, self.console.warn)
-        self.journal = store_of(args, task.rewards, task.agent, image_reader_of(task.policy))
+        self.journal = store_of(args, self.rewards, self.feature, reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         if self.journal is not None:
@@ -177,9 +178,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.device_turns: Any = built.device_turns
         self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
-        if args.offloads_activations:
-            inputs = None if args.on_cpu else LayerInputs(args.device)
-            self.closing.enter_context(inputs_on_host(unwrap(self.model), inputs))
+        for context in registry.hooks("training_context"):
+            self.closing.enter_context(context(self.model, args))
         for second in built.second_models.values():
             if isinstance(second, FrozenModel) and not (second.offload and args.cuts_weights):
                 self.sharding.share_frozen(second.model)
@@ -189,7 +189,6 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding,
             built.second_models, self.estimator, names, built.memory, self.recorder, self.times, self.console,
         )  # fmt: skip
-        self.rollout_func = task.rollout_func
         self.sampler = self._make_sampler(task)
         self.why_no_overlap = why_not(args, task.objective, self.estimator, strategy, self.replaces)
         self.sampler.finished = finished_groups(args, self.why_no_overlap, self.learner.trains_early)
@@ -199,25 +198,25 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         # Otherwise `prepare` has proved the rows with the kernels that train.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
             with self.compute_loss_context_manager():
-                self.learner.prove_rows(task.seen)
+                self.learner.prove_rows(task.proof_prompts)
             self.policy = self.learner.policy
         self._describe(built, task)
         args.freeze()
 
-    def _make_sampler(self, task: Task) -> Sampler:
+    def _make_sampler(self, task: PreparedRun) -> Sampler:
         """Make the sampler. A replay overrides this to read groups from a record."""
-        return self._sampler_of(Sampler, task, rollout_source(self.engine, self.args, task, trainer=self))
+        return self._sampler_of(Sampler, task, self.feature.source(self.engine, self.policy, self.args, trainer=self))
 
-    def _sampler_of(self, kind: type[S], task: Task, source: Any) -> S:
+    def _sampler_of(self, kind: type[S], task: PreparedRun, source: Any) -> S:
         return kind(
             self, self.args, self.policy.tokenizer, self.engine, source, self.device_turns, task.scorer, self.estimator,
-            self.toolbox, self.journal, self.completion_log, self.recorder, self.times, self.console, self.lengths,
+            self.journal, self.completion_log, self.recorder, self.times, self.console, self.lengths,
             CarriedRounds.of(self.in_flight, self.args, self.times),
         )  # fmt: skip
 
-    def _describe(self, built: Assembly, task: Task) -> None:
+    def _describe(self, built: Assembly, task: PreparedRun) -> None:
         args: GRPOConfig = self.args
-        lines = [*built.describe(), *task.scorer.notes, *(task.toolbox.notes if task.toolbox else [])]
+        lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
         lines.append(describe_overlap(args, self.why_no_overlap, self.sampler.submits_later))
         for line in filter(None, lines):
@@ -243,11 +242,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Compute the advantages of one group: [G], or one per completion token ([sum of lengths]).
 
-        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. An
-        agent's `turn_rewards`, and rewards of its single answers, add to the advantages of these answers' tokens.
+        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. A rollout
+        source may change them, as by rewards of a completion's parts.
         """
-        weights = dict(zip(self.learner.reward_names, self.estimator.weights, strict=True))
-        return with_turn_rewards(self.estimator.of_group(rewards), group, self.estimator, weights)
+        advantages = self.estimator.of_group(rewards)
+        if (add := self.feature.add_advantages) is None:
+            return advantages
+        return add(advantages, group, self.estimator, {reward.name: reward.weight for reward in self.rewards})
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """Compute the objective's sum over one micro-batch, before the step's denominator divides it."""
@@ -366,7 +367,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if isinstance(eval_dataset, str) and isinstance(prompts, dict) and eval_dataset in prompts:
             prompts = prompts[eval_dataset]
         elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
-            prompts = eval_prompts_of(eval_dataset, self.policy, self.args, self.toolbox, self.engine_context)
+            prompts = eval_prompts_of(eval_dataset, self.policy, self.args, self.feature, self.engine_context)
         if prompts is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
         if not self.is_in_train and self.engine is not None:
@@ -387,7 +388,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def _follow_datasets(self) -> None:
         """Tokenise a dataset that has replaced the trainer's."""
         train_dataset, eval_dataset = self._tokenised
-        given = self.policy, self.args, self.toolbox, self.engine_context
+        given = self.policy, self.args, self.feature, self.engine_context
         if self.train_dataset is not train_dataset:
             self.train_prompts = train_prompts_of(self.train_dataset, *given)
         if self.eval_dataset is not eval_dataset:

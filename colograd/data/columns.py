@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 IMAGES = ("images", "image")  # columns with a row's images
+EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows whose prompts are written during the rollout
 
 
 def check_dataset(dataset: Any, name: str) -> None:

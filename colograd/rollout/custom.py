@@ -1,23 +1,81 @@
-"""Groups that a function of the user's writes: TRL's ``rollout_func``."""
+"""Groups that a function of the user's writes (TRL's ``rollout_func``), or a rollout source of the user's."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ..config import GRPOConfig
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
+from ..policy.loading import Policy
 from ..rewards.calling import RESERVED
+from ..runtime import registry
+from ..runtime.importing import find_object
 from ..usercode.copies import own_copy
+from .features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerArguments
+from .stages import RolloutSource
 
 SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+class UserFeature(SourceFeature):
+    """A function or class of the user's that writes completions (``rollout_func``)."""
+
+    adds_columns = True
+
+    def __init__(self, write: Any) -> None:
+        self.write = write
+        self.adds_metrics = isinstance(write, type)
+        self.add_advantages = next(iter(registry.hooks("add_advantages")), None) if hasattr(write, "generate") else None
+        self.trl_attributes = {"rollout_func": lambda: write}
+
+    @classmethod
+    def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
+        """Import the function if it is a path.
+
+        Raises:
+            ValueError: an import path without an object, no rollout source, tools in addition, or `router_replay`.
+        """
+        write, others = arguments.sources["rollout_func"], arguments.sources
+        if write is None:
+            return None
+        if others["tools"] or others["environment_factory"] is not None:
+            raise ValueError(
+                "rollout_func writes completions by itself, so that tools and environment_factory would never be used: "
+                "give one or the other."
+            )
+        if isinstance(write, str):
+            write = find_object(write, "rollout_func", callable)
+        if hasattr(write, "generate"):
+            return cls(write)
+        if isinstance(write, type):
+            raise ValueError(
+                f"rollout_func is the class {write.__name__}, which has no method `generate`, but must be a rollout "
+                "source: see docs/architecture.md."
+            )
+        if config.router_replay:
+            raise ValueError(
+                "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose "
+                "for them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
+            )
+        if config.replays_truncation:
+            raise ValueError(f"{TRUNCATED} a rollout_func returns tokens, not what they were drawn from: {UNCORRECTED}")
+        return cls(write)
+
+    def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
+        write = self.write
+        if hasattr(write, "generate"):
+            source: RolloutSource = write(engine) if isinstance(write, type) else write
+            return source
+        return CustomRollouts(engine, lambda prompts: write(prompts, trainer), policy.end_tokens)
 
 
 class CustomRollouts:

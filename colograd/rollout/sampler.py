@@ -22,8 +22,6 @@ from ..extensions.agents.failures import Abstaining, has_failed
 from ..extensions.carry_over.rounds import CarriedRounds
 from ..extensions.overlap.finished_groups import OwnGroups
 from ..extensions.overlap.partition import Partition, recorded_partition
-from ..extensions.tools.tool_format import with_messages, with_prompt_text
-from ..extensions.tools.toolbox import Toolbox
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
 from ..parallel.ranks import gather, on_all_ranks, world_size
@@ -35,6 +33,7 @@ from .rounds import roll_out, sample_steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
 from .store import RewardedGroup, RolloutStore
+from .texts import with_messages, with_prompt_text
 
 
 class SamplerHooks(Protocol):
@@ -113,7 +112,6 @@ class Sampler:
     device_turns: DeviceTurns
     scorer: Scorer
     estimator: AdvantageEstimator
-    toolbox: Toolbox | None
     journal: RolloutStore | None
     completion_log: CompletionLog | None
     recorder: Any
@@ -204,7 +202,7 @@ class Sampler:
     def take_counts(self) -> dict[str, float]:
         """Return the sums that rewards, tools, the engine and the source counted since the last call."""
         source = self.source if self.source is not self.engine and hasattr(self.source, "take_counts") else None
-        parts = [part for part in (self.scorer, self.toolbox, self.engine, source) if part is not None]
+        parts = [part for part in (self.scorer, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
     def _sample(self, prompts: list[list[Prompt]], meanwhile: EarlyTraining | None) -> list[SampledStep]:
@@ -345,8 +343,8 @@ class Sampler:
             return self.begin_scoring(groups)
         functions = len(self.scorer.rewards)
         rewards = torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups])
-        if self.toolbox is not None:
-            self.toolbox.environments.end_scoring(groups)
+        if self.scorer.environments is not None:
+            self.scorer.environments.end_scoring(groups)
         return Ready(rewards)
 
     def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:

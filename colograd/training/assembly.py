@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -18,15 +17,6 @@ from ..engine.feature import EngineUse
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import VLLMEngine
-from ..extensions.agents.context import ChatFormat
-from ..extensions.agents.engine.chat_api import ChatAPI
-from ..extensions.agents.session import Limits
-from ..extensions.agents.session_log import SessionLog
-from ..extensions.agents.sessions import Agent, AgentSessions, AgentSettings
-from ..extensions.carry_over.source import CarryOver
-from ..extensions.distillation.teacher import check_teacher_context
-from ..extensions.hybrids.recurrent import keep_uncompiled
-from ..extensions.tools.conversations import Conversations
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
@@ -34,13 +24,9 @@ from ..memory.shape import CacheNeed, Shape
 from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import compile_layers, forget_compiled
-from ..policy.loading import Policy
 from ..policy.lora import unwrap
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
 from ..reporting.metrics import PhaseTimes
-from ..rollout.custom import CustomRollouts
-from ..rollout.stages import RolloutSource
-from ..rollout.store import RolloutStore
 from ..runtime import process, registry
 from ..sharding import strategy_name
 from ..weights import (
@@ -50,12 +36,8 @@ from ..weights import (
     expects_sharing,
     weight_sync,
 )
-from .prompts import Benchmark, Prompts, longest_completion, prompts_with_images, reset_rules, without_template
-from .task import Task
-
-# Tokens reserved behind the longest prompt for an environment's `reset`, unless the context is set or shorter.
-OBSERVATION = 1024
-SESSION = 4096  # tokens reserved in the same way for an agent's messages and tools
+from .preparation import PreparedRun
+from .prompts import Benchmark, Prompts, longest_completion, proof_prompts, without_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +63,29 @@ class Assembly:
         for second in self.second_models.values():
             yield second.describe()
 
-    def warnings(self, config: GRPOConfig, task: Task) -> Iterator[str]:
+    def warnings(self, config: GRPOConfig, prepared: PreparedRun) -> Iterator[str]:
         """Yield lines that warn the user."""
         yield from (*config.notes, *config.advice())
         yield from () if self.engine is None else self.engine.warnings(config)
-        yield from task.policy.warnings(config)
-        for part in task.prompts:
+        yield from prepared.policy.warnings(config)
+        for part in prepared.prompts:
             if isinstance(part, PromptDataset | Benchmark) and part.dropped:
                 yield part.dropped_line()
-        if task.rollout_func is None:
-            yield from without_template(task.train_prompts, task.policy)
+        if not prepared.feature.adds_columns:
+            yield from without_template(prepared.train_prompts, prepared.policy)
 
 
 def assemble(
-    config: GRPOConfig, task: Task, max_tokens: int, times: PhaseTimes, closing: ExitStack, samples: bool = True
+    config: GRPOConfig,
+    prepared: PreparedRun,
+    max_tokens: int,
+    times: PhaseTimes,
+    closing: ExitStack,
+    samples: bool = True,
 ) -> Assembly:
     """Build the engine, and move the policy to its place next to it. A collective.
+
+    Extensions check the tokens of the longest sequence at the seam ``context``: (config, policy, tokens) -> None.
 
     Args:
         max_tokens: tokens of a micro-batch; 0: not measured yet.
@@ -108,17 +97,18 @@ def assemble(
             impossible way of publishing.
         RuntimeError: the engine doesn't read a parameter at its expected place.
     """
-    policy, run = task.policy, read_run(config, task, max_tokens)
-    with on_all_ranks("the teacher's context"):
-        check_teacher_context(config, policy, needed_context(config, task))
+    policy, run = prepared.policy, read_run(config, prepared, max_tokens)
+    with on_all_ranks("the context"):
+        for check in registry.hooks("context"):
+            check(config, policy, needed_context(config, prepared))
     if not samples:
         plan = plan_or_raise(run.without_engine(), strategy_name(config))
         if not config.on_cpu:
             policy.model.to(config.device)
         with on_all_ranks("the second models"):
-            return Assembly(None, None, None, plan, second_models(task.objective.needs, config, policy))
+            return Assembly(None, None, None, plan, second_models(prepared.objective.needs, config, policy))
     plan = plan_or_raise(run, strategy_name(config))
-    engine = _build_engine(config, task, plan, closing)
+    engine = _build_engine(config, prepared, plan, closing)
     with on_all_ranks("the plan of the weights"):
         weights = weight_sync(
             config.weights,
@@ -128,30 +118,30 @@ def assemble(
             device=config.device,
             adapter=policy.adapter,
             cut="rows" if config.cuts_weights else "parts" if config.tensor_parallel else "",
-            tower_prompt=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
+            tower_prompt=next(iter(proof_prompts(prepared.prompts, policy, prepared.feature)), None),
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former memory
     with on_all_ranks("the second models"):
-        others = second_models(task.objective.needs, config, policy)
+        others = second_models(prepared.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, others)
 
 
-def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: ExitStack) -> Engine:
-    policy, context = task.policy, needed_context(config, task)
+def _build_engine(config: GRPOConfig, prepared: PreparedRun, plan: MemoryPlan, closing: ExitStack) -> Engine:
+    policy, context = prepared.policy, needed_context(config, prepared)
     end = policy.tokenizer.eos_token_id
     use = EngineUse(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
-        sequences=most_sequences(config, task.prompts),
+        sequences=most_sequences(config, prepared.prompts),
         trained=sampled_together(config),
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
         tokens=size_of(policy.tokenizer),
         policy=policy,
-        prompts=task.prompts,
-        has_tools=task.toolbox is not None,
+        prompts=prepared.prompts,
+        has_tools=prepared.feature.may_add_images,
     )
     engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
     closing.callback(engine.close)
@@ -196,43 +186,43 @@ def engine_alone(
     return engine
 
 
-def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> None:
+def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
     """Resolve the unset settings that depend on memory. A collective.
 
     ``sharding: auto`` becomes the least sharded way that leaves room. ``offload_optimizer: auto`` keeps on the host as
     little as it must. ``gradient_checkpointing`` is then on for as few layers as necessary."""
     if config.sharding == "auto":
-        run = read_run(config, task, config.token_budget)
+        run = read_run(config, prepared, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
         config.resolve_sharding(auto(replace(run, strategies=able)))
     if config.offload_optimizer == "auto":
         name = strategy_name(config)
         host = min(gather(psutil.virtual_memory().available // process.local_world_size()))
         cheapest = registry.hooks("cheapest")[0]
-        kept = {} if config.on_cpu else cheapest(read_run(config, task, config.token_budget), name, host)
+        kept = {} if config.on_cpu else cheapest(read_run(config, prepared, config.token_budget), name, host)
         config.resolve_offload(
             "streams" in kept,
             "offloads_gradients" in kept,
-            "offloads_activations" in kept and task.policy.checkpointing[-1] == 1,
+            "offloads_activations" in kept and prepared.policy.checkpointing[-1] == 1,
         )
     every = config.checkpointing
     if config.gradient_checkpointing is None:
-        run = read_run(config, task, config.token_budget)
-        every = least_checkpointing(run, strategy_name(config), task.policy.checkpointing)
+        run = read_run(config, prepared, config.token_budget)
+        every = least_checkpointing(run, strategy_name(config), prepared.policy.checkpointing)
     config.resolve_checkpointing(every)
 
 
-def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
+def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunDescription:
     """Describe the run in the numbers that its memory depends on."""
-    policy = task.policy
+    policy = prepared.policy
     work = Workload(
-        length=needed_context(config, task),
+        length=needed_context(config, prepared),
         sequences=sampled_together(config),
         tokens=max_tokens,
-        prompt=max(part.longest for part in task.prompts),
+        prompt=max(part.longest for part in prepared.prompts),
         shares_prompts=not policy.why_padded,
     )
-    others = second_model_bytes(task.objective.needs, config, policy)
+    others = second_model_bytes(prepared.objective.needs, config, policy)
     return describe_run(
         config,
         policy.model,
@@ -261,66 +251,10 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
     return max(sampled_together(config), *evaluated, 1)
 
 
-def needed_context(config: GRPOConfig, task: Task) -> int:
+def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
     """Return the maximum tokens of one sequence of the engine, prompt and completion together."""
-    longest = max(part.longest for part in task.prompts) + longest_completion(config)
-    told = OBSERVATION if task.toolbox is not None and task.toolbox.has_environments else 0
-    told += SESSION if task.agent is not None else 0
-    return config.vllm_max_model_length or min(longest + told, task.policy.context)
-
-
-def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any) -> RolloutSource:
-    """Return the source of completions: the user's source or function, conversations with tools, or the engine.
-
-    Args:
-        trainer: argument of a user's function; holds the groups in flight.
-    """
-    write, tools = task.rollout_func, task.toolbox
-    if hasattr(write, "generate"):
-        source: RolloutSource = write(engine) if isinstance(write, type) else write
-        return source
-    if task.agent is not None:
-        return agent_sessions(engine, config, task.agent, task.policy, trainer)
-    if write is not None:
-        return CustomRollouts(engine, lambda prompts: write(prompts, trainer), task.policy.end_tokens)
-    if tools is not None and task.tool_format is not None:
-        rules = reset_rules(task.policy, config, tools, engine.context)
-        return Conversations(engine, tools, task.tool_format, rules, config.max_tool_calling_iterations)
-    if (in_flight := trainer.in_flight) is not None:
-        return CarryOver(engine, in_flight)
-    return engine
-
-
-def agent_sessions(
-    engine: Engine, config: GRPOConfig, agent: Agent, policy: Policy, trainer: Any = None
-) -> AgentSessions:
-    """Return the source of completions for an agent: each completion is a session.
-
-    Args:
-        trainer: its journal records sessions during training.
-
-    Raises:
-        ValueError: the chat template writes no conversation, or vLLM lacks the parser.
-    """
-    tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
-    form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
-    api = ChatAPI(
-        tokenizer, os.path.basename(policy.path.rstrip("/")) or "policy", str(tokenizer.chat_template),
-        config.agent_tool_parser, config.agent_reasoning_parser, str(policy.model.config.model_type),
-    )  # fmt: skip
-    settings = AgentSettings(
-        config.agent_timeout,
-        config.agent_sessions or engine.max_sequences,
-        Limits(config.agent_requests, config.agent_parallel),
-        refuses=config.agent_sampling == "refuse",
-        raises=config.agent_on_error == "raise",
-    )
-
-    def log() -> SessionLog | None:
-        journal: RolloutStore | None = trainer.journal if trainer is not None and trainer.is_in_train else None
-        return journal.open_beside(SessionLog) if journal is not None else None
-
-    return AgentSessions(engine, agent, api, form, settings, log)
+    longest = max(part.longest for part in prepared.prompts) + longest_completion(config)
+    return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 
 
 def choose_kernels(
@@ -335,6 +269,8 @@ def choose_kernels(
     Extensions offer functions of the configuration at the seam "kernels". Each returns None, or a function that puts
     its kernels into a model and into further ones, and returns a function that undoes this.
 
+    Extensions exclude layers from compilation at the seam ``uncompiled``: model -> None.
+
     Yields lines for the user, each before a slow part.
     """
     others = [
@@ -348,6 +284,7 @@ def choose_kernels(
     if args.torch_compile:
         yield "policy: torch compiles its layers: a minute or more, less the next time"
         for each in (unwrap(model), *others):
-            keep_uncompiled(each)
+            for keep_uncompiled in registry.hooks("uncompiled"):
+                keep_uncompiled(each)
             compile_layers(each, args.torch_compile_backend or "inductor", args.torch_compile_mode)
             closing.callback(forget_compiled, each)

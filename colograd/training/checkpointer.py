@@ -131,7 +131,7 @@ class Checkpointer(TrainerCallback):
             ValueError: a changed setting can't be applied.
         """
         changed = folders.changed_settings(
-            checkpoint, run_settings(self.args, self.trainer.rewards, self.trainer.agent)
+            checkpoint, run_settings(self.args, self.trainer.rewards, self.trainer.feature.digests())
         )
         kind = str(self.args.lr_scheduler_type)
         if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
@@ -293,7 +293,7 @@ class Checkpointer(TrainerCallback):
         state.save_to_json(str(folder / STATE_FILE))
         if names := self._weight_names(folder):
             folders.write_index(folder, names)
-        folders.write_settings(folder, run_settings(self.args, trainer.rewards, trainer.agent))
+        folders.write_settings(folder, run_settings(self.args, trainer.rewards, trainer.feature.digests()))
         if isinstance(trainer.train_prompts, PromptStream):
             folders.write_prompts(folder, trainer.train_prompts.state)
         elif trainer.train_prompts.curriculum is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ..batch import TEACHER, ModelInput
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import (
     PromptDataset,
@@ -20,17 +19,14 @@ from ..data import (
     StreamLoader,
     tokenize_prompts,
 )
-from ..data.columns import check_columns, columns_of
-from ..extensions.curriculum.curriculum import CurriculumOrder, CurriculumState
-from ..extensions.images.data import COLUMNS as IMAGES
-from ..extensions.images.data import ImageReader
-from ..extensions.tools.toolbox import EMPTY, Toolbox
+from ..data.columns import EMPTY, IMAGES, check_columns, columns_of
 from ..policy.loading import Policy
 from ..reporting.console import Console
+from ..rollout.features import SourceFeature
 from ..runtime import registry
 
 Prompts = PromptDataset | PromptStream
-IMAGES_LOOKED_AT = 64  # rows to search for an image
+NO_FEATURE = SourceFeature()
 
 
 class Benchmark(ABC):
@@ -86,78 +82,56 @@ def longest_completion(args: GRPOConfig) -> int:
 
 
 def train_prompts_of(
-    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
-) -> PromptDataset | PromptStream:
+    dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
+) -> Prompts:
     """Return the prompts to train on: tokenised, or a stream that is tokenised while it is read.
 
-    As in TRL, a run without a dataset needs an environment that makes all prompts, and ``max_steps``.
+    As in TRL, a run without a dataset needs an environment that makes all prompts, and ``max_steps``. Extensions check
+    or change the prompts at the seam ``train_prompts``: (prompts, config) -> None.
 
     Raises:
         ValueError: no dataset or environment, no room for a prompt, fewer prompts than a round takes, or a row that
             can't be tokenised.
     """
-    rules = _rules(policy, args, "train", context, tools)
-    if dataset is None:
-        dataset = _empty_prompts(args, tools)
-    curriculum = args.read_curriculum()
-    if isinstance(dataset, IterableDataset):
-        if curriculum is not None:
-            raise ValueError(
-                "curriculum chooses among all prompts, but a streamed dataset is read one after the other: load it "
-                "whole, or remove curriculum."
-            )
-        return PromptStream(_wanted(dataset, policy, args, tools, "train"), rules, args)
-    prompts = tokenize_prompts(_wanted(dataset, policy, args, tools, "train"), rules)
-    StepOrder.of(args, len(prompts))
-    if curriculum is not None:
-        prompts.curriculum = CurriculumState(curriculum, prompts.dataset, args)
+    rules = prompt_rules(policy, args, "train", context, feature)
+    rows = _wanted(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
+    prompts: Prompts
+    if isinstance(rows, IterableDataset):
+        prompts = PromptStream(rows, rules, args)
+    else:
+        prompts = tokenize_prompts(rows, rules)
+        StepOrder.of(args, len(prompts))
+    for check in registry.hooks("train_prompts"):
+        check(prompts, args)
     return prompts
-
-
-def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
-    """Make an empty row for each prompt of one generation; an environment writes the prompts' texts."""
-    if tools is None or not tools.has_environments:
-        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
-    if tools.by_name:
-        raise ValueError(
-            "train_dataset is missing, but environment_factory is a dict, of which each row's column `environment` "
-            "names one: give a dataset with that column, or a single factory."
-        )
-    if args.max_steps <= 0:
-        raise ValueError(
-            f"train_dataset is missing and max_steps is {args.max_steps}, but without a dataset nothing else says when "
-            "to end: set max_steps."
-        )
-    rows = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
-    return Dataset.from_dict({"prompt": [EMPTY] * rows})
 
 
 def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
     """Return a loader with one item per optimizer step: the list of this rank's prompts."""
     if isinstance(prompts, PromptStream):
         return StreamLoader(prompts)
-    if prompts.curriculum is not None:
-        order = CurriculumOrder.of(args, len(prompts))
-        order.state = prompts.curriculum
-        return PromptLoader(prompts, order)
-    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
+    chosen = prompts.curriculum
+    return PromptLoader(prompts, StepOrder.of(args, len(prompts)) if chosen is None else chosen.order(args))
 
 
-def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
-    """Apply ``remove_unused_columns``, or add empty prompts if environments write them."""
+def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
+    """Apply ``remove_unused_columns``, or add empty prompts if they are written during the rollout.
+
+    Columns of an extension stay: seam ``prompt_columns``, config -> names.
+    """
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
-    if tools is not None and tools.has_environments and names and "prompt" not in names:
+    if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in names:
         check_columns(dataset, name, policy.processor is not None)  # before its columns are removed
-        images = [column for column in IMAGES if column in names]
-        named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
-        named += [TEACHER] if args.names_teachers and TEACHER in names else []
-        return dataset.select_columns(["prompt", *images, *named])
+        used = [*IMAGES, *feature.columns, *(each for hook in registry.hooks("prompt_columns") for each in hook(args))]
+        return dataset.select_columns(["prompt", *(column for column in used if column in names)])
     return dataset
 
 
-def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, tools: Toolbox | None) -> PromptRules:
+def prompt_rules(
+    policy: Policy, args: GRPOConfig, name: str, context: int | None, feature: SourceFeature = NO_FEATURE
+) -> PromptRules:
     """Return the rules for the conversion of rows into prompts.
 
     Args:
@@ -177,8 +151,8 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         overlong=args.overlong_prompts,
         chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
         name=name,
-        tools=tools.schemas if tools else None,
-        reader=image_reader_of(policy),
+        tools=feature.schemas,
+        reader=reader_of(policy),
         tell=Console(args.layout.is_main, bars=False).say,
         rows=policy.rows,
     )
@@ -197,7 +171,7 @@ def eval_prompts_of(
     dataset: Any,
     policy: Policy,
     args: GRPOConfig,
-    tools: Toolbox | None = None,
+    feature: SourceFeature = NO_FEATURE,
     context: int | None = None,
     name: str = "eval",
 ) -> Any:
@@ -212,10 +186,12 @@ def eval_prompts_of(
         texts = {name: part for name, part in dataset.items() if isinstance(part, str)}
         made = _benchmarks(texts, policy, args, context)
         return {
-            name: made[name] if name in made else eval_prompts_of(part, policy, args, tools, context, name)
+            name: made[name] if name in made else eval_prompts_of(part, policy, args, feature, context, name)
             for name, part in dataset.items()
         }
-    return tokenize_prompts(_wanted(dataset, policy, args, tools, name), _rules(policy, args, name, context, tools))
+    return tokenize_prompts(
+        _wanted(dataset, policy, args, feature, name), prompt_rules(policy, args, name, context, feature)
+    )
 
 
 def _benchmarks(texts: dict[str, str], policy: Policy, args: GRPOConfig, context: int | None) -> dict[str, Benchmark]:
@@ -238,26 +214,17 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
         )
 
 
-def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:
-    """Return the rules for prompts that an environment's ``reset`` changed, in an engine with this context."""
-    most = context - 1
-    return dataclasses.replace(_rules(policy, args, "reset", None, tools), max_prompt_tokens=most, overlong="drop")
+def reader_of(policy: Policy) -> Any:
+    """Return the reader of rows that have more than text, for a policy that takes them; None for others.
 
-
-def image_reader_of(policy: Policy) -> ImageReader | None:
-    """Return a reader of images for a policy that takes images; None for others."""
-    return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
-
-
-def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:
-    """Return one prompt with images, to prove forwards on; empty if the run has no images.
-
-    The prompt is made up if only tools, or rows behind the first IMAGES_LOOKED_AT, have images.
+    An extension makes it: seam ``prompt_reader``, policy -> reader or None.
     """
-    seen = any(getattr(part, "most_images", 0) for part in prompts)
-    if getattr(prompts[0], "most_images", 0):
-        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.media is not None)
-        if (first := next(found, None)) is not None:
-            return [first]
-    reader = image_reader_of(policy)
-    return [reader.made_up()] if reader is not None and (seen or tools is not None) else []
+    return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
+
+
+def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
+    """Return a prompt of each kind that has more than text, to prove forwards on; empty if the run has none.
+
+    Extensions make them: seam ``proof_prompts``, (prompts, policy, feature) -> list.
+    """
+    return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import GRPOConfig
 from ..config.distillation import DistillationKnobs
 from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from ..config.sampling import SamplingKnobs
-from ..extensions.agents.sessions import Agent
-from ..extensions.images.data import ImageReader
 from ..rewards.functions import RewardFunction, code_digest
+from ..rollout.features import SourceFeature
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
-AGENT_CODE = "agent_code"  # key of the digest of an agent's program
+AGENT_CODE = "agent_code"  # key of the digest of a program that writes completions
 # A run with other values of these settings is another run. They decide a round's groups and the updates from these.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
@@ -44,22 +43,21 @@ OF_GROUPS = frozenset(
 
 
 def store_of(
-    args: GRPOConfig, rewards: Sequence[RewardFunction], agent: Agent | None, reader: ImageReader | None = None
+    args: GRPOConfig, rewards: Sequence[RewardFunction], feature: SourceFeature, reader: Any = None
 ) -> RolloutStore | None:
     """Return this rank's store; None without a journal, and on ranks that follow another rank's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
-    settings = run_settings(args, rewards, agent)
+    settings = run_settings(args, rewards, feature.digests())
     of_samples = (OF_GROUPS | {AGENT_CODE}) - {REWARD_FUNCS}
     return RolloutStore(str(args.output_dir), args.layout.rank, settings, reader, of_samples)
 
 
-def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], agent: Agent | None) -> dict[str, Any]:
-    """Return a run's settings as JSON values, with the digests of its reward functions and its agent."""
+def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: Mapping[str, str]) -> dict[str, Any]:
+    """Return a run's settings as JSON values, with the digests of its reward functions and of ``digests``."""
     settings = settings_of(args, [reward.name for reward in rewards])
     settings[REWARD_CODE] = {reward.name: code_digest(reward.function) for reward in rewards}
-    if agent is not None:
-        settings[AGENT_CODE] = agent.digest()
+    settings |= digests
     return dict(json.loads(json.dumps(settings, default=str)))
 
 

@@ -181,8 +181,7 @@ class Recorder(TrainerCallback):
             trainer = self.trainer
             self.lanes.begin()
             trainer.sampler.scorer.on_call = self.lanes.reward
-            if trainer.toolbox is not None:
-                trainer.toolbox.on_call = self.lanes.tool
+            trainer.feature.watch(self.lanes.tool)
             with watched(trainer.engine, self.lanes.look) as preemptions:
                 steps = work()
             self._rollout = {"rank": rank(), **self.lanes.take(preemptions.number)}

@@ -5,6 +5,7 @@ TRL's hooks are refused in subclasses, with the stage to override instead.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ ALWAYS = {
     "continuous_batching_config": None,
     "pad_to_multiple_of": None,
 }
+# TRL attributes whose value a rollout source may have, with the value in other runs.
+OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
 ENGINE = (
     "the engine is `trainer.engine` here, and samples for `generate` (see docs/tools.md for a function of your own)"
 )
@@ -142,6 +145,11 @@ def _end_tokens(trainer: Any) -> list[int]:
     return named if own in named else [own, *named]
 
 
+def _of_source(name: str, default: Any, trainer: Any) -> Any:
+    value = trainer.feature.trl_attributes.get(name)
+    return default if value is None else value()
+
+
 _FOUND = {
     # As in TRL, an adapter's reference is no second model.
     "ref_model": lambda trainer: next(
@@ -162,7 +170,5 @@ _FOUND = {
     "reward_processing_classes": lambda trainer: [
         reward.function.tokenizer if isinstance(reward.function, RewardModel) else None for reward in trainer.rewards
     ],
-    "tools": lambda trainer: [] if trainer.toolbox is None else trainer.toolbox.functions,
-    "environments": lambda trainer: None if trainer.toolbox is None else trainer.toolbox.environments.latest,
-    "environment_factories": lambda trainer: None if trainer.toolbox is None else trainer.toolbox.factories,
+    **{name: functools.partial(_of_source, name, default) for name, default in OF_SOURCES.items()},
 }

@@ -47,7 +47,7 @@ STAGES = {
         "SeamTrainer.__init__": "transformers.Trainer",
         "GRPOTrainer.train": "train: until the first generation",
     },
-    "colograd.training.task": {
+    "colograd.training.preparation": {
         "load_policy": "policy: model and tokenizer",
         "train_prompts_of": "prompts: tokenised",
     },

@@ -197,6 +197,14 @@ def config(output_dir: str | Path, **changes: Any) -> Any:
     return GRPOConfig(**(settings | changes))
 
 
+def trainer_arguments(**sources: Any) -> Any:
+    """The arguments of a trainer that choose a rollout source."""
+    from colograd.rollout.features import SOURCES, TrainerArguments
+
+    given = dict.fromkeys(TrainerArguments.__dataclass_fields__) | {"replaced": frozenset(), "samples": True}
+    return TrainerArguments(**given | {"sources": dict.fromkeys(SOURCES) | sources})  # type: ignore[arg-type]
+
+
 def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
     """A checkpoint's optimizer state by parameter name, of a run that shared nothing out; tensors are flat."""
     from safetensors.torch import load_file

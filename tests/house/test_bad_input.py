@@ -27,16 +27,18 @@ from colograd.engine.arguments import check_split, engine_kwargs
 from colograd.engine.building import untested_vllm
 from colograd.engine.sampling import check_sampling
 from colograd.engine.vllm_engine import check_vllm
+from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.loading import check_tokenizer, load_policy
 from colograd.policy.lora import Adapter
 from colograd.policy.reference import check_reference
 from colograd.rewards import RewardError, resolve_rewards, score_group
+from colograd.rollout.features import SourceFeature
 from colograd.runtime import process
 from colograd.sharding import check_sharding
 from colograd.trainer import GRPOTrainer
+from colograd.training.preparation import prepared_config
 from colograd.training.prompts import train_prompts_of
-from colograd.training.task import prepared_config
 from colograd.weights import check_choice
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
@@ -126,9 +128,9 @@ class Game:
 
 def without_dataset(factory: Any, **changes: Any) -> object:
     """The prompts of a run whose environments make them all."""
-    tools = None if factory is None else Toolbox(None, factory)
+    feature = SourceFeature() if factory is None else ToolFeature(Toolbox(None, factory))
     return train_prompts_of(
-        None, SimpleNamespace(context=600, tokenizer=Words(), processor=None, rows=0), config(**changes), tools
+        None, SimpleNamespace(context=600, tokenizer=Words(), processor=None, rows=0), config(**changes), feature
     )  # type: ignore[arg-type]
 
 
@@ -599,13 +601,13 @@ def test_none_abstains() -> None:
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """Runs the command, which must fail before an engine is built; returns what it said."""
     from colograd import train, trainer
-    from colograd.training import task
+    from colograd.training import preparation
 
     def build(*args: Any) -> None:
         raise AssertionError("an engine would have been built")
 
     monkeypatch.setattr(process, "prepare_ranks", lambda: None)
-    monkeypatch.setattr(task, "check_vllm", lambda: None)
+    monkeypatch.setattr(preparation, "check_vllm", lambda: None)
     monkeypatch.setattr(trainer, "assemble", build)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')

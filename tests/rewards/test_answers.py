@@ -18,7 +18,6 @@ from reward_cases import own_ids
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
-from colograd.extensions.tools.tool_format import completion_texts, with_prompt_text
 from colograd.rewards import (
     Scorer,
     accuracy_reward,
@@ -32,6 +31,7 @@ from colograd.rewards import (
 )
 from colograd.rewards.gsm8k import rows
 from colograd.rollout.sampler import Sampler
+from colograd.rollout.texts import completion_texts, with_prompt_text
 
 ENDLESS = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}"
 

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
-from colograd.extensions.tools.tool_format import with_messages
 from colograd.rewards import (
     BUILTIN_REWARDS,
     RewardError,
@@ -38,6 +37,7 @@ from colograd.rewards import (
 from colograd.rewards.calling import check_columns_for
 from colograd.rewards.functions import code_digest, is_async
 from colograd.rollout.rounds import SampledStep, unscored
+from colograd.rollout.texts import with_messages
 
 
 def make_group(size: int = 3, position: int = 17, **example: Any) -> Group:

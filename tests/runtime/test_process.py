@@ -269,7 +269,7 @@ def test_a_script_that_has_imported_torch_and_transformers_is_quiet_too() -> Non
     script = """
 import torch, transformers
 from colograd import GRPOTrainer, GRPOConfig
-from colograd.training.task import prepared_config
+from colograd.training.preparation import prepared_config
 prepared_config(GRPOConfig(output_dir="unused", report_to="none"), "model")
 import bitsandbytes
 bitsandbytes.functional

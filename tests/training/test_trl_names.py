@@ -12,12 +12,12 @@ import pytest
 import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
-from colograd.extensions.tools.toolbox import Toolbox
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import BONUS_ENTROPY
 from colograd.policy.reference import FrozenCopy, WithoutAdapter
 from colograd.reporting.console import Console
 from colograd.rewards import resolve_rewards
+from colograd.rollout.features import SourceFeature
 from colograd.training.trl_names import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
 
 LEVELS = ("INFO", "WARNING")
@@ -27,7 +27,7 @@ class Bare(TRLNames):
     """The names alone, on what a trainer would have."""
 
     def __init__(self, args: Any, reference: Any = None) -> None:
-        self.args, self.toolbox = args, None
+        self.args, self.feature = args, SourceFeature()
         self.rewards = resolve_rewards([tiny.vowels, len], [2.0, 1.0])
         self.estimator = SimpleNamespace(weights=[2.0, 1.0])
         self.learner = SimpleNamespace(
@@ -51,42 +51,6 @@ def test_the_coefficient_of_the_entropy_is_the_present_one(tmp_path) -> None:
     assert bare.entropy_coef == 0.1
     bare.learner.entropy.finish({BONUS_ENTROPY: 0.5}, loss=0.0)
     assert bare.entropy_coef == pytest.approx(0.1 + bare.args.entropy_coef_delta)
-
-
-def test_tools_are_a_list_and_environments_those_of_the_round(tmp_path) -> None:
-    class Game:
-        def reset(self) -> None: ...
-
-        def move(self, to: str) -> str:
-            """Moves.
-
-            Args:
-                to: where
-            """
-            return to
-
-    def add(a: int, b: int) -> int:
-        """Adds.
-
-        Args:
-            a: one
-            b: another
-        """
-        return a + b
-
-    bare = Bare(tiny.config(tmp_path))
-    bare.toolbox = Toolbox([add], Game)
-    try:
-        assert [tool.__name__ for tool in bare.tools] == ["add", "move"] and bare.tools[0] is add
-        assert bare.environments is None and bare.environment_factories == {None: Game}
-        lent = [bare.toolbox.open({"prompt": "x"})[0].environment.instance for _ in range(2)]
-        assert bare.environments == lent
-        bare.toolbox.environments.take_back()
-        assert bare.environments == lent, "until the next round"
-        bare.toolbox.open({"prompt": "x"})
-        assert len(bare.environments) == 1
-    finally:
-        bare.toolbox.close()
 
 
 @pytest.fixture(scope="module")

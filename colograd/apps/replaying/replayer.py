@@ -19,9 +19,9 @@ from ...rewards.functions import as_list
 from ...rollout.store import RolloutStore
 from ...trainer import GRPOTrainer
 from ...training.checkpointer import Checkpointer
-from ...training.prompts import image_reader_of
+from ...training.preparation import PreparedRun
+from ...training.prompts import reader_of
 from ...training.recorded_settings import settings_of
-from ...training.task import Task
 from .recorded import Comparison, Replay, ReplaySampler, ReplayStore, StepProfile
 
 
@@ -75,9 +75,9 @@ class Replayer(GRPOTrainer):
         self.comparison = Comparison(self.rounds)
         self.add_callback(_EndAfter(replay.last))
 
-    def _make_sampler(self, task: Task) -> ReplaySampler:
+    def _make_sampler(self, task: PreparedRun) -> ReplaySampler:
         settings = settings_of(self.args, self.learner.reward_names)
-        self.rounds = ReplayStore(self.replay, self.args.layout.rank, settings, image_reader_of(self.policy))
+        self.rounds = ReplayStore(self.replay, self.args.layout.rank, settings, reader_of(self.policy))
         self.journal = None if self.args.layout.engine_place else self.rounds
         return self._sampler_of(ReplaySampler, task, source=None)
 

@@ -6,4 +6,8 @@ one queue (`decoding`). Each session becomes a `Rollout` that is a tree (`tree`)
 token ids of its session's earlier turns. `session` holds a session's limits and its turns.
 """
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"part_rewards": "turns:split"}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "add_advantages": "turn_rewards:with_turn_rewards",
+    "part_rewards": "turns:split",
+    "source": "feature:AgentFeature",
+}

@@ -35,10 +35,9 @@ from ...usercode.programs import CommandProgram, FunctionProgram, Program
 from ...usercode.untrusted import clean
 from .context import ChatFormat
 from .decoding import Decoder, WorkQueue
-from .endpoint import Endpoint
+from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
 from .failures import FAILURE
-from .server import served
 from .session import Limits, Session
 from .session_log import SessionLog
 from .turn_rewards import problem_with

@@ -3,4 +3,5 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "in_flight": "in_flight:InFlight",
     "riders": "rider:Versions",
+    "source": "source:CarryOverFeature",
 }

@@ -9,11 +9,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 from ...batch import Group, Prompt
+from ...config import GRPOConfig
 from ...engine.protocol import Engine
 from ...engine.sampling import Sampling, request_seed
+from ...policy.loading import Policy
+from ...rollout.features import SourceFeature, TrainerArguments
 from .in_flight import GroupInFlight, InFlight, PartialCompletion
+
+
+class CarryOverFeature(SourceFeature):
+    """A run with `carry_over`."""
+
+    @classmethod
+    def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
+        if config.carry_over is None:
+            return None
+        others = dict(arguments.sources)
+        others |= {"a generate of your own": "generate" in arguments.replaced}
+        others |= {"a column of images": arguments.has_images}
+        if name := next((name for name, value in others.items() if value), None):
+            raise ValueError(
+                f"carry_over is {config.carry_over}, but with {name} a completion isn't one answer of the engine to a "
+                "text, and that alone can stop and go on: leave one of the two out."
+            )
+        return cls()
+
+    def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> CarryOver:
+        return CarryOver(engine, trainer.in_flight)
 
 
 class CarryOver:

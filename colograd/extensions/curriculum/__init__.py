@@ -1,3 +1,5 @@
 """Prompts in an order that depends on their pass rates (`curriculum`)."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "train_prompts": "curriculum:add_curriculum",
+}

@@ -18,10 +18,27 @@ import torch
 
 from ...config import GRPOConfig
 from ...config.curriculum import LEVELS, Curriculum
+from ...data import PromptDataset, PromptStream
 from ...data.columns import listed
 from ...data.order import StepOrder, seed_of
 
 HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
+
+
+def add_curriculum(prompts: PromptDataset | PromptStream, config: GRPOConfig) -> None:
+    """Let the curriculum choose among the prompts, if the run has one.
+
+    Raises:
+        ValueError: the prompts are a stream; or see `CurriculumState`.
+    """
+    if (curriculum := config.read_curriculum()) is None:
+        return
+    if isinstance(prompts, PromptStream):
+        raise ValueError(
+            "curriculum chooses among all prompts, but a streamed dataset is read one after the other: load it "
+            "whole, or remove curriculum."
+        )
+    prompts.curriculum = CurriculumState(curriculum, prompts.dataset, config)
 
 
 class CurriculumState:
@@ -104,6 +121,12 @@ class CurriculumState:
         }
 
     # -- the draw
+
+    def order(self, config: GRPOConfig) -> CurriculumOrder:
+        """Return the order of a run's prompts."""
+        order = CurriculumOrder.of(config, self.rows)
+        order.state = self
+        return order
 
     def skips(self, number: int) -> bool:
         """Return whether round ``number`` of the run was trained before the checkpoint."""

@@ -1,6 +1,11 @@
 """A teacher model, whose reverse KL divergence joins the loss."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "context": "teacher:check_teacher_context",
+    "loaded_policy": "run:check_policy",
     "loss_term": "losses:teacher_term",
+    "prompt_columns": "run:prompt_columns",
     "second_model": ("second:LOGPROBS", "second:STATES", "second:TOP"),
+    "train_prompts": "run:check_teacher_column",
+    "without_rewards": "run:goes_without_rewards",
 }

@@ -2,6 +2,7 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "engine_feature": ("engine.kernels:mixture_build", "engine.routed:router_log"),
+    "loaded_policy": "engine.lora:merged_beside_experts",
     "loss_term": ("losses:balance_term", "losses:replay_term"),
     "model_feature": "model:Experts",
     "policy": "router_replay:set_up",

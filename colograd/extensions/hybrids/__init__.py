@@ -3,4 +3,5 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "model:Hybrids",
     "rows": "recurrent:ROWS",
+    "uncompiled": "recurrent:keep_uncompiled",
 }

@@ -5,5 +5,8 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "engine_feature": "engine.features:towers_of",
     "forward": "forward:step_of",
     "model_feature": "model:Images",
+    "picture": "data:in_rgb",
+    "prompt_reader": "data:reader_of",
+    "proof_prompts": "run:proof_prompts",
     "riders": "rider:Images",
 }

@@ -102,6 +102,14 @@ class ImageReader:
                 inputs[name][0, [*places]] = 1
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
 
+    def split(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return a conversation with all contents as parts, and the images that its parts had; see `with_images`."""
+        return with_images([*messages], (), where)
+
+    def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
+        """Return a row's conversation with its images in their parts, and whether its columns have images."""
+        return with_own_images(row, where), bool(images_of(row, where))
+
     @property
     def placeholder(self) -> int:
         """The token that stands for a picture before the processor has seen it. (Gemma's image tokens are others.)"""
@@ -294,6 +302,11 @@ def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         {**m, "content": [p | {"image": next(waiting)} if p["type"] == "image" else p for p in m["content"]]}
         for m in messages
     ]
+
+
+def reader_of(policy: Any) -> ImageReader | None:
+    """Return a reader of images for a policy that takes images; None for others."""
+    return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
 def has_images(columns: Sequence[str]) -> bool:

@@ -2,9 +2,10 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "cheapest": "ways:cheapest",
-    "left_on_device": "ways:LeftOnDevice",
-    "optimizer_moves": "turns:moves_of",
     "host_remedies": "ways:remedies",
+    "left_on_device": "ways:LeftOnDevice",
     "optimizer": "adamw:host_adamw_of",
+    "optimizer_moves": "turns:moves_of",
     "sharding_variant": "on_host:on_host",
+    "training_context": "layer_inputs:inputs_of_run",
 }

@@ -11,7 +11,7 @@ import collections
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -19,6 +19,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from ...config import GRPOConfig
+from ...policy.lora import unwrap
 from ...runtime import process
 from ...runtime.page_locked import host_empty
 
@@ -152,6 +154,13 @@ class _Input:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None]:
+    """Return the context of a run's training; with `gradient_checkpointing: offload` it is `inputs_on_host`."""
+    if not config.offloads_activations:
+        return nullcontext()
+    return inputs_on_host(unwrap(model), None if config.on_cpu else LayerInputs(config.device))
 
 
 @contextmanager

@@ -5,5 +5,6 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "model:Quantized",
     "packed_weight": "layers:packed_weight",
     "quantization": "checkpoints:settings_of",
+    "quantization_config": "checkpoints:take_quantization",
     "to_pack": "layers:to_pack",
 }

@@ -1,6 +1,7 @@
 """Rows whose tokens are divided among ranks."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "loaded_policy": "run:check_policy",
     "model_feature": "model:SharedTokens",
     "sharding_variant": "shared_rows:over_rows",
     "shares_out_mixer": "recurrent_heads:can_share_out",

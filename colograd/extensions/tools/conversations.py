@@ -16,13 +16,23 @@ from typing import Any
 
 import torch
 
-from ...batch import FinishReason, Group, Media, ModelInput, Prompt, Rider, Rollout, joined_riders, with_shared_riders
+from ...batch import (
+    FinishReason,
+    Group,
+    Media,
+    ModelInput,
+    Prompt,
+    Rider,
+    Rollout,
+    joined_riders,
+    with_shared_riders,
+)
+from ...data.messages import FAILURES
 from ...data.prompts import COLUMNS, PromptRules
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...usercode.untrusted import CHARACTERS
-from ..images.data import REFUSALS, images_of, with_own_images
-from .tool_calls import Answers, shown_content, text_of
+from .tool_calls import Answers, characters, shown_content, text_of
 from .tool_format import ToolFormat
 from .toolbox import ConversationTools, Toolbox
 
@@ -101,6 +111,10 @@ class Conversations:
     ) -> None:
         self.engine, self.tools, self.form = engine, tools, form
         self.rules, self.max_iterations = rules, max_iterations
+
+    def take_counts(self) -> dict[str, float]:
+        """Return the sums of ``tools/...`` since the last call."""
+        return self.tools.take_counts()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -214,7 +228,7 @@ class _RunningConversations:
             return True
         room = min(self.sampling.max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
         messages = self.tools.told(answers, self.form.shows_images)
-        if sum(_characters(message["content"]) for message in messages) > CHARACTERS * room:
+        if sum(characters(message["content"]) for message in messages) > CHARACTERS * room:
             conversation.finish_reason = FinishReason.LENGTH
             return False
         messages, answer = self._answer(conversation, messages)
@@ -240,7 +254,7 @@ class _RunningConversations:
             return messages, read(messages)
         try:
             return messages, read(messages)
-        except REFUSALS as error:  # e.g. a picture that the processor doesn't take
+        except FAILURES as error:  # e.g. a picture that the processor doesn't take
             messages = self.tools.refused(messages, error)
             return messages, read(messages)
 
@@ -262,7 +276,7 @@ class _RunningConversations:
             conversation.asked = self._with_observation(conversation, outcome.value, where)
             columns = {**prompt.example, "prompt": conversation.asked}
             asked = None
-            if _characters(outcome.value) <= CHARACTERS * self.rules.max_prompt_tokens:
+            if characters(outcome.value) <= CHARACTERS * self.rules.max_prompt_tokens:
                 asked = self.rules.changed({name: columns[name] for name in COLUMNS if name in columns}, where)
             if asked is None:
                 raise ValueError(
@@ -277,15 +291,10 @@ class _RunningConversations:
 
         example, (*earlier, last) = conversation.prompt.example, conversation.asked
         shown = shown_content(value, self.form.shows_images)
+        own, has_images = self.form.reader.own_messages(example, where) if self.form.shows_images else (None, False)
         texts = isinstance(last["content"], str) and isinstance(shown, str)
-        if not self.form.shows_images or (texts and not images_of(example, where)):
+        if own is None or (texts and not has_images):
             return [*earlier, {**last, "content": text_of(last["content"] or "") + shown}]
-        *earlier, last = with_own_images(example, where)
+        *earlier, last = own
         parts = shown if isinstance(shown, list) else [{"type": "text", "text": shown}]
         return [*earlier, {**last, "content": [*last["content"], *parts]}]
-
-
-def _characters(content: Any) -> int:
-    """Count the characters of text in a tool's answer or an observation."""
-    shown = shown_content(content, images=True)
-    return len(shown) if isinstance(shown, str) else sum(len(part.get("text", "")) for part in shown)

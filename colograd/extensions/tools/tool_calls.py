@@ -21,14 +21,14 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
+from ...rollout.texts import ToolCall
+from ...runtime import registry
 from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
 from ...usercode.copies import own_copy
 from ...usercode.threads import MainThreadAdvice, UserCall
 from ...usercode.untrusted import clean
 from ...usercode.worker_pool import WorkerPool
-from ..images.data import in_rgb
 from .environments import Environment
-from .tool_format import ToolCall
 
 PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
 
@@ -188,12 +188,19 @@ def shown_content(content: Any, images: bool) -> Any:
     """
     if not images or not _has_images(content):
         return text_of(content)
+    (in_rgb,) = registry.hooks_of("images", "picture")
     return [
         {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
         if part["type"] == "image"
         else {"type": "text", "text": text_of([part])}
         for part in content
     ]
+
+
+def characters(content: Any) -> int:
+    """Count the characters of text in a tool's value."""
+    texts = [part.get("text", "") for part in content] if _is_parts(content) else [content]
+    return sum(len(str(text)) for text in texts)
 
 
 def _has_images(content: Any) -> bool:

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 
-from ...batch import FinishReason, Group, ModelInput
+from ...batch import ModelInput
 from ...data.messages import without_nones
-from ...usercode.untrusted import clean, parse_json
-from ..images.data import ImageReader, with_images
+from ...rollout.texts import ToolCall, as_calls, has_parser, parsed_turn
+from ...usercode.untrusted import parse_json
 
 # The format of calls by Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 ASKED = {"role": "user", "content": "asked"}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call in a turn of the model."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 class ToolFormat:
@@ -37,14 +28,14 @@ class ToolFormat:
     Args:
         tokenizer: a tokenizer with a chat template.
         template_kwargs: further arguments of the template.
-        reader: image reader of a vision-language model. Its processor's template gets all contents as parts.
+        reader: `ImageReader` of a vision-language model. Its processor's template gets all contents as parts.
 
     Raises:
         ValueError: the template can't show a tool's answer, or no known parser reads its calls.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: ImageReader | None = None) -> None:
-        self._tokenizer, self._kwargs, self._reader = tokenizer, template_kwargs, reader
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
+        self._tokenizer, self._kwargs, self.reader = tokenizer, template_kwargs, reader
         self._parses = has_parser(tokenizer)
         template = getattr(tokenizer if reader is None else reader.processor, "chat_template", None)
         if not template:
@@ -55,7 +46,7 @@ class ToolFormat:
             if reader is None:
                 shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
             else:
-                shown = reader.tokens(with_images([ASKED, call, answer], (), "")[0], template_kwargs)[0]
+                shown = reader.tokens(reader.split([ASKED, call, answer], "")[0], template_kwargs)[0]
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             shown = f"({type(error).__name__}: {error})"
         if "{'type': 'text'" in shown:
@@ -93,7 +84,7 @@ class ToolFormat:
     @property
     def shows_images(self) -> bool:
         """Whether an answer may have images."""
-        return self._reader is not None
+        return self.reader is not None
 
     def answer_ids(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
@@ -115,7 +106,7 @@ class ToolFormat:
                 token, the result begins with the template's end of a turn.
 
         Raises:
-            REFUSALS (see `data.images`): the processor doesn't take these images.
+            FAILURES (see `data.messages`): the processor doesn't take these images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
@@ -160,14 +151,14 @@ class ToolFormat:
 
     def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
         arguments = {**self._kwargs, **kwargs}
-        if self._reader is None:
+        if self.reader is None:
             return ModelInput(
                 tuple(self._tokenizer.apply_chat_template([*messages], tokenize=True, return_dict=False, **arguments))
             )
-        shown, pictures = with_images([*messages], (), "a tool's answer")
+        shown, pictures = self.reader.split(messages, "a tool's answer")
         if pictures:
-            return self._reader.made(shown, pictures, arguments)
-        return ModelInput(self._reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
+            return self.reader.made(shown, pictures, arguments)
+        return ModelInput(self.reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -175,92 +166,12 @@ class ToolFormat:
         return (text.removesuffix(end) if end else text).strip()
 
 
-def has_parser(tokenizer: Any) -> bool:
-    """Return whether the tokenizer can parse its model's turns (response parsing in transformers)."""
-    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
-
-
-def parsed_turn(
-    tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
-) -> tuple[dict[str, Any], list[ToolCall]] | None:
-    """Parse a turn and its calls with the tokenizer's own parser. Return None if that fails or a call is malformed."""
-    kwargs: dict[str, Any] = {}
-    if getattr(tokenizer, "response_template", None) is not None:
-        kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
-    try:
-        message = clean(tokenizer.parse_response(list(ids), **kwargs))
-        found = message.get("tool_calls") or ()
-        calls = _as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
-    except Exception:  # any error that a parser raises for a malformed call
-        return None
-    if calls is None:
-        return None
-    if isinstance(message.get("content"), str) and tokenizer.eos_token:
-        message["content"] = message["content"].removesuffix(tokenizer.eos_token)
-    return message, calls
-
-
-def with_messages(group: Group, tokenizer: Any) -> Group:
-    """Return the group with its completions as messages, if the tokenizer has a parser.
-
-    Reward functions then get the parsed message, e.g. with thoughts apart from the answer, as in TRL. Rollouts of
-    conversations have messages already.
-    """
-    if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
-        return group
-    rollouts = []
-    for rollout in group.rollouts:
-        parsed = None if rollout.messages else parsed_turn(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
-        if parsed is not None:
-            message = {"role": "assistant", **parsed[0], "content": parsed[0].get("content") or ""}
-            rollout = dataclasses.replace(rollout, messages=(message,))
-        rollouts.append(rollout)
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
-
-
-def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = True) -> list[str]:
-    """Return the texts of a group's completions, without the special token at the end."""
-    ids = [list(rollout.completion_ids) for rollout in group.rollouts]
-    if not skip_special_tokens:
-        special = {*tokenizer.all_special_ids}
-        ended = [rollout.finish_reason is FinishReason.STOP for rollout in group.rollouts]
-        ids = [own[:-1] if end and own and own[-1] in special else own for own, end in zip(ids, ended, strict=True)]
-    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens)
-    return texts
-
-
-def with_prompt_text(group: Group, tokenizer: Any) -> Group:
-    """Return the group with the column ``prompt_texts`` for reward functions.
-
-    It holds the prompt as the model reads it, with special tokens and the chat template's beginning of the answer.
-    Environments may change it for each rollout.
-    """
-    prompts = {each.prompt_ids for each in group.rollouts}
-    texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
-    rollouts = (
-        dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]})
-        for each in group.rollouts
-    )
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
-
-
 def _calls_in(text: str) -> list[ToolCall]:
     """Return the calls in a text, or none if one of them is malformed."""
     try:
-        return _as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
+        return as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
     except ValueError:
         return []
-
-
-def _as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
-    """Convert parsed JSON to calls. Return None if a call has no name, or its arguments aren't a dict."""
-    calls = []
-    for call in found:
-        arguments = call.get("arguments") or {} if isinstance(call, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-            return None
-        calls.append(ToolCall(call["name"], arguments))
-    return calls
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

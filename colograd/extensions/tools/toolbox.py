@@ -11,15 +11,15 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
+from ...data.columns import EMPTY
+from ...rollout.texts import ToolCall
 from ...runtime.importing import find_object
 from ...usercode.calls import Outcome, place_in, when_done
 from ...usercode.threads import MainThreadAdvice
 from .environments import Environment, Environments, factory_names
 from .tool_calls import Answers, RunningCall, ToolRunner, answer_content, shown_content
-from .tool_format import ToolCall
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
-EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: `reset` returns the whole prompt
 
 
 @dataclass(frozen=True, slots=True)

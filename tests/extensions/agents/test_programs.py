@@ -17,11 +17,11 @@ import tiny
 import torch
 
 from colograd.batch import Group, Logged, ModelInput
+from colograd.extensions.agents.feature import AgentFeature
 from colograd.extensions.agents.sessions import Agent, returned
 from colograd.extensions.agents.tree import TokenTree
 from colograd.rollout.group_records import RewardedGroup
 from colograd.training.recorded_settings import run_settings, store_of
-from colograd.training.task import agent_of, check_agent_model
 from colograd.usercode.calls import Outcome
 from colograd.usercode.programs import CommandProgram, FunctionProgram
 
@@ -48,7 +48,7 @@ def another(base_url: str, api_key: str) -> float:
 def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, replay: bool, said: str) -> None:
     args: Any = SimpleNamespace(router_replay=replay, replays_truncation=False)
     with pytest.raises(ValueError, match=said):
-        agent_of(agent, None, tools, args)
+        AgentFeature.of(tiny.trainer_arguments(agent=agent, tools=tools), args)
 
 
 @pytest.mark.parametrize("command", ["node agent.js", "./agent.sh", "python -m my.agent", "agent.sh"])
@@ -58,16 +58,17 @@ def test_a_line_with_arguments_or_a_folder_and_a_program_on_path_are_commands(
     (tmp_path / "agent.sh").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     args: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
-    agent = agent_of(command, None, None, args)
-    assert agent is not None and agent.function is None and agent.command == tuple(command.split())
+    feature = AgentFeature.of(tiny.trainer_arguments(agent=command), args)
+    assert feature is not None and feature.agent.function is None and feature.agent.command == tuple(command.split())
 
 
 def test_a_model_that_reads_images_is_refused_at_the_start() -> None:
     policy: Any = SimpleNamespace(path="a-model", processor=object())
     settings: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
-    agent = agent_of(run, None, None, settings)
+    feature = AgentFeature.of(tiny.trainer_arguments(agent=run), settings)
+    assert feature is not None
     with pytest.raises(ValueError, match="a-model reads images, and an agent's sessions are of text"):
-        check_agent_model(agent, policy, settings)
+        feature.check_policy(policy, settings)
 
 
 def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> None:
@@ -82,13 +83,13 @@ def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> 
     assert command.digest() != before and Agent.of(str(script)).digest() != itself
     assert Agent.of(run).digest() == Agent.of(run).digest() != Agent.of(another).digest()
     config = tiny.config(tmp_path, journal="keep")
-    old = store_of(config, [], Agent.of(run))
-    assert old is not None and "agent_code" in old.of_samples and "agent_code" not in run_settings(config, [], None)
+    old = store_of(config, [], AgentFeature(Agent.of(run)))
+    assert old is not None and "agent_code" in old.of_samples and "agent_code" not in run_settings(config, [], {})
     old.begin(0, "weights")
     group = Group({}, (TokenTree.nothing(0, ModelInput((1,)), 2, columns={}),), 0)
     old.add(RewardedGroup(group, torch.zeros(1, 1), Logged({}, {})))
     old.close()
-    new = store_of(config, [], command)
+    new = store_of(config, [], AgentFeature(command))
     assert new is not None
     (line,) = new.start(0, is_writer=True)
     assert "agent_code" in line and "are sampled anew" in line
@@ -162,3 +163,16 @@ def test_a_command_that_prints_without_end_fills_no_memory() -> None:
     code = "import sys\nfor _ in range(64): sys.stdout.write('x' * 2**20)\nprint()\nprint(0.25)"
     outcome = CommandProgram((sys.executable, "-c", code), dict(os.environ), {}).future.result(tiny.PATIENCE)
     assert outcome.value == 0.25
+
+
+def test_an_agent_changes_no_data_of_the_trainer() -> None:
+    row = {"prompt": [{"role": "user", "content": "hi"}], "tests": [{"left": 3}]}
+
+    def agent(row: dict[str, Any]) -> int:
+        row["tests"][0]["left"] -= 1
+        row["prompt"].clear()
+        return row["tests"][0]["left"]
+
+    programs = [Agent.of(agent).start("http://localhost", "key", "model", row) for _ in range(2)]
+    assert [program.future.result(tiny.PATIENCE).value for program in programs] == [2, 2]
+    assert row == {"prompt": [{"role": "user", "content": "hi"}], "tests": [{"left": 3}]}

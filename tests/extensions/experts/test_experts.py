@@ -23,12 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeC
 
 from colograd import GRPOTrainer
 from colograd.engine.tensors import VLLMTensors
-from colograd.extensions.experts.engine import kernels
+from colograd.extensions.experts.engine import kernels, lora
 from colograd.extensions.quantized.layers import packed_weights
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_renamed, stacked_masters
-from colograd.training import task
 from colograd.weights import check_choice, proof
 from colograd.weights.copied import MergedWeights
 from colograd.weights.mapping import UnmappedParameter, map_parameters
@@ -167,14 +166,14 @@ def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, t
         kernel = SimpleNamespace(__name__="Kernel", _supports_current_device=lambda runs=runs: runs)
         module = None if runs is None else SimpleNamespace(TrtLlmBf16LoRAExperts=kernel)
         monkeypatch.setitem(sys.modules, kernels, module)
-        found = task.merged_beside_experts(policy, args).adapter
+        found = lora.merged_beside_experts(policy, args).adapter
         assert found.why_merged == (
             "beside a LoRA vLLM permutes the experts' weights on this GPU (Kernel)" * bool(runs)
         )
         assert capsys.readouterr().out.count("merged copies") == bool(runs)
     with pytest.raises(ValueError, match=r"weights is 'adapter', but beside a LoRA .* weights: auto \(merged copies\)"):
-        monkeypatch.setattr(task, "why_no_slots", lambda on_cpu: "beside a LoRA no")
-        check_choice("adapter", task.merged_beside_experts(policy, args).adapter)
+        monkeypatch.setattr(lora, "why_no_slots", lambda on_cpu: "beside a LoRA no")
+        check_choice("adapter", lora.merged_beside_experts(policy, args).adapter)
 
 
 @pytest.mark.slow

@@ -39,9 +39,9 @@ from colograd.policy.packing import collate, pack, plan_rows
 from colograd.policy.padded import rows_of
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
+from colograd.rollout.custom import UserFeature
 from colograd.rollout.group_records import Logged, RewardedGroup, group_bytes, group_of
 from colograd.training.recorded_settings import settings_of
-from colograd.training.task import rollout_func_of
 
 CPU = torch.device("cpu")
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -265,7 +265,7 @@ def test_what_takes_no_experts_or_tells_none_is_refused_with_the_remedy(tmp_path
         tiny.config(tmp_path, router_replay=True, torch_compile=True)
     args = tiny.config(tmp_path, router_replay=True)
     with pytest.raises(ValueError, match=r"a rollout_func returns tokens, and not the experts.*router_replay: false"):
-        rollout_func_of(lambda prompts, trainer: {}, None, args)
+        UserFeature.of(tiny.trainer_arguments(rollout_func=lambda prompts, trainer: {}), args)
     with pytest.raises(ValueError, match=r"router_replay is true and .*enable_prefix_caching: false.*remove one"):
         routed.RouterLog(cast(Any, SimpleNamespace(on_cpu=False))).arguments({"enable_prefix_caching": False})
     model = make(MODELS["mixtral"])

@@ -16,7 +16,8 @@ from colograd.data import tokenize_prompts
 from colograd.data.prompts import PromptRules
 from colograd.extensions.images import lengths as image_lengths
 from colograd.extensions.images.data import ImageReader
-from colograd.training.assembly import prompts_with_images
+from colograd.extensions.images.run import proof_prompts
+from colograd.rollout.features import SourceFeature
 
 GEMMA = next(family for family in tiny_images.FAMILIES if family.startswith("gemma3"))
 TILES = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
@@ -163,5 +164,5 @@ def test_rows_are_proved_with_an_image_though_only_a_late_one_has_any() -> None:
     given = [{"prompt": prompt, "images": [tiny_images.picture(1)] if row == 70 else []} for row in range(71)]
     prompts = tokenize_prompts(Dataset.from_list(given, features=rows().features), rules)
     policy: Any = SimpleNamespace(processor=rules.reader.processor, image_token=rules.reader.image_token, rows=0)
-    (found,) = prompts_with_images([prompts], policy, None)
+    (found,) = proof_prompts([prompts], policy, SourceFeature())
     assert found.images is not None and prompts.most_images == 1

@@ -12,16 +12,17 @@ import tiny
 import torch
 
 from colograd import GRPOConfig, GRPOTrainer
-from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, KeptTokens, Logged, ModelInput, Prompt, Rollout, ScoredGroup
+from colograd.extensions.agents.feature import AgentFeature
 from colograd.extensions.distillation.head import TeacherHead
 from colograd.extensions.kept_tokens.engine.kept_tokens import KeptTokensRecord
-from colograd.extensions.kept_tokens.rider import Candidates, KeptTokens
+from colograd.extensions.kept_tokens.rider import Candidates
 from colograd.policy import head as policy_head
 from colograd.policy.head import Head
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import pack
+from colograd.rollout.custom import UserFeature
 from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
-from colograd.training.task import agent_of, rollout_func_of
 
 TRUNCATED = {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8}
 
@@ -101,9 +102,9 @@ def test_where_it_can_t_be_recorded_the_correction_is_off_or_refused(tmp_path: P
         config = made(**settings)
         assert not config.replays_truncation and any(said in note for note in config.notes), config.notes
     with pytest.raises(ValueError, match="a rollout_func returns tokens, not what they were drawn from: remove it"):
-        rollout_func_of(print, None, recorded)
+        UserFeature.of(tiny.trainer_arguments(rollout_func=print), recorded)
     with pytest.raises(ValueError, match="of an agent's sessions it isn't recorded what is left"):
-        agent_of(print, None, None, recorded)
+        AgentFeature.of(tiny.trainer_arguments(agent=print), recorded)
 
 
 @pytest.mark.engine

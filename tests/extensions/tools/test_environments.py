@@ -23,9 +23,11 @@ from paths import SCRIPTS
 from tool_cases import Counter, Silent
 
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
+from colograd.data.columns import EMPTY
+from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.tool_calls import text_of
 from colograd.extensions.tools.tool_format import ToolCall
-from colograd.extensions.tools.toolbox import EMPTY, Toolbox, environment_reward
+from colograd.extensions.tools.toolbox import Toolbox, environment_reward
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.training.prompts import train_prompts_of
 
@@ -512,7 +514,7 @@ def test_an_environment_of_a_dataset_without_prompts_gets_none() -> None:
 def test_without_a_dataset_there_are_empty_prompts_for_one_generation(tmp_path: Path) -> None:
     policy: Any = types.SimpleNamespace(context=200, tokenizer=tiny.make_tokenizer(), processor=None, rows=0)
     args = tiny.config(tmp_path, prompts_per_step=3, steps_per_generation=2)
-    prompts = train_prompts_of(None, policy, args, Toolbox(None, Counter))
+    prompts = train_prompts_of(None, policy, args, ToolFeature(Toolbox(None, Counter)))
     assert [prompts[row] for row in range(len(prompts))] == [{"prompt": EMPTY}] * 6
 
 

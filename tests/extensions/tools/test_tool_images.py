@@ -65,7 +65,7 @@ def test_an_answer_has_the_tokens_that_trl_gives_it(form: ToolFormat) -> None:
     import trl_oracle
 
     trainer = trl_oracle.bare_trainer()
-    trainer.processing_class = form._reader.processor
+    trainer.processing_class = form.reader.processor
     trainer._tokenizer, trainer._is_vlm = trainer.processing_class.tokenizer, True
     trainer.chat_template, trainer.chat_template_kwargs = None, {}
     for content in (look(1, 2), look(2, 1), "text"):
@@ -75,7 +75,7 @@ def test_an_answer_has_the_tokens_that_trl_gives_it(form: ToolFormat) -> None:
         answer = form.answer([shown])
         assert list(answer.ids) == list(theirs)
         if answer.images is not None:
-            token = form._reader.image_token
+            token = form.reader.image_token
             assert answer.images.places == tuple(at for at, id in enumerate(answer.ids) if id == token)
             assert answer.images.engine_ids.count(token) == len(answer.images.pictures)
 
@@ -83,7 +83,7 @@ def test_an_answer_has_the_tokens_that_trl_gives_it(form: ToolFormat) -> None:
 def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(form: ToolFormat) -> None:
     message = {"role": "tool", "name": "look", "content": "an <image> token"}
     answer = form.answer([message])
-    assert answer.images is None and answer.ids.count(form._reader.image_token) == 1
+    assert answer.images is None and answer.ids.count(form.reader.image_token) == 1
     beside = [{"type": "image", "image": tiny_images.picture(1)}, {"type": "text", "text": "an <image> token"}]
     with pytest.raises(ValueError, match=r"2 image token\(s\) in the text and 1 image"):
         form.answer([{**message, "content": beside}])
@@ -112,13 +112,13 @@ def test_the_template_of_qwen3_vl_writes_pictures_and_that_of_qwen2_5_vl_no_call
 
 
 def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> None:
-    processor = copy.deepcopy(form._reader.processor)
+    processor = copy.deepcopy(form.reader.processor)
     message = "{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}"
     processor.chat_template = processor.chat_template.replace("{% for part", message + "{% for part", 1).replace(
         "{% endfor %}{% for c", "{% endfor %}{% endif %}{% for c"
     )
     with pytest.raises(ValueError, match="writes contents as they are, where a model that reads images has parts"):
-        ToolFormat(processor.tokenizer, {}, ImageReader(processor, form._reader.image_token))
+        ToolFormat(processor.tokenizer, {}, ImageReader(processor, form.reader.image_token))
 
 
 def test_a_picture_that_cannot_be_shown_is_told_to_the_model_and_once_to_the_user() -> None:
@@ -145,7 +145,7 @@ def test_a_picture_that_cannot_be_read_is_told_to_the_user_once_per_tool() -> No
 
 def test_the_journal_reads_a_picture_with_a_large_colour_profile(form: ToolFormat) -> None:
     """PIL writes profiles of any size, and refuses to open a PNG with one of more than a mebibyte."""
-    assert form._reader is not None
+    assert form.reader is not None
     picture = tiny_images.picture(1)
     picture.info["icc_profile"] = random.Random(0).randbytes(2**21)
     answer = form.answer([{"role": "tool", "name": "look", "content": [{"type": "image", "image": picture}]}])
@@ -155,7 +155,7 @@ def test_the_journal_reads_a_picture_with_a_large_colour_profile(form: ToolForma
     content = Images.table([rollout])
     assert len(content) < 2**16
     bare = dataclasses.replace(rollout, riders=())
-    assert Images.with_table(pa.BufferReader(content), [bare], form._reader)[0].riders == rollout.riders
+    assert Images.with_table(pa.BufferReader(content), [bare], form.reader)[0].riders == rollout.riders
 
 
 def test_what_cannot_be_shown_is_told_to_the_model() -> None:

@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from ....config import GRPOConfig
+from ....policy.loading import Policy
+from ....reporting.console import Console
+from ....runtime.sizes import num_experts
+
+
+def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
+    """Return the policy, with merged copies of its adapter for the engine if vLLM has no slots for it in a mixture.
+
+    Args:
+        samples: whether there will be an engine.
+    """
+    adapter = policy.adapter
+    if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
+        return policy
+    why = why_no_slots(args.on_cpu)
+    if why and args.layout.is_main:
+        Console(enabled=True, bars=False).warn(
+            f"adapter: the engine gets merged copies of the weights that it adapts, not its matrices: {why}"
+        )
+    return dataclasses.replace(policy, adapter=dataclasses.replace(adapter, why_merged=why))
+
 
 def why_no_slots(on_cpu: bool) -> str:
     """Return why a mixture's engine gets merged weights, not an adapter on its attention; empty: it can have slots."""

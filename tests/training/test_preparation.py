@@ -6,16 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
-from datasets import Dataset, IterableDataset
-from tool_cases import Counter
 from transformers import AutoModelForCausalLM
 
 from colograd.config import GRPOConfig
-from colograd.extensions.tools.toolbox import EMPTY, Toolbox
 from colograd.policy import attention, row_proof
 from colograd.policy.loading import load_policy
+from colograd.training.preparation import prepared_config
 from colograd.training.prompts import train_prompts_of
-from colograd.training.task import prepared_config
 from colograd.training.transformers_seam import SeamTrainer
 
 
@@ -40,17 +37,6 @@ def test_images_are_refused_before_their_column_is_gone(tiny_model, tmp_path, ke
     policy = load_policy(tiny_model, None, config)
     with pytest.raises(ValueError, match="train has the column 'image'"):
         train_prompts_of(tiny.prompts().add_column("image", [None] * 16), policy, config)
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_rows_of_environments_need_no_prompt(tiny_model, tmp_path, streamed) -> None:
-    """Only the environment's name, and what its reset takes; a stream doesn't know its columns."""
-    rows = [{"environment": "counter", "start": n} for n in range(8)]
-    dataset = IterableDataset.from_generator(lambda: iter(rows)) if streamed else Dataset.from_list(rows)
-    config = tiny.config(tmp_path, shuffle_dataset=False)
-    policy = load_policy(tiny_model, None, config)
-    prompts = train_prompts_of(dataset, policy, config, Toolbox(None, {"counter": Counter})).first(2)
-    assert [prompt.example for prompt in prompts] == [{**row, "prompt": EMPTY} for row in rows[:2]]
 
 
 @pytest.mark.parametrize(

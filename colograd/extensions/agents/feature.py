@@ -1,0 +1,94 @@
+"""`AgentFeature`: a run with sessions of the user's program as completions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any, Self
+
+from ...config import GRPOConfig
+from ...engine.protocol import Engine
+from ...policy.loading import Policy
+from ...rollout.features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerArguments
+from ...rollout.store import RolloutStore
+from ...runtime.importing import find_object, is_import_path
+from .context import ChatFormat
+from .engine.chat_api import ChatAPI
+from .session import Limits
+from .session_log import SessionLog
+from .sessions import Agent, AgentSessions, AgentSettings, agent_reward
+from .turn_rewards import with_turn_rewards
+
+MESSAGES = 4096  # tokens reserved behind the longest prompt for an agent's messages and tools
+
+
+class AgentFeature(SourceFeature):
+    """The agent of a run."""
+
+    reserved_tokens = MESSAGES
+    writes_prompts = adds_columns = True
+    add_advantages = staticmethod(with_turn_rewards)
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.rewards = [agent_reward]
+
+    @classmethod
+    def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
+        agent, others = arguments.sources["agent"], arguments.sources
+        if agent is None:
+            return None
+        tools = others["tools"] or others["environment_factory"]
+        for name, other in (("rollout_func", others["rollout_func"]), ("tools", tools or None)):
+            if other is not None:
+                raise ValueError(
+                    f"agent and {name} are both set, but an agent's program alone decides what the model is asked, and "
+                    "runs tools itself: give one of them."
+                )
+        if config.router_replay:
+            raise ValueError(
+                "router_replay is true, but the experts of an agent's branches aren't recorded: set router_replay: "
+                "false."
+            )
+        if config.replays_truncation:
+            raise ValueError(f"{TRUNCATED} of an agent's sessions it isn't recorded what is left: {UNCORRECTED}")
+        # `node agent.js`, `./agent.sh` and, where it is on PATH, `agent.sh` are commands.
+        if isinstance(agent, str) and not set(agent) & {" ", "/"} and is_import_path(agent) and not shutil.which(agent):
+            agent = find_object(agent, "agent", callable)
+        return cls(Agent.of(agent))
+
+    def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
+        if policy.processor is not None:
+            raise ValueError(
+                f"agent is set, but {policy.path} reads images, and an agent's sessions are of text: choose a model of "
+                "text."
+            )
+
+    def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:
+        """Return the source of sessions. The trainer's journal records them during training.
+
+        Raises:
+            ValueError: the chat template writes no conversation, or vLLM lacks the parser.
+        """
+        tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
+        form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
+        api = ChatAPI(
+            tokenizer, os.path.basename(policy.path.rstrip("/")) or "policy", str(tokenizer.chat_template),
+            config.agent_tool_parser, config.agent_reasoning_parser, str(policy.model.config.model_type),
+        )  # fmt: skip
+        settings = AgentSettings(
+            config.agent_timeout,
+            config.agent_sessions or engine.max_sequences,
+            Limits(config.agent_requests, config.agent_parallel),
+            refuses=config.agent_sampling == "refuse",
+            raises=config.agent_on_error == "raise",
+        )
+
+        def log() -> SessionLog | None:
+            journal: RolloutStore | None = trainer.journal if trainer.is_in_train else None
+            return journal.open_beside(SessionLog) if journal is not None else None
+
+        return AgentSessions(engine, self.agent, api, form, settings, log)
+
+    def digests(self) -> dict[str, str]:
+        return {"agent_code": self.agent.digest()}

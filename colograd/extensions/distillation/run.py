@@ -1,0 +1,63 @@
+"""Checks of a run with a teacher: its policy, and the dataset's column that names each prompt's teacher."""
+
+from __future__ import annotations
+
+from ...batch import TEACHER
+from ...config import GRPOConfig
+from ...data import PromptDataset
+from ...data.columns import columns_of
+from ...policy.loading import Policy
+from ...training.prompts import Prompts
+from .teacher import check_teacher
+
+
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    """Return the policy if the teachers can score its samples; see `check_teacher`."""
+    check_teacher(config, policy)
+    return policy
+
+
+def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
+    """Return the column if the run has several teachers."""
+    return (TEACHER,) if config.names_teachers else ()
+
+
+def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
+    """Raise a ValueError if a prompt names an unknown one of several teachers, or if this can't be checked."""
+    if not args.names_teachers:
+        return
+    known = ", ".join(args.teachers)
+    if not isinstance(prompts, PromptDataset) or TEACHER not in columns_of(prompts.dataset):
+        raise ValueError(
+            f"teacher_model_name_or_path names several teachers ({known}), but the dataset "
+            f"{'is a stream' if not isinstance(prompts, PromptDataset) else f'has no column {TEACHER!r}'}: give one "
+            f"with a column {TEACHER!r} that names each prompt's, or leaves it empty."
+        )
+    strange = {str(name) for name in prompts.dataset[TEACHER] if name} - {*args.teachers}
+    if strange:
+        raise ValueError(
+            f"The dataset's column {TEACHER!r} names {min(strange)!r}, but teacher_model_name_or_path has {known}: "
+            "name one of them, or leave it empty."
+        )
+
+
+def goes_without_rewards(args: GRPOConfig) -> bool:
+    """Return whether the run only distils, so that it needs no reward function.
+
+    Raises:
+        ValueError: a setting needs rewards.
+    """
+    if not args.distils:
+        return False
+    if args.dynamic_sampling:
+        raise ValueError(
+            "dynamic_sampling is true, but there is no reward function by whose rewards prompts could be kept: set it "
+            "to false, or give reward_funcs."
+        )
+    best = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if best == "reward" or best.startswith(("rewards/", "pass@")):
+        raise ValueError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, but there is no reward function: set "
+            "metric_for_best_model: teacher_kl and greater_is_better: false."
+        )
+    return True

@@ -1,0 +1,28 @@
+"""A prompt with images, to prove forwards on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...batch import ModelInput
+from ...policy.loading import Policy
+from ...rollout.features import SourceFeature
+from ...training.prompts import Prompts
+from .data import reader_of
+
+ROWS_LOOKED_AT = 64  # rows to search for an image
+
+
+def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
+    """Return one prompt with images, to prove forwards on; empty if the run has no images.
+
+    The prompt is made up if only tools, or rows behind the first ROWS_LOOKED_AT, have images.
+    """
+    if (reader := reader_of(policy)) is None:
+        return []
+    if getattr(prompts[0], "most_images", 0):
+        first = (prompt.input for prompt in prompts[0].first_ones(ROWS_LOOKED_AT) if prompt.input.images is not None)
+        if (found := next(first, None)) is not None:
+            return [found]
+    has_some = feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)
+    return [reader.made_up()] if has_some else []

@@ -1,0 +1,86 @@
+"""`ToolFeature`: a run with tools or environments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+from datasets import Dataset
+
+from ...config import GRPOConfig
+from ...data.columns import EMPTY
+from ...engine.protocol import Engine
+from ...policy.loading import Policy
+from ...rollout.features import SourceFeature, TrainerArguments
+from ...training.prompts import prompt_rules, reader_of
+from .conversations import Conversations
+from .tool_format import ToolFormat
+from .toolbox import Toolbox, environment_reward
+
+OBSERVATION = 1024  # tokens reserved behind the longest prompt for an environment's `reset`
+
+
+class ToolFeature(SourceFeature):
+    """The tools and environments of a run."""
+
+    form: ToolFormat
+    may_add_images = True
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self.toolbox = toolbox
+        self.rewards = [environment_reward(kind, toolbox) for kind in toolbox.reward_classes]
+        self.lender, self.schemas, self.notes = toolbox.environments, toolbox.schemas, toolbox.notes
+        self.close = toolbox.close  # type: ignore[method-assign]
+        if toolbox.has_environments:
+            self.reserved_tokens, self.writes_prompts, self.adds_columns = OBSERVATION, True, True
+        if toolbox.by_name:
+            self.columns = ("environment",)
+        self.trl_attributes = {
+            "tools": lambda: toolbox.functions,
+            "environments": lambda: toolbox.environments.latest,
+            "environment_factories": lambda: toolbox.factories,
+        }
+
+    @classmethod
+    def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
+        tools, factory = arguments.sources["tools"], arguments.sources["environment_factory"]
+        if tools or factory is not None:
+            most = config.environments_at_once if config.reward_call == "group" else None  # else one call waits for all
+            workers, timeout = config.tool_workers, config.tool_timeout
+            return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
+        if config.main_thread_tools:
+            raise ValueError(
+                f"main_thread_tools is {config.main_thread_tools}, but there are neither tools nor environments: "
+                "remove it."
+            )
+        return None
+
+    def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
+        kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
+        self.form = ToolFormat(policy.tokenizer, kwargs, reader_of(policy))
+
+    def empty_prompts(self, config: GRPOConfig) -> Dataset:
+        """Make an empty row for each prompt of one generation; an environment writes the prompts' texts."""
+        if not self.toolbox.has_environments:
+            return super().empty_prompts(config)
+        if self.toolbox.by_name:
+            raise ValueError(
+                "train_dataset is missing, but environment_factory is a dict, of which each row's column `environment` "
+                "names one: give a dataset with that column, or a single factory."
+            )
+        if config.max_steps <= 0:
+            raise ValueError(
+                f"train_dataset is missing and max_steps is {config.max_steps}, but without a dataset nothing else "
+                "says when to end: set max_steps."
+            )
+        rows = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
+        return Dataset.from_dict({"prompt": [EMPTY] * rows})
+
+    def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> Conversations:
+        rules = prompt_rules(policy, config, "reset", None, self)
+        rules = dataclasses.replace(rules, max_prompt_tokens=engine.context - 1, overlong="drop")
+        return Conversations(engine, self.toolbox, self.form, rules, config.max_tool_calling_iterations)
+
+    def watch(self, record: Callable[[str, float, float], None]) -> None:
+        self.toolbox.on_call = record

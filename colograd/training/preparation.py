@@ -1,0 +1,158 @@
+"""Preparation of a run before its engine: the arguments of a `GRPOTrainer` become a `PreparedRun`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ..batch import ModelInput
+from ..config import GRPOConfig
+from ..data import PromptDataset
+from ..data.columns import columns_of
+from ..engine.arguments import check_split
+from ..engine.building import check_vllm
+from ..engine.sampling import check_sampling
+from ..losses.entropy import EntropyController
+from ..losses.objective import Objective
+from ..memory.device_turns import expand_segments
+from ..parallel import watchdog
+from ..parallel.layout import Place, check_engines, check_places
+from ..parallel.ranks import gather, on_all_ranks
+from ..policy.layers import check_compiled
+from ..policy.loading import Policy, load_policy, proven_on
+from ..policy.outline import note_on_cpu
+from ..policy.reference import check_reference
+from ..policy.supported import check_supported
+from ..reporting.console import Console
+from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
+from ..rewards.calling import check_columns_for
+from ..rewards.functions import as_list
+from ..rollout.custom import UserFeature
+from ..rollout.features import SourceFeature, TrainerArguments, source_feature
+from ..runtime import process, registry
+from ..sharding import check_sharding
+from ..weights import check_choice
+from .best_metric import check_best_metric
+from .prompts import Prompts, eval_prompts_of, proof_prompts, train_prompts_of
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """Everything a run needs except its engine."""
+
+    policy: Policy
+    train_prompts: Prompts
+    eval_prompts: Any  # a PromptDataset, a dict of PromptDatasets, or None
+    proof_prompts: list[ModelInput]  # prompts with more than text, to prove rows and weights on
+    scorer: Scorer
+    feature: SourceFeature
+    objective: Objective
+    entropy: EntropyController
+
+    @property
+    def prompts(self) -> list[Prompts]:
+        """All prompts: training first, then each evaluation."""
+        parts = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
+        return [self.train_prompts, *(part for part in parts if part is not None)]
+
+
+def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
+    """Check the run, load the policy, tokenise the prompts. A collective: bad input is a ValueError on all ranks.
+
+    Extensions check or replace the loaded policy at the seam ``loaded_policy``: (policy, config, whether the run
+    samples) -> policy.
+
+    Args:
+        closing: stack that closes the processes of rewards and of the user's code in rollouts.
+    """
+    watchdog.set_limit(args.rank_timeout)
+    expand_segments(args)
+    places = gather(Place.here(args.device))
+    with on_all_ranks("the start"):
+        check_places(places)
+        check_engines(args.layout, places)
+        _check_config(given, args)
+        objective, entropy = Objective.from_config(args), EntropyController(args)
+        feature = source_feature(given, args, [UserFeature])
+        closing.callback(feature.close)
+        functions = with_models(given.reward_funcs, given.reward_processing_classes, args)
+        rewards = rewards_of(functions, args, feature.rewards)
+        scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
+        scorer.environments = feature.lender
+        closing.callback(scorer.close)
+        watchdog.progress("loading the model")
+        policy = load_policy(given.model, given.processing_class, args, given.peft_config, given.has_images)
+        for check in registry.hooks("loaded_policy"):
+            policy = check(policy, args, given.samples)
+        check_choice(args.weights, policy.adapter, args.cuts_weights)
+        check_split(args, policy.model.config)
+        objective = objective.with_terms(args, policy)
+        check_reference(args, policy)
+        check_compiled(args, policy.why_padded)
+        args.resolve_precision(policy.model.dtype)
+        feature.check_policy(policy, args)
+        train_prompts = train_prompts_of(given.train_dataset, policy, args, feature)
+        eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
+        proofs = proof_prompts([train_prompts], policy, feature)
+        policy = proven_on(policy, proofs) if args.on_cpu else policy
+        check_best_metric(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
+        needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream fails at its first rows
+            check_columns_for(rewards, columns_of(train_prompts.dataset))
+    return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective, entropy)
+
+
+def _check_config(given: TrainerArguments, args: GRPOConfig) -> None:
+    """Refuse bad settings before anything is loaded; the configuration and the model's name are enough."""
+    args.check_for_trainer()
+    if given.quantization_config is not None:
+        registry.require("quantized", "quantization_config")
+        for take in registry.hooks("quantization_config"):
+            take(args, given.model, given.quantization_config)
+    check_supported(given.model, args, given.peft_config, given.has_images)
+    if args.layout.is_main and (note := note_on_cpu(given.model, args)):
+        Console(enabled=True, bars=False).warn(note)
+    if given.samples:
+        check_vllm()
+        check_sampling(args)
+    check_sharding(args, given.optimizer)
+
+
+def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
+    """Prepare the process for a configuration; make TRL's default if there is none.
+
+    Raises:
+        ValueError: the configuration is another trainer's.
+    """
+    if args is not None and not isinstance(args, GRPOConfig):
+        kind = type(args)
+        raise ValueError(
+            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own, which has "
+            "further fields: from colograd import GRPOConfig."
+        )
+    if args is None:
+        loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
+        name = str(model) if isinstance(model, str | os.PathLike) else loaded_from
+        args = GRPOConfig(output_dir=f"{os.path.basename(name.rstrip('/')) or type(model).__name__}-GRPO")
+    process.quiet_logs(args.verbose)
+    if args.on_cpu:
+        process.keep_freed_memory()
+    return args
+
+
+def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunction]:
+    """Return the reward functions with their weights, and a source's ``own`` rewards with weight 1.
+
+    An extension may allow a run without any at the seam ``without_rewards``: config -> whether it does.
+    """
+    given = as_list(functions)
+    if not (given or own or args.reward_weights) and any(allows(args) for allows in registry.hooks("without_rewards")):
+        return []
+    if not own:
+        return resolve_rewards(given, args.reward_weights)
+    weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
+    if len(weights) == len(given):  # else `resolve_rewards` raises
+        given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
+    return resolve_rewards(given, weights)
