@@ -32,9 +32,7 @@ ALWAYS = {
     "continuous_batching_config": None,
     "pad_to_multiple_of": None,
 }
-ENGINE = (
-    "the engine is `trainer.engine` here, and samples for `generate` (see docs/tools.md for a function of your own)"
-)
+ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
 LOOP = "reward functions and tools share the process's event loop, which no trainer has"
 ABSENT = {
     "vllm_generation": ENGINE,
