@@ -124,7 +124,7 @@ bench: $(STAMP) model ## Time a training step by phase, then side by side with T
 gpu-check: $(STAMP) model ## All that wants a GPU, row by row; goes on where a call ended: ARGS="--model M --minutes 9.5", or ARGS="--device cpu"
 	$(PY) tests/benchmarks/gpu_check.py $(ARGS)
 
-records: $(STAMP) ## Published figures and ours beside them, on this GPU, into docs/records.md: ARGS="--only NAME"
+records: $(STAMP) ## Published figures and ours beside them, on this GPU, into docs/measurements.md: ARGS="--only NAME"
 	$(PY) tests/benchmarks/records.py $(ARGS)
 
 docs: $(STAMP) ## Write the generated pages of docs/

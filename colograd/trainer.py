@@ -81,10 +81,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         optimizers: an optimizer and a schedule, as in `transformers.Trainer`.
         quantization_config: a `transformers.BitsAndBytesConfig` for the model below an adapter.
         peft_config: a `peft.LoraConfig`: train an adapter only.
-        tools: functions that the model may call while it writes (see docs/tools.md).
+        tools: functions that the model may call while it writes (see docs/guide/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: a function that makes environments with tools as methods, or several by name.
-        agent: a function or command that calls the model over HTTP, once per completion (see docs/guide/agents.md).
+        agent: a function or command that calls the model over HTTP, once per completion (see docs/guide/tools.md).
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.

@@ -1,6 +1,6 @@
 """Writes the generated pages: docs/configuration.md from the configuration's help, docs/trl.md from TRL's fields,
-docs/alarms.md from the advisor's rules, the tables of docs/models.md from the test results in docs/models.json, the
-list of docs/performance.md from tests/helpers/cuda_places.toml.
+the alarms of docs/metrics.md from the advisor's rules, the table of docs/models.md from the test results in
+docs/models.json, the list of docs/design.md from tests/helpers/cuda_places.toml.
 
     python docs/generate.py            (make docs)
     python docs/generate.py --check    exit status 1 if a page is stale
@@ -62,17 +62,15 @@ METRIC_NOTES = {
     "step_time": "The whole step; `time/*` are its phases",
 }
 
-# Around the tables of docs/models.md and docs/performance.md.
+# Around what is written into docs/metrics.md, docs/design.md and docs/models.md.
+OF_ALARMS = ("<!-- alarms: written by docs/generate.py -->", "<!-- end of alarms -->")
 PLACES = ("<!-- places: written by docs/generate.py -->", "<!-- end of places -->")
 FAMILIES = ("<!-- families: written by docs/generate.py -->", "<!-- end of families -->")
 
-ALARMS = f"""# Alarms
-
-While it trains, a run looks at what it logs, and says what goes wrong: once on the console and in Python's logger
-`colograd`, as an event of `_report/events.jsonl`, and at the top of the run's report. Each alarm has the numbers that
-were seen, why they matter, and the keys to change with their present values. "The last steps" are {WINDOW}, and with
-fewer than {LEAST} most rules say nothing; an alarm ends when its rule has seen nothing for {QUIET} steps, and may come
-again. `report: false` turns all of it off.
+ALARMS = f"""A run checks its own metrics while it trains. An alarm appears once on the console and in Python's logger
+`colograd`, as an event of `_report/events.jsonl`, and at the top of the run's report. It has the observed numbers, the
+reason, and the keys to change. "The last steps" are {WINDOW}; with fewer than {LEAST} most rules are silent. An alarm
+ends after {QUIET} steps without its cause. `report: false` turns all of it off.
 
 A rule is a function in `colograd/reporting/advisor.py`, with a made-up log in the tests that raises it and one that
 doesn't. A task that is solved has no reward differences either: it is a note, no alarm."""
@@ -118,7 +116,7 @@ A run starts with a table of what each rank's device will hold while it samples 
 cache follows from it: what weights, gradients, optimizer and a micro-batch leave, less 8 % of the GPU, up to what one
 generation can use, and at least one full sequence. `vllm_gpu_memory_utilization` overrules that. What doesn't fit, in
 either phase, is an error with the table and what would fit; on a CPU it is a line. `colograd plan` says it for GPUs
-that one doesn't have ([scaling.md](scaling.md)).
+that one doesn't have ([out of memory](guide/out-of-memory.md)).
 
 With `vllm_enable_sleep_mode` the KV cache exists only while the engine samples, and shares its space with gradients and
 activations. Weights stay where they are. `offload_optimizer` moves the optimizer's state to pinned host memory
@@ -153,7 +151,7 @@ nothing else: `TrlParser`, `ModelConfig`, `ScriptArguments`, `get_peft_config`, 
 
 The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and
 Colograd, with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is
-sampled alone ([performance.md](performance.md#learning-curves-against-trl)).
+sampled alone ([measurements](measurements.md#does-it-learn-the-same)).
 
 Recipes of TRL's `grpo` script are read with the same keys. What differs without being asked for:
 
@@ -180,8 +178,8 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   function's name, unless `reward_on_error: abstain` makes it an abstention, which it always is in TRL; `None` is one in
   both.
 - **Built-in rewards** have TRL's names. They read more forms of answers, and `get_soft_overlong_punishment` counts the
-  model's own tokens only ([rewards.md](rewards.md#built-in-functions)). The special tokens of a reward model's template
-  are read to the last one, even where the tokenizer pads with its end token.
+  model's own tokens only ([rewards](guide/rewards.md#built-in-functions)). The special tokens of a reward model's
+  template are read to the last one, even where the tokenizer pads with its end token.
 - **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
 - **Prompts that leave no room** for `max_completion_length` tokens in the context are dropped, and a line at start
   counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.
@@ -216,7 +214,7 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 
 LoRA is asked for as in TRL (`use_peft` and `lora_*` in a recipe, `peft_config=LoraConfig(...)`, a `PeftModel` or an
 adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. Quantised bases (QLoRA)
-are asked for as in TRL too; the adapter on them stays in float32. [lora.md](lora.md).
+are asked for as in TRL too; the adapter on them stays in float32. [LoRA](guide/lora.md).
 
 An `IterableDataset` is read while training, as in TRL: shuffled in a buffer, every rank reads all of it, `max_steps` is
 needed. Each rank reads it in its own process: `accelerator_config` (`dispatch_batches`, `split_batches`) and
@@ -233,19 +231,19 @@ information. TRL's deprecation warnings have no counterpart: old names are read,
 
 `torch_compile` compiles the policy's decoder layers for packed rows of any length (in TRL the whole model, again for
 other lengths); `torch_compile_mode` takes modes without CUDA graphs. `use_liger_kernel` means the kernels of layers, as
-in TRL 1.16; Liger's losses are an error ([performance.md](performance.md#compiled-layers-and-ligers-kernels)).
+in TRL 1.16; Liger's losses are an error ([measurements](measurements.md#what-does-the-rest-of-a-step-cost)).
 
 `fsdp` (set `sharding: fsdp`), `parallelism_config` (set `sharding`, `vllm_tensor_parallel_size` or
 `sequence_parallel_size`), `fp16` and `auto_find_batch_size` aren't available in this version: each is an error at start
 that says so. So are datasets with a transform (`with_transform`): apply it with `map`. TRL's `remove_none_values` isn't
 needed: what Arrow fills in with `None` never reaches the chat template. `deepspeed` means the sharding strategy that
-does the same ([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
+does the same ([several GPUs](guide/several-gpus.md#files-of-accelerate-and-deepspeed)).
 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error
 where it is defined, and so is a `compute_loss` in transformers' signature (with `return_outputs`). There is no
 `trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
-[`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read have
+[`trainer.engine`](guide/tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read have
 [TRL's names](#attributes-of-the-trainer). `trl.GRPOConfig` as `args` is an error: import both names from
 `colograd`.
 
@@ -307,7 +305,7 @@ def moving() -> str:
         "## Metrics",
         "Names are TRL's, and so are meanings; in `evaluate` they begin with `eval_`, and those of the loss (entropy, "
         "ratios, `sampling/*`) come with its loss (`loss_eval`). What a step logs beside them is in the "
-        "[quickstart](quickstart.md).",
+        "[metrics](metrics.md).",
         table(("TRL's metric", "", "Note"), metrics()),
         "## Attributes of the trainer",
         "What is public on a trainer of TRL's is there on this one, of the same type, but for these. Settings can't be "
@@ -435,7 +433,7 @@ def default(group: type, name: str) -> str:
 def help_of(group: type, name: str) -> str:
     """Return the field's help, for a page of docs/."""
     text = str(field_of(group, name).metadata["help"]).replace("%%", "%")
-    return re.sub(r"([Ss]ee) docs/(\w+)\.md", r"\1 [\2](\2.md)", text)
+    return re.sub(r"([Ss]ee) docs/((?:guide/)?([\w-]+)\.md)", r"\1 [\3](\2)", text)
 
 
 def trl_fields() -> dict[str, str | None]:
@@ -492,17 +490,21 @@ def alarms() -> str:
         (f"`{rule.name}`", f"{rule.when}.", rule.why, rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
         for rule in RULES
     ]
-    return "\n\n".join([NOTICE, ALARMS, table(("Rule", "Raised when", "Why", "What to change", "Source"), rows)]) + "\n"
+    return between(
+        "metrics.md",
+        OF_ALARMS,
+        f"{ALARMS}\n\n{table(('Rule', 'Raised when', 'Why', 'What to change', 'Source'), rows)}",
+    )
 
 
 def models() -> str:
     """Write the page of model families, with fresh tables."""
     record = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))
-    return between("models.md", FAMILIES, "\n\n".join((families_table(record), tests_table(record))))
+    return between("models.md", FAMILIES, families_table(record))
 
 
-def performance() -> str:
-    """Write the page of performance, with a fresh list of the places that only a GPU runs."""
+def design() -> str:
+    """Write the page of the design, with a fresh list of the places that only a GPU runs."""
     ways = tomllib.loads((ROOT / "tests/helpers/cuda_places.toml").read_text(encoding="utf-8"))
     counts = {
         way: sum(each["places"] if isinstance(each, dict) else each for each in ways[way].values()) for way in ways
@@ -516,7 +518,7 @@ def performance() -> str:
         f"numbers, {counts['v2']} by Model Runner V2, and {counts['arguments']} in tests that describe a GPU in "
         f"arguments. The other {counts['gpu']} need a GPU:"
     )
-    return between("performance.md", PLACES, f"{text}\n\n{table(('File', 'Function', 'Why'), rows)}")
+    return between("design.md", PLACES, f"{text}\n\n{table(('File', 'Function', 'Why'), rows)}")
 
 
 def between(name: str, markers: tuple[str, str], text: str) -> str:
@@ -539,20 +541,6 @@ def families_table(record: dict[str, Any]) -> str:
     return table(("Family", *columns.values()), rows)
 
 
-def tests_table(record: dict[str, Any]) -> str:
-    """Make a row per test, with its families and columns."""
-    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for family, columns in record["tried"].items():
-        for column, tests in columns.items():
-            for test in tests:
-                of_test = found.setdefault(test, ({}, {}))
-                of_test[0][record["families"][family]] = of_test[1][record["columns"][column]] = None
-    rows = [
-        (code(test), ", ".join(families), ", ".join(columns)) for test, (families, columns) in sorted(found.items())
-    ]
-    return table(("Test", "Families", "Columns"), rows)
-
-
 def source_name(url: str) -> str:
     """Return the link text for a source."""
     paper = re.fullmatch(r"https://arxiv.org/abs/(.+)", url)
@@ -560,10 +548,10 @@ def source_name(url: str) -> str:
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    yield DOCS / "alarms.md", alarms()
     yield DOCS / "configuration.md", configuration()
+    yield DOCS / "design.md", design()
+    yield DOCS / "metrics.md", alarms()
     yield DOCS / "models.md", models()
-    yield DOCS / "performance.md", performance()
     yield DOCS / "trl.md", moving()
 
 

@@ -25,7 +25,7 @@ class CarryOverKnobs(StepKnobs):
         "Sample more groups at once than a round takes, and end it when this share of them is done (0.8, say; from 0.5 "
         "up to below 1): what isn't done stops where it is and goes on in the next round, under its weights. The "
         "sampler's correction weighs each token by the version that sampled it. Unset: a round waits for its last "
-        "completion, and all is on-policy. See docs/guide/carrying-over.md.",
+        "completion, and all is on-policy. See docs/guide/long-completions.md.",
     )
     carry_over_max_age: int = knob(
         2, "Rounds over which `carry_over` carries a group at most: the next one doesn't end before it is done."

@@ -127,7 +127,7 @@ class CurriculumKnobs(StepKnobs):
         None,
         "Draw prompts by what was learnt of them, such as `{solved_at: 1.0, revisit_after: 2}`: keys `solved_at`, "
         "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
-        "docs/guide/curricula.md.",
+        "docs/guide/distillation.md.",
     )
 
     def read_curriculum(self) -> Curriculum | None:

@@ -75,7 +75,7 @@ class EngineKnobs(TrainingArguments):
         "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `gathered` (a few rows of each rank at a "
         "time, of a policy that `sharding: fsdp` has cut), `auto` (shared where that can be had; adapter for LoRA "
         "where vLLM serves it, else copied and merged on the way; gathered where the policy is cut), or the import "
-        "path of a class of your own; see docs/weights.md.",
+        "path of a class of your own; see docs/design.md.",
     )
 
     @property

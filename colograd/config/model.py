@@ -30,7 +30,7 @@ class ModelConfig:
         None, "Accepted for compatibility: training always runs Colograd's packed attention, and a line says so."
     )
     use_peft: bool = knob(
-        False, "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/lora.md."
+        False, "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/guide/lora.md."
     )
     lora_r: int = knob(16, "Rank of the adapter's matrices.")
     lora_alpha: int = knob(32, "The adapter is scaled by `lora_alpha / lora_r`.")
@@ -51,8 +51,8 @@ class ModelConfig:
     lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.")
     use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
     use_dora: bool = knob(False, "Weight-decomposed LoRA (the engine then gets merged copies).")
-    load_in_8bit: bool = knob(False, "Quantise the base to 8 bits (bitsandbytes) below the adapter; see docs/lora.md.")
-    load_in_4bit: bool = knob(False, "Quantise the base to 4 bits (bitsandbytes) below the adapter; see docs/lora.md.")
+    load_in_8bit: bool = knob(False, "Quantise the base below the adapter to 8 bits (docs/guide/lora.md).")
+    load_in_4bit: bool = knob(False, "Quantise the base below the adapter to 4 bits (docs/guide/lora.md).")
     bnb_4bit_quant_type: str = knob("nf4", "The sixteen values of `load_in_4bit`: `nf4` or `fp4`.")
     use_bnb_nested_quant: bool = knob(False, "With `load_in_4bit`, quantise the scales too.")
     bnb_4bit_quant_storage: str | None = knob(

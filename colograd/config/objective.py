@@ -227,7 +227,7 @@ class RewardPenaltyKnobs:
 class ReferenceKnobs:
     """The KL term and its reference model."""
 
-    beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/reference.md.")
+    beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.")
     use_bias_correction_kl: bool = knob(
         True,
         "Multiply the KL term by the token's importance ratio: its expected gradient is then that of the token's "

@@ -91,8 +91,8 @@ class LogKnobs:
     report: bool = knob(
         True,
         "Record for the report of the run: metrics of every step, what happens inside rollouts and alarms "
-        "(`_report/` in its folder; see docs/alarms.md), and some groups token by token (`_journal/`). When training "
-        "ends, `report.html` is made of it; `colograd watch` shows it meanwhile (see docs/report.md).",
+        "(`_report/` in its folder; see docs/metrics.md), and some groups token by token (`_journal/`). When training "
+        "ends, `report.html` is made of it; `colograd watch` shows it meanwhile (see docs/metrics.md).",
     )
     report_groups: int = knob(
         2,

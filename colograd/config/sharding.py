@@ -186,7 +186,7 @@ class ShardingKnobs(TrainingArguments):
         "`tensor+gradients` share out the rest among engines) or `fsdp` (and of the weights, which are gathered block "
         "by block: FSDP2); `auto`: the first of these that leaves room for the planned KV cache and micro-batch. "
         "accelerate's files for FSDP2 and DeepSpeed, and `deepspeed`, mean the way that does the same. See "
-        "docs/scaling.md.",
+        "docs/guide/several-gpus.md.",
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
@@ -214,7 +214,7 @@ class ShardingKnobs(TrainingArguments):
         "tokens for a part of the heads. A rank's activations are then of "
         "that part, for sequences that no GPU has room for. Each samples for itself as ever. With `sharding: none`, "
         "`optimizer`, `gradients` or the three of `tensor`, whose ranks of an engine have a part of the policy each. "
-        "See docs/scaling.md.",
+        "See docs/guide/several-gpus.md.",
     )
 
     def _take_sharding(self) -> None:

@@ -346,7 +346,7 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 # A CPU reads the keys of earlier segments in place if the segments have at least this many tokens on average. Keys of
-# shorter segments are copied, because that is faster (docs/performance.md#attention).
+# shorter segments are copied, because that is faster (docs/measurements.md).
 IN_PLACE_FROM = 128
 
 _in_place_from = IN_PLACE_FROM

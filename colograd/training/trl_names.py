@@ -35,9 +35,7 @@ ALWAYS = {
 }
 # TRL attributes whose value a rollout source may have, with the value in other runs.
 OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
-ENGINE = (
-    "the engine is `trainer.engine` here, and samples for `generate` (see docs/tools.md for a function of your own)"
-)
+ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
 LOOP = "reward functions and tools share the process's event loop, which no trainer has"
 ABSENT = {
     "vllm_generation": ENGINE,

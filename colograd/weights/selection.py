@@ -120,7 +120,7 @@ def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice
     if missing := [name for name in methods if not callable(getattr(sync_class, name, None))]:
         raise ValueError(
             f"weights is {path!r}, which has no {missing[0]}, but must be a class with publish, describe and "
-            "differing: see docs/weights.md."
+            "differing: see docs/design.md."
         )
     return sync_class
 

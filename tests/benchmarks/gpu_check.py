@@ -6,7 +6,7 @@
 Each check is a row, in a process of its own that may take LIMIT seconds. One that fails or comes late is a row with its
 error; the others go on. Each row is written when it is there. A call that is killed, or whose --minutes are over, loses
 the row that runs; the next call with the same --out goes on with the missing ones. Needs no network. Writes into --out:
-gpu_check.json, gpu_check.md (a section ready for docs/performance.md), and each check's output. Exit status 1 if a
+gpu_check.json, gpu_check.md (a section ready for docs/measurements.md), and each check's output. Exit status 1 if a
 check failed or came late, 2 without such a device, 3 if rows are missing.
 """
 

@@ -1,4 +1,4 @@
-"""What `gpu_check.py` found, as a Markdown section for docs/performance.md."""
+"""What `gpu_check.py` found, as a Markdown section for docs/measurements.md."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Published figures, and ours beside them: each row of docs/records.md has a command, and this runs it.
+"""Published figures, and ours beside them: each row of docs/measurements.md has a command, and this runs it.
 
     make records [ARGS="--only prime-rl --hours 1"]
     python tests/benchmarks/records.py --device cpu               a tiny form of each row: does the row itself work?
 
 Each row runs in a process of its own, with random weights of the published model's shape where a folder isn't named by
---model NAME=FOLDER (throughput and memory don't depend on them). On a GPU the figures go into docs/records.json, by the
-GPU's name, and docs/records.md is written anew; on a CPU they go into --out alone. Exit status 1 if a row failed, 2
+--model NAME=FOLDER (throughput and memory don't depend on them). On a GPU the figures go into docs/records.json, by
+the GPU's name, and docs/measurements.md is written anew; on a CPU they go into --out alone. Exit status 1 if a row failed, 2
 without such a device.
 """
 
@@ -228,7 +228,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="the rows whose names begin so")
     parser.add_argument("--model", action="append", default=[], metavar="SHAPE=FOLDER", help="a model of your own")
     parser.add_argument("--out", type=Path, default=HERE / "out" / "records", help="folder for what is found")
-    parser.add_argument("--page", action="store_true", help="write docs/records.md from docs/records.json, and no more")
+    parser.add_argument("--page", action="store_true", help="only write docs/measurements.md from docs/records.json")
     options = parser.parse_args(argv)
     for name in options.only or ():
         if not any(record.name.startswith(name) for record in RECORDS):
@@ -269,27 +269,20 @@ def run(record: Record, options: argparse.Namespace) -> dict[str, Any]:
 
 # -- the page
 
-HEAD = """# Records
-
-<!-- Written by tests/benchmarks/records.py (make records): change the rows there, not this page. -->
-
-Figures that others published, and ours beside them. A row names what is measured, the published figure with its source,
-and the command that measures ours. `make records` runs all of them on the GPU that is there, and writes what it found
-into this page:
+HEAD = """Models have random weights of the published shape, unless `--model SHAPE=FOLDER` names one: throughput and
+memory don't depend on the weights. `make records` measures all rows on the GPU that is there and writes them here:
 
 ```bash
 make records                                  # all rows, each within 10 or 20 minutes
 make records ARGS="--only prime-rl"           # the rows whose names begin so
-make records ARGS="--device cpu"              # a tiny form of each on a CPU: does the row work? Its figures say nothing
-```
-
-Models have random weights of the published shape (`tests/benchmarks/random_model.py`), unless `--model SHAPE=FOLDER`
-names one: throughput and memory don't depend on the weights."""
+make records ARGS="--device cpu"              # a tiny form of each on a CPU: does the row work?
+```"""
+MARKERS = ("<!-- records: written by tests/benchmarks/records.py (make records) -->", "<!-- end of records -->")
 NOT_YET = "Not measured on a GPU yet."
 
 
-def page(measured: Mapping[str, Mapping[str, str]]) -> str:
-    """docs/records.md.
+def section(measured: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the table of published and measured figures.
 
     Args:
         measured: GPU -> row's name -> our figure.
@@ -299,18 +292,16 @@ def page(measured: Mapping[str, Mapping[str, str]]) -> str:
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join(['---'] * len(header))} |"]
     for record in RECORDS:
         ours = [measured[gpu].get(record.name, NOT_YET) for gpu in gpus] or [NOT_YET]
-        cells = [f"`{record.name}`", record.what, f"[{record.published}]({record.source})", *ours]
+        differs = f" Differs: {record.differs}." if record.differs else ""
+        cells = [f"`{record.name}`", record.what + differs, f"[{record.published}]({record.source})", *ours]
         lines.append(f"| {' | '.join(cells)} |")
-    parts = [HEAD, "\n".join(lines), "## Commands"]
-    for record in RECORDS:
-        differs = f"Differs: {record.differs}." if record.differs else ""
-        shown = "\n".join(
-            " ".join(["python", str(Path(first).relative_to(ROOT)), *rest])
-            for first, *rest in record.commands(f"{SHOWN}/{record.shape}", on_cpu=False)
-        )
-        make = f"python tests/benchmarks/random_model.py {SHOWN}/{record.shape} --shape {record.shape}"
-        parts += [f"### {record.name}", *filter(None, [differs]), f"```bash\n{make}\n{shown}\n```"]
-    return "\n\n".join(parts) + "\n"
+    return f"{HEAD}\n\n" + "\n".join(lines)
+
+
+def page(measured: Mapping[str, Mapping[str, str]]) -> str:
+    """Return docs/measurements.md with a fresh `section`."""
+    before, _, rest = (DOCS / "measurements.md").read_text().partition(MARKERS[0])
+    return f"{before}{MARKERS[0]}\n\n{section(measured)}\n\n{MARKERS[1]}{rest.partition(MARKERS[1])[2]}"
 
 
 def read_measured() -> dict[str, dict[str, str]]:
@@ -323,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write; the exit status."""
     options = parse(argv)
     if options.page:
-        (DOCS / "records.md").write_text(page(read_measured()))
+        (DOCS / "measurements.md").write_text(page(read_measured()))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the row that runs, too
     machine = gpu_check.look()
@@ -346,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measured = read_measured()
                 measured.setdefault(machine["machine"], {})[record.name] = found["ours"]
                 (DOCS / "records.json").write_text(json.dumps(measured, indent=1) + "\n")
-                (DOCS / "records.md").write_text(page(measured))
+                (DOCS / "measurements.md").write_text(page(measured))
     return 1 if any("failed" in found for found in results.values()) else 0
 
 

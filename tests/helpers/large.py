@@ -24,7 +24,7 @@ QWEN = {
     "num_key_value_heads": KEYS, "vocab_size": VOCABULARY, "tie_word_embeddings": False,
     "max_position_embeddings": 32768, "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
-# Hidden, MLP, layers, heads, key-value heads and vocabulary of models in docs/scaling.md, and whether the head is tied.
+# Models in docs/guide/out-of-memory.md: hidden, MLP, layers, heads, key-value heads, vocabulary, tied head.
 SHAPES = {
     "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-7B": (HIDDEN, INNER, LAYERS, HEADS, KEYS, VOCABULARY, False),

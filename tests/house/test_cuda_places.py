@@ -1,4 +1,4 @@
-"""Each place of the package that checks the device runs with a GPU's answer, or docs/performance.md has the reason."""
+"""Each place of the package that checks the device runs with a GPU's answer, or docs/design.md has the reason."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import training_path
 
 
 def test_the_page_is_what_would_be_written() -> None:
-    assert (ROOT / "docs" / "records.md").read_text() == records.page(records.read_measured())
+    assert (ROOT / "docs" / "measurements.md").read_text() == records.page(records.read_measured())
 
 
 def test_every_row_has_a_source_and_a_command_that_its_benchmark_takes() -> None:
@@ -39,11 +39,11 @@ def test_every_row_has_a_source_and_a_command_that_its_benchmark_takes() -> None
 @pytest.mark.engine
 def test_a_tiny_form_of_every_row_runs_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "records.py"), "--device", "cpu", "--out", str(tmp_path)]
-    before = (ROOT / "docs" / "records.md").read_text()
+    before = (ROOT / "docs" / "measurements.md").read_text()
     done = subprocess.run(command, env=tiny.clean_environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "on a CPU, tiny sizes" in done.stdout.splitlines()[0]
     rows = json.loads((tmp_path / "records.json").read_text())["rows"]
     assert set(rows) == {record.name for record in records.RECORDS} and all("ours" in row for row in rows.values())
     assert re.search(r"prime-rl 0.6B: [\d,]+ tokens/s, [\d.]+ GiB \| published: 11.9k tokens/s", done.stdout)
-    assert (ROOT / "docs" / "records.md").read_text() == before, "figures of a CPU aren't written into the page"
+    assert (ROOT / "docs" / "measurements.md").read_text() == before, "figures of a CPU aren't written into the page"

@@ -283,7 +283,7 @@ def test_lora_with_evaluation(tiny_model, tmp_path, closing) -> None:
 
 @engine
 def test_a_rollout_function_samples_with_the_engine(tiny_model, tmp_path, closing) -> None:
-    """TRL's own examples ask `trainer.vllm_generation`, which there isn't: docs/tools.md says what to ask instead."""
+    """TRL's examples ask `trainer.vllm_generation`, which is absent here: docs/guide/tools.md names the replacement."""
 
     def rollout(prompts, trainer):
         tokenizer, step = trainer.processing_class, trainer.state.global_step

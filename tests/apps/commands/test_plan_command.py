@@ -50,8 +50,7 @@ def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tup
 
 
 def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes per parameter as docs/scaling.md has them: 6 + 10/N, 2 + 14/N and 2 + 16/N; what is there for a while
-    besides."""
+    """Bytes per parameter as docs/guide/out-of-memory.md has them: 6 + 10/N, 2 + 14/N and 2 + 16/N."""
     before, strategies, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80")
     assert "7.62 billion parameters, bfloat16, adamw_split; on 8 GPU(s) of 80 GiB, an engine each" in before
     assert tuple(strategies) == STRATEGIES
@@ -394,7 +393,7 @@ def test_a_large_model_on_a_machine_without_a_gpu_is_said_in_one_line(
 # -- the page
 
 
-PAGE = (DOCS / "scaling.md").read_text()
+PAGE = (DOCS / "guide" / "out-of-memory.md").read_text()
 
 
 def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
