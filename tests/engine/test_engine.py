@@ -118,15 +118,6 @@ def test_prompts_that_are_read_in_parts_have_the_same_completions(tiny_model: Pa
     assert found[0] == found[1] and preemptions.number
 
 
-def test_an_engine_of_a_mixture_is_built_beside_one_of_a_dense_model(engine, config, prompts, tmp_path: Path) -> None:
-    """Whose groups of ranks, vLLM's once per process, have none for experts."""
-    mixture = tiny.make_model(tmp_path / "mixtral", "mixtral", tied=False)
-    with contextlib.closing(VLLMEngine(str(mixture), config, torch.float32, context=64, kv_bytes=2**22)) as other:
-        other.stamp(0)
-        assert len(sample(other, config, prompts)) == len(prompts)
-    assert len(sample(engine, config, prompts)) == len(prompts)
-
-
 def test_completions_of_a_group_differ_and_another_seed_gives_others(engine, config, prompts) -> None:
     first, second = sample(engine, config, prompts), sample(engine, config, prompts, seed=8)
     assert len(set(tokens(first[1]))) > 1

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
     small = "--small" in arguments
     path = os.pathsep.join((str(ROOT / "tests/helpers/v2"), str(ROOT), os.environ.get("PYTHONPATH", "")))
     options = [argument for argument in arguments if argument != "--small"] + ["-m", "not gpu"]
-    tests = [f"tests/{name}" for name in (SMALL if small else ALL)]
+    tests = [f"tests/{name}" for name in (SMALL if small else ALL) if (ROOT / "tests" / name.split("::")[0]).exists()]
     os.chdir(ROOT)
     os.execve(sys.executable, [sys.executable, "-m", "pytest", *options, *tests], {**os.environ, "PYTHONPATH": path})
 

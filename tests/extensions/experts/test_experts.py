@@ -22,8 +22,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeConfig, MixtralConfig
 
 from colograd import GRPOTrainer
+from colograd.batch import Prompt
+from colograd.engine.sampling import Sampling
 from colograd.engine.tensors import VLLMTensors
 from colograd.extensions.experts.engine import kernels, lora
+from colograd.engine.vllm_engine import VLLMEngine
+from colograd.extensions.experts.engine import kernels
 from colograd.extensions.quantized.layers import packed_weights
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
@@ -259,6 +263,24 @@ def test_experts_that_the_engine_packed_away_are_an_error_with_the_reason(models
         kernels.check_experts(8, on_cpu=True)
     kernels.check_experts(0, on_cpu=True)
     kernels.check_experts(8, on_cpu=False)
+
+
+@pytest.mark.engine
+def test_mixture_is_built_beside_a_dense_model(models, tiny_model: Path, tmp_path: Path) -> None:
+    """vLLM makes its groups of ranks once per process, and a dense model's have none for experts."""
+    from colograd.runtime import process
+
+    process.prepare_ranks()
+    config, sampling = tiny.config(tmp_path), Sampling(n=2, max_tokens=4, temperature=1.0, options={})
+    with contextlib.ExitStack() as closing:
+        engines = [
+            closing.enter_context(contextlib.closing(VLLMEngine(str(model), config, torch.float32, 64, 2**22)))
+            for model in (tiny_model, models["mixtral"])
+        ]
+        for engine in engines:
+            engine.stamp(0)
+            (group,) = engine.generate([Prompt({}, (5, 6, 7), 0)], sampling, version=0, seed=0)
+            assert len(group.rollouts) == 2
 
 
 def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
