@@ -334,9 +334,6 @@ class Rollout(_Asked):
     if not TYPE_CHECKING:
         __getattr__ = _former
 
-    def without(self, kind: type[Any]) -> Rollout:
-        return dataclasses.replace(self, riders=tuple(r for r in self.riders if not isinstance(r, kind)))
-
     def carrying(self, *riders: Rider) -> Rollout:
         """Return the rollout with further riders."""
         return dataclasses.replace(self, riders=(*self.riders, *riders))

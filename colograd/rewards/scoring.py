@@ -292,10 +292,9 @@ class Scorer:
         """Return the group with the functions' rewards of its completions' parts, and the riders that they logged."""
         group, logged = with_parts(group, self.of_parts.pop(group.position, {})), self.logged.get(group.position)
         for kind in self.logged_riders:
-            values = logged.columns.get(kind.COLUMN) if logged is not None else None
-            if values is not None or any(rollout.get(kind) for rollout in group.rollouts):  # of an earlier scoring
-                pairs = zip(group.rollouts, values or [None] * len(group.rollouts), strict=True)
-                rollouts = (r.without(kind).carrying(*_rider_of(kind, value, r)) for r, value in pairs)
+            if logged is not None and (values := logged.columns.get(kind.COLUMN)) is not None:
+                pairs = zip(group.rollouts, values, strict=True)
+                rollouts = (rollout.carrying(*_rider_of(kind, value, rollout)) for rollout, value in pairs)
                 group = dataclasses.replace(group, rollouts=tuple(rollouts))
         return group
 

@@ -34,6 +34,8 @@ import torch
 
 from ..batch import Group, Prompt
 from ..checkpoint.folders import move_aside
+from ..batch import Group, Prompt, Rollout
+from ..checkpoint.earlier_run import move_aside
 from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
@@ -400,12 +402,13 @@ class RolloutStore:
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return the prompts' recorded groups that are scored again (`rescore`).
+        """Return the prompts' recorded groups that are scored again (`rescore`), without riders of their last scoring.
 
         Raises:
             JournalError: the group at a position is of another prompt.
         """
-        return [recorded.group for recorded in self._recalled(prompts, self._unscored).values()]
+        groups = [recorded.group for recorded in self._recalled(prompts, self._unscored).values()]
+        return [dataclasses.replace(group, rollouts=tuple(map(_unscored, group.rollouts))) for group in groups]
 
     def _recalled(self, prompts: Sequence[Prompt], contents: Mapping[int, bytes]) -> dict[int, RewardedGroup]:
         return {
@@ -499,6 +502,10 @@ def digest_of(model: torch.nn.Module) -> str:
         found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         found.update(part.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def _unscored(rollout: Rollout) -> Rollout:
+    return dataclasses.replace(rollout, riders=tuple(rider for rider in rollout.riders if not rider.COLUMN))
 
 
 def _problem(path: Path, error: Exception) -> str:
