@@ -76,7 +76,7 @@ def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 class LossTerm:
-    """A term that an extension adds to the objective. A subclass overrides what it changes.
+    """A term that an extension adds to the objective. A subclass overrides some of these methods.
 
     The extension offers a function (configuration, policy) -> `LossTerm` or None at the seam "loss_term".
     """

@@ -62,7 +62,7 @@ Compute = Callable[[Pass], tuple[torch.Tensor, ...]]
 
 
 class ForwardStep:
-    """Option of a model's forwards. A subclass overrides what it changes."""
+    """Option of a model's forwards. A subclass overrides some of these methods."""
 
     of_rows = False  # whether it belongs to the rows, so that each second model that reads them needs it
 

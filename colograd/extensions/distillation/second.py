@@ -1,4 +1,4 @@
-"""Teachers among the `second_models`: what of them the rows carry, by `distillation_kl`."""
+"""Kinds of teachers among the `second_models`, one per field of the rows (see `distillation_kl`)."""
 
 from __future__ import annotations
 

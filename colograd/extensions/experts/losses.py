@@ -107,7 +107,7 @@ class ReplayTerm(LossTerm):
 
 
 def balance_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the term of a policy whose forward can return its routers' logits.
+    """Return the term if the policy's forward can return its routers' logits.
 
     Raises:
         ValueError: the configuration asks for a load-balancing loss that the policy doesn't have.
