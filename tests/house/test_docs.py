@@ -24,9 +24,9 @@ from transformers import TrainingArguments
 from colograd.config.engine import NOT_IN_PARTS
 from colograd.config.sharding import NOT_IN_SEQUENCES, TENSOR
 from colograd.extensions.experts.model import TRIED
+from colograd.extensions.experts.model import WHOLE as UNSPLIT
 from colograd.extensions.tensor_parallel.model import CUT
 from colograd.memory.description import WHOLE
-from colograd.policy.supported import WHOLE as UNSPLIT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
