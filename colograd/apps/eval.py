@@ -144,7 +144,7 @@ class Sitting:
     def take(self, options: argparse.Namespace) -> None:
         """Take the benchmarks one after the other, and write the results after each. A collective."""
         from ..extensions.evaluation.results import table
-        from ..extensions.evaluation.sitting import Host, take
+        from ..extensions.evaluation.sitting import Host, checkers, take
         from ..parallel.faults import waiting
         from ..parallel.ranks import gather, on_all_ranks
         from ..reporting.console import Console
@@ -154,9 +154,11 @@ class Sitting:
         results: list[SuiteResult] = []
         if is_main and options.completions is not None and not options.resume:
             options.completions.unlink(missing_ok=True)
-        with waiting("the benchmarks"):
+        with on_all_ranks("the checkers"):
+            pool = checkers(self.benchmarks.values())
+        with contextlib.closing(pool), waiting("the benchmarks"):
             for name, benchmark in self.benchmarks.items():
-                result, judged = take(benchmark, host, contextlib.nullcontext())
+                result, judged = take(benchmark, host, pool, contextlib.nullcontext())
                 results.append(result)
                 rows = gather([*_rows(judged)]) if options.completions is not None else []
                 with on_all_ranks("writing the results"):

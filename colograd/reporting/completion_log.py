@@ -86,7 +86,7 @@ class CompletionLog:
         """Log an evaluation's completions, which have no advantages, in a file of its name: a collective.
 
         Args:
-            reward_names: of an exam, which has its own rewards.
+            reward_names: names of a benchmark's own values; None: the run's reward functions.
         """
         names = self.names if reward_names is None else reward_names
         step = state.global_step

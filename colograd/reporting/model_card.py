@@ -31,7 +31,7 @@ SETTINGS = (
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "sharding", "optim", "max_steps", "seed",
 )  # fmt: skip
 OF_TEACHERS = ("distillation_kl", "distillation_weight")  # further hyperparameters, if the run has a teacher
-_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # an exam's name in the log
+_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # a benchmark's name in the log
 # Settings of a base's quantisation that its values and products depend on.
 QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
@@ -211,7 +211,7 @@ def _front_matter(run: RunFacts) -> str:
 
 
 def _exam_rows(history: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Make a row per exam with its last evaluation: name, step, and the logged accuracy and half of its interval."""
+    """Make a row per benchmark: name, step of its last evaluation, and the logged accuracy with half its interval."""
     found = {}
     for entry in history:
         for key, value in entry.items():

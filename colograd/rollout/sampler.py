@@ -89,14 +89,6 @@ class SampledRound:
     partition: Partition | None = None  # recorded partition of the first step, if it was trained while ranks sampled
 
 
-@dataclass(frozen=True, slots=True)
-class OwnEvaluation:
-    """Settings and rewards of an exam, in place of the run's. Its completions come from the engine, without tools."""
-
-    sampling: Sampling
-    begin_score: Callable[[Sequence[Group]], PendingRewards]
-
-
 @dataclass(eq=False)
 class Sampler:
     """Samples groups, scores each when its last completion ends, and computes advantages.
@@ -163,23 +155,15 @@ class Sampler:
             self.recorder.note(steps, statistics, self.hooks.combine)
         return SampledRound(tuple(steps), tuple(statistics), partition)
 
-    def collect_evaluation(
-        self, prompts: list[Prompt], name: str, own: OwnEvaluation | None = None
-    ) -> list[ScoredGroup]:
-        """Sample and score the prompts of the evaluation ``name``. Advantages are zero.
-
-        Args:
-            own: settings and rewards of an exam; None: the run's settings for evaluations. An exam isn't in the
-                rollout log, so a resumed run takes it again.
-        """
-        if own is None:
-            self.hooks.begin_records(name)
-        together = own is None and self.config.reward_call == "all"
+    def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
+        """Sample and score the prompts of the evaluation ``name``. Advantages are zero."""
+        self.hooks.begin_records(name)
+        together = self.config.reward_call == "all"
         self.purpose = Purpose.EVALUATION
         try:
             with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the evaluation"):
                 return self.engine.on_engine_leader(
-                    lambda: roll_out(prompts, self.stages(own), self.times, together), others=[]
+                    lambda: roll_out(prompts, self.stages(), self.times, together), others=[]
                 )
         finally:
             self.purpose = Purpose.TRAINING
@@ -264,12 +248,8 @@ class Sampler:
 
     # -- the stages
 
-    def stages(self, own: OwnEvaluation | None = None) -> Stages:
-        """Return the stages. A subclass of the trainer may have replaced some, except in an exam."""
-        if own is not None:
-            return Stages(
-                lambda prompts: self._write(prompts, self.engine, own.sampling), own.begin_score, _without_advantages
-            )
+    def stages(self) -> Stages:
+        """Return the stages. A subclass of the trainer may have replaced some."""
         journal = self.journal if self.hooks.is_in_train else None
         return Stages(
             self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged,

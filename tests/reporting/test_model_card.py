@@ -149,13 +149,13 @@ def test_a_recipe_s_datasets_are_named(changes: dict[str, Any], names: list[str]
     assert dataset_names(ScriptArguments(reward_funcs=["accuracy_reward"], **changes)) == names
 
 
-def test_exams_of_the_run_are_in_a_table(here: Path) -> None:
+def test_benchmarks_of_the_run_are_in_a_table(here: Path) -> None:
     evaluations = [
         {"step": step, "eval_gsm8k_accuracy": value, "eval_gsm8k_accuracy_ci95": 0.02}
         for step, value in ((29, 0.5), (58, 0.61))
     ]
     assert "| `gsm8k` | 58 | 0.61 ± 0.02 |" in card(here, history=[*make_history(4), *evaluations])
-    assert "### Exams" not in card(here)
+    assert "### Benchmarks" not in card(here)
 
 
 def test_the_hub_library_accepts_the_card(here: Path) -> None:

@@ -99,6 +99,7 @@ class HarnessBenchmark(Benchmark):
             self.groups: dict[str, Any] = loaded["groups"]
             self.tasks = [_questions(name, task, self.spec, rules) for name, task in loaded["tasks"].items()]
 
+        self.pool: Any = None  # worker processes of a run's evaluations
         self.dropped = any(task.cut for task in self.tasks)
 
     def dropped_line(self) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from .results import Answered, SuiteResult, TaskResult
 
 MOST_WORKERS = 8  # default limit
 CHECK_SECONDS = 120.0  # limit of one call: all filters and metrics of a question
+
+
+Submit = Callable[[LoadedTask, dict[str, Any]], WorkerCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +53,45 @@ class Sat:
     texts: list[list[str]]  # the judged texts of each sampled request
 
 
+def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
+    """Start the worker processes that judge these benchmarks' questions.
+
+    Raises:
+        ValueError: the checks of a task can't run in another process.
+    """
+    judges = {f"{each.text}: {task.name}": Judge(task.task) for each in benchmarks for task in each.tasks}
+    pool = WorkerPool("benchmarks", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
+    if lost := [name for name in judges if name not in pool]:
+        raise ValueError(f"The checks of {lost[0]} run in no worker process: {'; '.join(pool.notes)}")
+    return pool
+
+
 def take(
-    benchmark: HarnessBenchmark, host: Host, turn: AbstractContextManager[Any]
+    benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[tuple[Sat, list[dict[Any, Any]]]]]:
     """Sample or score all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective.
 
     Args:
+        pool: see `checkers`.
         turn: a context that gives the engine its memory.
     """
     started, mine = time.perf_counter(), host.config.layout
-    with on_all_ranks("the benchmark's checkers"):
-        judges = {task.name: Judge(task.task) for task in benchmark.tasks}
-        pool = WorkerPool("benchmark", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
-        if lost := [name for name in judges if name not in pool]:
-            raise ValueError(f"The checks of {lost[0]!r} run in no worker process: {'; '.join(pool.notes)}")
-    with closing(pool):
-        with turn, on_all_ranks("the benchmark"):
-            sat: list[Sat] = host.engine.on_engine_leader(
-                lambda: [
-                    each
-                    for task in benchmark.tasks
-                    for each in _sit(task, task.questions[mine.data_rank :: mine.data_size], host, pool)
-                ],
-                others=[],
-            )
-        counts: dict[str, Counter[str]] = {task.name: Counter() for task in benchmark.tasks}
-        examples: dict[str, str] = {}
-        judged = [(each, [_verdict(each.task, call, counts, examples) for call in each.calls]) for each in sat]
+
+    def submit(task: LoadedTask, keywords: dict[str, Any]) -> WorkerCall:
+        return pool.submit(f"{benchmark.text}: {task.name}", keywords)
+
+    with turn, on_all_ranks("the benchmark"):
+        sat: list[Sat] = host.engine.on_engine_leader(
+            lambda: [
+                each
+                for task in benchmark.tasks
+                for each in _sit(task, task.questions[mine.data_rank :: mine.data_size], host, submit)
+            ],
+            others=[],
+        )
+    counts: dict[str, Counter[str]] = {task.name: Counter() for task in benchmark.tasks}
+    examples: dict[str, str] = {}
+    judged = [(each, [_verdict(each.task, call, counts, examples) for call in each.calls]) for each in sat]
     parts = gather(([(each.task, _answered(each, verdicts)) for each, verdicts in judged], counts, examples))
     results = []
     for task in benchmark.tasks:
@@ -89,7 +105,7 @@ def take(
         return SuiteResult.of(benchmark, results), judged
 
 
-def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool) -> list[Sat]:
+def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, submit: Submit) -> list[Sat]:
     """Answer this engine's questions of a task: log-probabilities first, then samples, judged as they finish."""
     sat = {each.row: Sat(task.name, each, [], [], [[] for _ in each.requests]) for each in questions}
     responses: dict[int, list[list[Any]]] = {each.row: [[] for _ in each.requests] for each in questions}
@@ -97,7 +113,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
     def answer(row: int, index: int, found: list[Any]) -> None:
         responses[row][index] = found
         if all(responses[row]):
-            sat[row].calls = [*_submit(task, sat[row].question, responses.pop(row), pool)]
+            sat[row].calls = [submit(task, each) for each in _calls(task, sat[row].question, responses.pop(row))]
 
     _score(questions, host, answer)
     wanted: dict[int, tuple[Question, int, Request]] = {}
@@ -148,13 +164,11 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
     return texts
 
 
-def _submit(
-    task: LoadedTask, question: Question, responses: Sequence[list[Any]], pool: WorkerPool
-) -> Iterator[WorkerCall]:
+def _calls(task: LoadedTask, question: Question, responses: Sequence[list[Any]]) -> list[dict[str, Any]]:
+    """Return the arguments of `Judge`: of one call, or of one per completion that is judged alone."""
     asked = [(request.kind, request.arguments) for request in question.requests]
     alone = [[[each] for each in of_one] for of_one in zip(*responses, strict=True)] if task.n else [responses]
-    for of_call in alone:
-        yield pool.submit(task.name, {"doc": question.doc, "requests": asked, "responses": of_call})
+    return [{"doc": question.doc, "requests": asked, "responses": of_call} for of_call in alone]
 
 
 def _verdict(task: str, call: WorkerCall, counts: dict[str, Counter[str]], examples: dict[str, str]) -> dict[Any, Any]:
@@ -178,7 +192,11 @@ def evaluate(benchmark: HarnessBenchmark, trainer: Any, name: str) -> dict[str, 
     """Take a benchmark with the policy's present weights, and log its completions with their verdicts."""
     started, sampler = time.perf_counter(), trainer.sampler
     host = Host(trainer.args, trainer.engine, trainer.policy.tokenizer, trainer.console, trainer.state.global_step)
-    result, judged = take(benchmark, host, sampler.device_turns.sampling(trainer.optimizer))
+    with on_all_ranks("the benchmark's checkers"):
+        if benchmark.pool is None:
+            benchmark.pool = checkers([benchmark])
+            weakref.finalize(benchmark, benchmark.pool.close)
+    result, judged = take(benchmark, host, benchmark.pool, sampler.device_turns.sampling(trainer.optimizer))
     if sampler.completion_log is not None:
         groups = [*_scored(result, judged)]
         sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [name])
