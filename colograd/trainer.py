@@ -24,10 +24,7 @@ from .config.policy import KEEPS_MASTER
 from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
 from .extensions.agents.turn_rewards import with_turn_rewards
-from .extensions.carry_over.rounds import CarriedRounds
 from .extensions.offload.layer_inputs import LayerInputs, inputs_on_host
-from .extensions.overlap.rules import describe as describe_overlap
-from .extensions.overlap.rules import finished_groups, why_not
 from .extensions.tools.tool_format import completion_texts
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
@@ -40,8 +37,9 @@ from .policy.lora import unwrap
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
+from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
-from .runtime import process
+from .runtime import process, registry
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32
@@ -191,9 +189,9 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             built.second_models, self.estimator, names, built.memory, self.recorder, self.times, self.console,
         )  # fmt: skip
         self.rollout_func = task.rollout_func
+        self.round = round_of(self)
         self.sampler = self._make_sampler(task)
-        self.why_no_overlap = why_not(args, task.objective, self.estimator, strategy, self.replaces)
-        self.sampler.finished = finished_groups(args, self.why_no_overlap, self.learner.trains_early)
+        self.sampler.round = self.round
         kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)
@@ -213,14 +211,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return kind(
             self, self.args, self.policy.tokenizer, self.engine, source, self.device_turns, task.scorer, self.estimator,
             self.toolbox, self.journal, self.completion_log, self.recorder, self.times, self.console, self.lengths,
-            CarriedRounds.of(self.in_flight, self.args, self.times),
         )  # fmt: skip
 
     def _describe(self, built: Assembly, task: Task) -> None:
         args: GRPOConfig = self.args
         lines = [*built.describe(), *task.scorer.notes, *(task.toolbox.notes if task.toolbox else [])]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        lines.append(describe_overlap(args, self.why_no_overlap, self.sampler.submits_later))
+        lines += [note(self) for note in registry.hooks("notes")]
         for line in filter(None, lines):
             self.console.say(line)
         for line in built.warnings(args, task):
@@ -285,8 +282,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.forget_round()
         self._unlogged = []
-        if self.in_flight is not None:
-            self.in_flight.groups = ()
+        self.round.forget()
         self.sampler.take_counts()  # drop the counts of a step that failed
         if self.engine is not None:
             self.engine.invalidate()  # steps are counted from 0 again, or other weights are loaded

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +17,8 @@ from .store import RewardedGroup, RolloutStore
 class RolloutSource(Protocol):
     """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's.
 
-    A source that submits all of a round's requests at once may set `submits_later = False`, see
-    `Sampler.submits_later`.
+    A source that submits all of a round's requests at once may set `submits_later = False`: `overlap` then trains
+    between the engine's steps.
     """
 
     def generate(
@@ -50,20 +48,11 @@ class PendingRewards(Protocol):
         """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained."""
 
 
+BeginScore = Callable[[Sequence[Group]], PendingRewards]  # begins to score several groups in one call
+
+
 def _nothing(position: int) -> Logged:
     return Logged({}, {})
-
-
-def _unchanged(group: Group) -> Group:
-    return group
-
-
-def _untold(recorded: RewardedGroup) -> None:
-    pass
-
-
-def _never(work: Callable[[], None]) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +60,15 @@ class Stages:
     """The functions that lead from prompts to scored groups, in training or in an evaluation."""
 
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
-    begin_score: Callable[[Sequence[Group]], PendingRewards]  # begins to score several groups in one call
+    begin_score: BeginScore
     add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
-    take_logged: Callable[[int], Logged] = _nothing  # position of a rewarded group -> the values logged for it
-    take_turns: Callable[[Group], Group] = _unchanged  # adds the rewards of the sessions' single answers
+    take_logged: Callable[[int], Logged] = _nothing  # position -> logged values of the group with rewards
+    take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
     journal: RolloutStore | None = None
-    finished: Callable[[RewardedGroup], None] = _untold  # called with each group that has its rewards
-    # A context that runs its argument after each step of the engine.
-    between_steps: Callable[[Callable[[], None]], AbstractContextManager[None]] = _never
+
+    def scoring(self, prompts: Sequence[Prompt]) -> InScoring:
+        """Begin a round or an evaluation of these prompts."""
+        return InScoring(self, prompts)
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """Return the groups of these prompts that the journal has, by position."""
@@ -102,12 +92,61 @@ class Stages:
         return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
     def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
-        """Write a group with its rewards [G, R] into the journal, and call `finished`."""
-        recorded = RewardedGroup(self.take_turns(group), rewards, self.take_logged(group.position))
+        """Write a group with its rewards [G, R] into the journal."""
+        if self.take_turns is not None:
+            group = self.take_turns(group)
+        recorded = RewardedGroup(group, rewards, self.take_logged(group.position))
         if self.journal is not None:
             self.journal.add(recorded)
-        self.finished(recorded)
         return recorded
+
+
+class InScoring:
+    """The rewards of a round's groups: recorded rewards, and pending ones.
+
+    Args:
+        prompts: the round's prompts. Their recorded groups are read.
+    """
+
+    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
+        self.stages = stages
+        self.rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they get advantages
+        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
+
+    def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
+        """Yield the groups of these prompts, in any order."""
+        return checked_groups(self.stages.sample(prompts), prompts)
+
+    def begin(self, group: Group) -> None:
+        self._pending[group.position] = (group, self.stages.begin_score([group]))
+
+    def score_together(self, groups: Sequence[Group]) -> None:
+        """Score groups in one call, and wait for the rewards."""
+        if groups:
+            rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
+            for group, of_group in zip(groups, rewards, strict=True):
+                self.rewarded[group.position] = self.stages.record(group, of_group)
+
+    def take_finished(self) -> None:
+        """Record the groups that have their rewards."""
+        for position in [position for position, (_, pending) in self._pending.items() if pending.done()]:
+            self._take(position)
+
+    def scored(self, position: int) -> ScoredGroup:
+        """Wait for the rewards of the group at a position. Return the group with its advantages."""
+        if position not in self.rewarded:
+            self._take(position)
+            self.take_finished()
+        return self.stages.with_advantages(self.rewarded.pop(position))
+
+    def cancel(self) -> None:
+        """Cancel the pending rewards."""
+        for _, pending in self._pending.values():
+            pending.cancel()
+
+    def _take(self, position: int) -> None:
+        group, pending = self._pending.pop(position)
+        self.rewarded[position] = self.stages.record(group, pending.result())
 
 
 # -- checks of replaced stages, which may return anything: each check raises a ValueError

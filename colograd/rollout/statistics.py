@@ -13,6 +13,8 @@ from ..batch import FinishReason, Rollout, SampledStep, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
+DIVIDED = ("tools/", "agent/", "carry_over/ages")  # beginnings of the names of counts that belong to no step
+
 Combine = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -144,13 +146,13 @@ def round_statistics(
     """Return the statistics of all groups that were sampled for each step of a round.
 
     Args:
-        counts: the round's counts. Counts of tool calls and agents belong to no step and are divided among all steps;
-            other counts are added to the first step.
+        counts: the round's counts. Those of `DIVIDED` belong to no step and are divided among all steps; other counts
+            are added to the first step.
         dynamic: count the prompts drawn and the groups kept, as dynamic sampling may have drawn further prompts.
     """
     found = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
     for name, number in counts.items():
-        among = found if name.startswith(("tools/", "agent/")) else found[:1]
+        among = found if name.startswith(DIVIDED) else found[:1]
         for part in among:
             part.counts[name] += number / len(among)  # type: ignore[assignment]
     if dynamic:

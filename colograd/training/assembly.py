@@ -24,7 +24,6 @@ from ..extensions.agents.engine.chat_api import ChatAPI
 from ..extensions.agents.session import Limits
 from ..extensions.agents.session_log import SessionLog
 from ..extensions.agents.sessions import Agent, AgentSessions, AgentSettings
-from ..extensions.carry_over.source import CarryOver
 from ..extensions.distillation.teacher import check_teacher_context
 from ..extensions.experts.routing import num_experts
 from ..extensions.hybrids.recurrent import keep_uncompiled
@@ -292,7 +291,7 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
     """Return the source of completions: the user's source or function, conversations with tools, or the engine.
 
     Args:
-        trainer: argument of a user's function; holds the groups in flight.
+        trainer: argument of a user's function; has the run's round.
     """
     write, tools = task.rollout_func, task.toolbox
     if hasattr(write, "generate"):
@@ -305,9 +304,8 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
     if tools is not None and task.tool_format is not None:
         rules = reset_rules(task.policy, config, tools, engine.context)
         return Conversations(engine, tools, task.tool_format, rules, config.max_tool_calling_iterations)
-    if (in_flight := trainer.in_flight) is not None:
-        return CarryOver(engine, in_flight)
-    return engine
+    own: RolloutSource = trainer.round.source(engine)
+    return own
 
 
 def agent_sessions(

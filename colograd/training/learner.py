@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,15 +14,10 @@ import torch
 
 from ..batch import Group, LossOutput, MicroBatch, ModelInput, PackedRow, ScoredGroup, StepBatch, StepConstants
 from ..config import GRPOConfig
-from ..engine.load import Load
 from ..extensions.distillation.head import TeacherHead, TopTokens
 from ..extensions.experts.router_replay import replay_figures
 from ..extensions.experts.routing import Routing
 from ..extensions.offload.host_stream import device_bytes
-from ..extensions.overlap.beside_decoding import BesideDecoding
-from ..extensions.overlap.finished_groups import FinishedGroups, OwnGroups
-from ..extensions.overlap.first_rows import EarlyRows, FirstRows, first_rows
-from ..extensions.overlap.sampled_ranks import train_while_others_sample
 from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
@@ -32,7 +28,7 @@ from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
-from ..policy.packing import PackingRules, plan_rows
+from ..policy.packing import PackingRules
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..policy.supported import check_shared_rows
@@ -42,7 +38,7 @@ from ..rollout.sampler import SampledRound
 from ..sharding import ShardingStrategy
 from .evaluation import evaluation_step
 from .loss_pass import loss_pass
-from .step_batches import schedule, step_batch, trainable
+from .step_batches import schedule, step_batch
 
 AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # (group, rewards [G, R]) -> scored group
 
@@ -62,8 +58,7 @@ class LearnerHooks(Protocol):
 class Learner:
     """Packs scored groups into optimizer steps, sends their rows through the loss, and sums gradients over ranks.
 
-    If a step runs out of memory, all ranks pack it again in smaller micro-batches and repeat it. With `overlap` its
-    first rows may be trained before the others are sampled. This works because gradients add up, and are divided last.
+    If a step runs out of memory, all ranks pack it again in smaller micro-batches and repeat it.
     """
 
     hooks: LearnerHooks
@@ -88,98 +83,21 @@ class Learner:
         self.metrics: dict[str, float] = {}  # metrics of the last trained step, over all ranks
         self._alloc_retries = AllocRetries(self.config.device)
         self.figures: dict[str, float] = {}  # loss and gradient norm of the present step
-        self.early: EarlyRows | None = None  # rows of the next step, trained while ranks sampled
-        self._early_metrics: Metrics | None = None  # metrics of a step's first rows, if they are trained
-        self.beside_decoding = BesideDecoding(
-            self._rows_of, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
-            self.config.device,
-        )  # fmt: skip
+        self.pack: Callable[..., StepBatch] = step_batch  # an extension may have packed a part of a step already
 
     # -- a round
 
     def forget_round(self) -> None:
         """Drop the last training's steps and gradients: it may have failed in the middle of a round."""
-        self.pending, self.early = [], None
+        self.pending = []
         self.sharding.discard()
-
-    @property
-    def trains_between_steps(self) -> bool:
-        """Whether finished groups are trained between the steps of this rank's engine."""
-        return not self.config.why_not_between_steps
-
-    def begin_sampling(self) -> None:
-        """Prepare to train finished groups of the next step while this rank samples."""
-        self.model.train()
-        self.beside_decoding.begin()
-
-    def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
-        """Train a micro-batch of finished groups after a step of this rank's engine, in the tail of its sampling.
-
-        No collective."""
-        self.beside_decoding.after_step(finished, load, self.rules.max_tokens)
-
-    def wait_for_early(self) -> None:
-        """Wait until the device is done with the micro-batch queued between the engine's steps."""
-        self.beside_decoding.wait()
-
-    def train_early(self, finished: OwnGroups) -> None:
-        """Train finished groups of the next step until no rank samples or trains any more. No collective."""
-        self.model.train()
-        self.early = self.beside_decoding.end(self.hooks.state.global_step)
-        if self.early.out_of_memory or not isinstance(finished, FinishedGroups):
-            return
-        given = self._train_finished, self.rules.max_tokens, self.times
-        self.early = train_while_others_sample(finished, *given, self.early)
-        if self.early.out_of_memory:
-            self._free_gradients()
-
-    def trains_early(self, scored: ScoredGroup) -> bool:
-        """Return whether a group gets a gradient, and the present weights sampled it."""
-        step = self.hooks.state.global_step
-        return bool(trainable([scored], self.rules)) and all(r.policy_version == step for r in scored.group.rollouts)
-
-    def _train_finished(self, groups: Sequence[ScoredGroup], metrics: Metrics) -> Sequence[PackedRow]:
-        return self._train_rows(self._rows_of(groups), metrics)
-
-    def _rows_of(self, groups: Sequence[ScoredGroup]) -> Sequence[PackedRow]:
-        rules = self.rules
-        return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-
-    def _train_rows(
-        self, rows: Sequence[PackedRow], metrics: Metrics, unread: list[torch.Tensor] | None = None
-    ) -> Sequence[PackedRow]:
-        """Run forward and backward of finished groups' rows (see `loss_pass`).
-
-        Returns:
-            The rows with the second models' log-probabilities."""
-        with self.times.phase("ref_logprobs") if self.second_models else contextlib.nullcontext():
-            step = self._early_step(rows)
-        with self.recorder.trains_early(step.rows), self.times.phase("train"):
-            self._loss_pass(step, self.sharding, metrics, unread)
-        return step.rows
-
-    def _early_step(self, rows: Sequence[PackedRow]) -> StepBatch:
-        """Make a `StepBatch` of the next step's rows, with the second models' log-probabilities."""
-        if self.second_models:
-            with self.hooks.compute_loss_context_manager():
-                rows = fill(self.second_models, rows, self.config.temperature)
-        return StepBatch(tuple(rows), 0, 0, {}, (), self.hooks.state.global_step)
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack a round, and yield its optimizer steps in the order of their training."""
-        early, self.early = self.early, None
-
-        def divide(groups: Sequence[ScoredGroup]) -> FirstRows:
-            first = first_rows(groups, early, sampled.partition, self.rules)
-            if early is not None and any(first.partition) and self.config.layout.is_main and self.hooks.journal:
-                self.hooks.journal.note_partition(self.hooks.state.global_step + 1, first.partition)
-            self._early_metrics = early.metrics if early is not None and first.trained else None
-            return first
-
         given = self.rules, self.reward_names, self.times, self.recorder.sampled
         steps = [
-            step_batch(step, found, *given, divide if step is sampled.steps[0] else None)
-            for step, found in zip(sampled.steps, sampled.statistics, strict=True)
+            self.pack(step, statistics, *given)
+            for step, statistics in zip(sampled.steps, sampled.statistics, strict=True)
         ]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         self.pending = self._add_logprobs(steps)
@@ -222,7 +140,7 @@ class Learner:
             try:
                 step = self._with_constants(step)
                 with on_all_ranks("training"), self.recorder.trains(step), self.times.phase("train"):
-                    metrics = self._loss_pass(step, self.sharding, self._early_metrics if step.trained else None)
+                    metrics = self._loss_pass(step, self.sharding, step.trained_metrics if step.trained else None)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
@@ -289,20 +207,12 @@ class Learner:
         timed = self.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(
-        self,
-        step: StepBatch,
-        sharding: ShardingStrategy | None,
-        metrics: Metrics | None = None,
-        unread: list[torch.Tensor] | None = None,
-    ) -> Metrics:
+    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None, metrics: Metrics | None = None) -> Metrics:
         """Pass this rank's micro-batches through the loss, and backward if there is a ``sharding``.
 
         Their metrics are added to ``metrics`` of the rows that are trained already."""
-        compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
+        compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         given = compute_loss, self.hooks.compute_loss_context_manager, sharding
-        if unread is not None:  # during sampling, which has its own progress bar
-            return loss_pass(step, *given, metrics=metrics, unread=unread)
         bar = self.console.progress(len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch")
         with contextlib.closing(bar):
             return loss_pass(step, *given, bar.update, metrics)
@@ -381,7 +291,7 @@ class Learner:
             pending = device_bytes(pending) if config.streams_optimizer else pending
             self.model.train()
             given = shape, self.rules, pending, config.sequence_parallel_size
-            tokens, size = token_budget.measure(train, self._free_gradients, *given)
+            tokens, size = token_budget.measure(train, self.free_gradients, *given)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
         self.memory = self.memory.with_measured(tokens, size)
         self.console.say(
@@ -390,7 +300,7 @@ class Learner:
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """Pack this step and the rest of its round in smaller micro-batches, after a rank ran out of memory."""
-        self._free_gradients()
+        self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.console.warn(
             f"memory: step {self.hooks.state.global_step + 1} ran out of it and is repeated; micro-batches have at "
@@ -398,6 +308,7 @@ class Learner:
         )
         return steps
 
-    def _free_gradients(self) -> None:
+    def free_gradients(self) -> None:
+        """Drop the gradients of all micro-batches, and the memory that they took."""
         self.sharding.discard()
         token_budget.free_memory(self.model)

@@ -1,3 +1,3 @@
 """Prompts in an order that depends on their pass rates (`curriculum`)."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"tally": "curriculum:pass_rates"}

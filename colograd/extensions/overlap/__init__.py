@@ -1,3 +1,3 @@
 """Training of finished groups while other completions are still decoded (`overlap`)."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"round": "rounds:overlapped_round", "notes": "rules:note"}
