@@ -36,6 +36,7 @@ from .policy.frozen import FrozenModel
 from .policy.lora import unwrap
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
+from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
@@ -136,7 +137,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             train_dataset=task.train_prompts,
             eval_dataset=task.eval_prompts,
             processing_class=task.policy.processor or task.policy.tokenizer,
-            callbacks=[*(callbacks or []), task.entropy],
+            callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
@@ -184,10 +185,12 @@ class GRPOTrainer(TRLNames, SeamTrainer):
                 self.sharding.share_frozen(second.model)
             if isinstance(second, FrozenCopy) and second.follows:
                 self.add_callback(FollowPolicy(second, self.model))
+        self.memory_plan = built.memory
+        self.events = Events(self.times, self.console, self.recorder, self.completion_log)
         self.learner = Learner(
-            self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding,
-            built.second_models, self.estimator, names, built.memory, self.recorder, self.times, self.console,
-        )  # fmt: skip
+            self, args, task.policy, task.objective, rules, self.sharding, built.second_models, self.events
+        )
+        self.add_callback(self.learner.entropy)
         self.rollout_func = task.rollout_func
         self.round = round_of(self)
         self.sampler = self._make_sampler(task)
@@ -208,10 +211,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return self._sampler_of(Sampler, task, rollout_source(self.engine, self.args, task, trainer=self))
 
     def _sampler_of(self, kind: type[S], task: Task, source: Any) -> S:
-        return kind(
-            self, self.args, self.policy.tokenizer, self.engine, source, self.device_turns, task.scorer, self.estimator,
-            self.toolbox, self.journal, self.completion_log, self.recorder, self.times, self.console, self.lengths,
-        )  # fmt: skip
+        return kind(self, self.args, self.engine, source, self.device_turns, task.scorer, self.estimator, self.events)
 
     def _describe(self, built: Assembly, task: Task) -> None:
         args: GRPOConfig = self.args
@@ -320,7 +320,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         args: GRPOConfig = self.args
         if not self.learner.rules.max_tokens:
             shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
-            self.learner.measure_budget(shape)
+            self.memory_plan = self.memory_plan.with_measured(*self.learner.measure_budget(shape))
 
     def at_boundary(self) -> bool:
         """Return whether a round has ended. Checkpoints hold no rollouts, so a run can't resume within a round."""

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,20 +17,18 @@ from ..engine.load import stepping
 from ..engine.protocol import Engine
 from ..engine.queue_order import LengthHistory
 from ..engine.sampling import UNKNOWN_TOKENS, Sampling
-from ..extensions.agents.failures import Abstaining, has_failed
-from ..extensions.tools.tool_format import with_messages, with_prompt_text
-from ..extensions.tools.toolbox import Toolbox
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
 from ..parallel.ranks import on_all_ranks, world_size
-from ..reporting.completion_log import CompletionLog
-from ..reporting.console import Console
-from ..reporting.metrics import PhaseTimes
+from ..policy.loading import Policy
+from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
+from ..runtime import registry
 from .rounds import PlainRound, Steps, roll_out, unscored
 from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
 from .store import RolloutStore
+from .texts import has_parser, with_messages, with_prompt_text
 
 
 class SamplerHooks(Protocol):
@@ -39,7 +37,9 @@ class SamplerHooks(Protocol):
     state: Any
     is_in_train: bool
     optimizer: Any
-    train_prompts: Any
+    policy: Policy
+    lengths: LengthHistory
+    journal: RolloutStore | None
 
     def begin_records(self, evaluation: str = "") -> None: ...
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]: ...
@@ -82,24 +82,19 @@ class Sampler:
 
     hooks: SamplerHooks
     config: GRPOConfig
-    tokenizer: Any
     engine: Engine
     source: RolloutSource
     device_turns: DeviceTurns
     scorer: Scorer
     estimator: AdvantageEstimator
-    toolbox: Toolbox | None
-    journal: RolloutStore | None
-    completion_log: CompletionLog | None
-    recorder: Any
-    times: PhaseTimes
-    console: Console
-    lengths: LengthHistory = field(default_factory=LengthHistory)
+    events: Events
 
     def __post_init__(self) -> None:
         self.purpose = Purpose.TRAINING
-        self.round = PlainRound(self.times)  # the trainer sets the run's own
-        self._warned_unscored = self._warned_unknown = False
+        self.round = PlainRound(self.events.times)  # the trainer sets the run's own
+        self._scales_steps = self.estimator.step_scores is not None
+        offers = (offer(self) for offer in registry.hooks("stages"))
+        self._changes: list[Callable[[Stages], Stages]] = [change for change in offers if change is not None]
         self._seconds: dict[str, float] = {}  # seconds that sampling took on all ranks, and that this rank was idle
 
     # -- a round, and an evaluation
@@ -108,19 +103,26 @@ class Sampler:
         """Sample and score a round of this rank's prompts, a list per optimizer step."""
         self.hooks.begin_records()
         steps = self._sample(prompts)
-        if self.journal is not None:
-            self.times.move("reward", "journal", self.journal.take_seconds())
-        steps = scale_over_steps(steps, self.estimator)
-        self._log_completions(steps)
+        if self.hooks.journal is not None:
+            self.events.times.move("reward", "journal", self.hooks.journal.take_seconds())
+        if self._scales_steps:
+            steps = scale_over_steps(steps, self.estimator)
+        self.events.warn_once("unscored", unscored(steps))  # of rank 0's completions; the metric counts all ranks'
+        self.events.sampled([step.sampled for step in steps], self.hooks)
         counts, config = self.take_counts() | self._seconds, self.config
         for tally in self.round.tallies:
             counts |= tally(steps)
-        self._warn_of_unknown(counts.get(UNKNOWN_TOKENS, 0))
+        if tokens := counts.get(UNKNOWN_TOKENS, 0):
+            self.events.warn_once(
+                UNKNOWN_TOKENS,
+                f"rollout: {tokens:.0f} sampled token(s) of this round have no text, since the tokenizer has no token "
+                f"for these rows of the model (said once; `{UNKNOWN_TOKENS}` counts on)",
+            )
         with on_all_ranks("the statistics"):
             statistics = round_statistics(
                 steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
             )
-            self.recorder.note(steps, statistics, self.hooks.combine)
+            self.events.recorder.note(steps, statistics, self.hooks.combine)
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(
@@ -139,7 +141,7 @@ class Sampler:
         try:
             with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the evaluation"):
                 return self.engine.on_engine_leader(
-                    lambda: roll_out(prompts, self.stages(own), self.times, together), others=[]
+                    lambda: roll_out(prompts, self.stages(own), self.events.times, together), others=[]
                 )
         finally:
             self.purpose = Purpose.TRAINING
@@ -147,15 +149,15 @@ class Sampler:
     def take_counts(self) -> dict[str, float]:
         """Return the sums that rewards, tools, the engine and the source counted since the last call."""
         source = self.source if self.source is not self.engine and hasattr(self.source, "take_counts") else None
-        parts = [part for part in (self.scorer, self.toolbox, self.engine, source) if part is not None]
+        parts = [part for part in (self.scorer, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
     def _sample(self, prompts: Steps) -> list[SampledStep]:
-        began, waited = time.perf_counter(), self.times.seconds["wait"]
+        began, waited = time.perf_counter(), self.events.times.seconds["wait"]
         with on_all_ranks("the rollout"):
             steps = self.round.sample(prompts, self)
-            ready = time.perf_counter() - (self.times.seconds["wait"] - waited)
-        self.recorder.lanes.all_sampled()
+            ready = time.perf_counter() - (self.events.times.seconds["wait"] - waited)
+        self.events.recorder.lanes.all_sampled()
         ended = time.perf_counter()
         if world_size() > 1:
             self._seconds = {"rollout/seconds": ended - began, "rollout/idle_seconds": ended - ready}
@@ -165,21 +167,32 @@ class Sampler:
         """Call ``draw``, which samples a round, on the first rank of an engine. Other ranks get empty steps."""
         others = [SampledStep((), ())] * steps
         with self.device_turns.sampling(self.hooks.optimizer):
-            return self.engine.on_engine_leader(self.recorder.watching(draw), others=others)
+            return self.engine.on_engine_leader(self.events.recorder.watching(draw), others=others)
 
     # -- the stages
 
     def stages(self, own: OwnEvaluation | None = None) -> Stages:
-        """Return the stages. A subclass of the trainer may have replaced some, except in an exam."""
+        """Return the stages of a round or an evaluation. The trainer may have replaced some, except in an exam.
+
+        An extension changes them at the seam ``stages``: a function from the sampler to a function (stages) -> stages,
+        or None if the extension isn't in use.
+        """
         if own is not None:
             return Stages(
                 lambda prompts: self._write(prompts, self.engine, own.sampling), own.begin_score, _without_advantages
             )
-        journal = self.journal if self.hooks.is_in_train else None
-        return Stages(
-            self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged,
-            self.scorer.take_turns, journal,
-        )  # fmt: skip
+        evaluates, hooks = self.purpose is Purpose.EVALUATION, self.hooks
+        stages = Stages(
+            generate=hooks.generate if hooks.replaces("generate") else self.generate,
+            begin_score=self._begin_replaced if hooks.replaces("score") else self.begin_scoring,
+            # An evaluation's loss computes advantages later.
+            add_advantages=_without_advantages if evaluates else self.add_advantages,
+            take_logged=self.scorer.take_logged,
+            journal=hooks.journal if hooks.is_in_train else None,
+        )
+        for change in self._changes:
+            stages = change(stages)
+        return stages
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
         """Sample each prompt's group for the current purpose. Yield groups as they finish."""
@@ -189,64 +202,47 @@ class Sampler:
 
     def _write(self, prompts: Sequence[Prompt], source: RolloutSource, sampling: Sampling) -> Iterator[Group]:
         config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
-        bar = self.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
+        bar = self.events.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
         longest_first = evaluates or self.round.longest_first
         if longest_first and len(prompts) * sampling.n > self.engine.max_sequences:
-            prompts = self.lengths.longest_first(prompts)
+            prompts = self.hooks.lengths.longest_first(prompts)
         by_position = {prompt.position: prompt for prompt in prompts}
         purpose = self.purpose.value
         with contextlib.closing(bar), stepping(self.engine, bar.sampled):
             for group in source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
-                self.lengths.add(by_position[group.position], group)
+                self.hooks.lengths.add(by_position[group.position], group)
                 bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
                 yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
         """Start to score groups in one call of the reward functions, while the engine continues to decode."""
-        read = [with_messages(group, self.tokenizer) for group in groups]
+        read, tokenizer = groups, self.hooks.policy.tokenizer
+        if has_parser(tokenizer):
+            read = [with_messages(group, tokenizer) for group in read]
         if self.scorer.reads_prompt_texts:
-            read = [with_prompt_text(group, self.tokenizer) for group in read]
+            read = [with_prompt_text(group, tokenizer) for group in read]
         texts = [self.hooks.decode(group) for group in groups]
-        if self.completion_log is not None:
-            self.completion_log.keep(groups, texts)
+        self.events.decoded(groups, texts)
         return self.scorer.submit(read, texts, self.hooks.state)
 
-    def _begin_score(self, groups: Sequence[Group]) -> PendingRewards:
-        if any(map(has_failed, groups)):
-            return Abstaining(groups, self._begin_score, len(self.scorer.rewards))
-        if not self.hooks.replaces("score"):
-            return self.begin_scoring(groups)
+    def _begin_replaced(self, groups: Sequence[Group]) -> PendingRewards:
         functions = len(self.scorer.rewards)
         rewards = torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups])
-        if self.toolbox is not None:
-            self.toolbox.environments.end_scoring(groups)
+        if self.scorer.environments is not None:
+            self.scorer.environments.end_scoring(groups)
         return Ready(rewards)
+
+    def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
+        """Return an evaluation's groups with advantages, as one step. A collective."""
+        with on_all_ranks("the advantages"):
+            groups = [self.add_advantages(scored.group, scored.rewards) for scored in groups]
+        (step,) = scale_over_steps([SampledStep(tuple(groups), ())], self.estimator)
+        return step
 
     def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """Return the group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""
         advantages = self.hooks.compute_advantages(group, rewards.clone())  # a copy, as a subclass may change it
         return ScoredGroup(group, rewards, checked_advantages(advantages, group))
-
-    def _advantages_for_purpose(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        if self.purpose is Purpose.EVALUATION:  # an evaluation's loss computes advantages later
-            return _without_advantages(group, rewards)
-        return self.add_advantages(group, rewards)
-
-    def _warn_of_unknown(self, tokens: float) -> None:
-        if tokens and not self._warned_unknown:
-            self._warned_unknown = True
-            self.console.warn(
-                f"rollout: {tokens:.0f} sampled token(s) of this round have no text, since the tokenizer has no token "
-                f"for these rows of the model (said once; `{UNKNOWN_TOKENS}` counts on)"
-            )
-
-    def _log_completions(self, steps: Sequence[SampledStep]) -> None:
-        if not self._warned_unscored and (line := unscored(steps)):
-            self._warned_unscored = True  # rank 0 warns of its own completions; the metric counts all ranks'
-            self.console.warn(line)
-        if self.completion_log is not None:
-            with self.times.phase("log"):
-                self.completion_log.add([step.sampled for step in steps], self.hooks.decode, self.hooks.state)
 
 
 def _without_advantages(group: Group, rewards: torch.Tensor) -> ScoredGroup:

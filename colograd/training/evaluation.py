@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,18 +11,12 @@ import torch
 from ..apps.exams.prompts import ExamPrompts
 from ..apps.exams.results import pass_at as chance_of_pass
 from ..apps.exams.taking import metrics_of, shortened, take
-from ..batch import SampledStep, ScoredGroup, StepBatch
+from ..batch import ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset
-from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.packing import PackingRules
-from ..reporting.metrics import PhaseTimes
 from ..rollout.sampler import OwnEvaluation
 from ..rollout.statistics import Combine, RolloutStatistics
-from .step_batches import step_batch
-
-EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[str, float]:
@@ -40,12 +33,10 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[st
         return _exam_metrics(trainer, prompts, name)
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
     counts = sampler.take_counts()
-    trainer.recorder.evaluated(groups, name)
-    if sampler.completion_log is not None:
-        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name)
-    names = trainer.learner.reward_names
-    metrics = evaluation_metrics(groups, counts, names, trainer.combine, config)
-    metrics |= trainer.learner.evaluate(groups, sampler.add_advantages)
+    trainer.events.evaluated(groups, name, trainer)
+    metrics = evaluation_metrics(groups, counts, trainer.learner.reward_names, trainer.combine, config)
+    if config.loss_eval:
+        metrics |= trainer.learner.evaluate(sampler.with_advantages(groups))
     seconds = time.perf_counter() - started
     metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
     return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
@@ -62,8 +53,8 @@ def _exam_metrics(trainer: Any, prompts: ExamPrompts, name: str) -> dict[str, fl
         trainer.decode,
         lambda asked, sampling, judge: sampler.collect_evaluation(asked, name, OwnEvaluation(sampling, judge)),
     )
-    if sampler.completion_log is not None:
-        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [exam.name])
+    if trainer.completion_log is not None:
+        trainer.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [exam.name])
     return {**metrics_of(result), "num_tokens": float(trainer.state.num_input_tokens_seen)}
 
 
@@ -114,17 +105,3 @@ def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
         if of_prompts:
             found[f"pass@{k}"] = sum(of_prompts) / len(of_prompts)
     return found
-
-
-def evaluation_step(
-    groups: Sequence[ScoredGroup],
-    estimator: AdvantageEstimator,
-    rules: PackingRules,
-    reward_names: Sequence[str],
-    times: PhaseTimes,
-) -> StepBatch:
-    """Pack all groups of an evaluation, with their advantages, into one step. A collective."""
-    tokens = rules.max_tokens or EVALUATION_TOKENS
-    rules = dataclasses.replace(rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-    (drawn,) = scale_over_steps([SampledStep(tuple(groups), ())], estimator)
-    return step_batch(drawn, RolloutStatistics(), rules, reward_names, times)

@@ -12,18 +12,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, LossOutput, MicroBatch, ModelInput, PackedRow, ScoredGroup, StepBatch, StepConstants
+from ..batch import LossOutput, MicroBatch, ModelInput, PackedRow, SampledStep, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..extensions.distillation.head import TeacherHead, TopTokens
 from ..extensions.experts.router_replay import replay_figures
 from ..extensions.experts.routing import Routing
 from ..extensions.offload.host_stream import device_bytes
-from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
 from ..losses.objective import Objective
 from ..memory import token_budget
-from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
@@ -32,15 +30,16 @@ from ..policy.packing import PackingRules
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..policy.supported import check_shared_rows
-from ..reporting.console import Console
-from ..reporting.metrics import AllocRetries, Metrics, PhaseTimes
+from ..reporting.events import Events
+from ..reporting.metrics import AllocRetries, Metrics
+from ..rewards import RewardFunction
 from ..rollout.sampler import SampledRound
+from ..rollout.statistics import RolloutStatistics
 from ..sharding import ShardingStrategy
-from .evaluation import evaluation_step
 from .loss_pass import loss_pass
 from .step_batches import schedule, step_batch
 
-AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # (group, rewards [G, R]) -> scored group
+EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 class LearnerHooks(Protocol):
@@ -48,7 +47,7 @@ class LearnerHooks(Protocol):
 
     state: Any
     optimizer: Any
-    journal: Any
+    rewards: list[RewardFunction]
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
@@ -64,26 +63,22 @@ class Learner:
     hooks: LearnerHooks
     config: GRPOConfig
     policy: Policy
-    model: torch.nn.Module
     objective: Objective
-    entropy: EntropyController
     rules: PackingRules
     sharding: ShardingStrategy
     second_models: SecondModels
-    estimator: AdvantageEstimator
-    reward_names: Sequence[str]
-    memory: MemoryPlan
-    recorder: Any
-    times: PhaseTimes
-    console: Console
+    events: Events
 
     def __post_init__(self) -> None:
+        self.model = self.policy.model
+        self.reward_names = [reward.name for reward in self.hooks.rewards]
+        self.entropy = EntropyController(self.config)
         self.mismatch = SamplerMismatch(self.config)
         self.pending: list[StepBatch] = []  # untrained steps of the present round
         self.metrics: dict[str, float] = {}  # metrics of the last trained step, over all ranks
-        self._alloc_retries = AllocRetries(self.config.device)
         self.figures: dict[str, float] = {}  # loss and gradient norm of the present step
         self.pack: Callable[..., StepBatch] = step_batch  # an extension may have packed a part of a step already
+        self._alloc_retries = AllocRetries(self.config.device)
 
     # -- a round
 
@@ -94,7 +89,7 @@ class Learner:
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack a round, and yield its optimizer steps in the order of their training."""
-        given = self.rules, self.reward_names, self.times, self.recorder.sampled
+        given = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [
             self.pack(step, statistics, *given)
             for step, statistics in zip(sampled.steps, sampled.statistics, strict=True)
@@ -116,12 +111,12 @@ class Learner:
     def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         config, autocast = self.config, self.hooks.compute_loss_context_manager
         for field, second in self.second_models.items():
-            phase = self.times.phase(field.partition(OF)[0])
+            phase = self.events.times.phase(field.partition(OF)[0])
             with on_all_ranks("the second models' log-probabilities"), phase, autocast():
                 steps = with_second_logprobs({field: second}, steps, config.temperature)
 
         def add_old(step: StepBatch) -> StepBatch:
-            with self.times.phase("old_logprobs"), autocast():
+            with self.events.times.phase("old_logprobs"), autocast():
                 return with_old_logprobs(self.model, step, config.temperature)
 
         with on_all_ranks("the old log-probabilities"):
@@ -139,14 +134,14 @@ class Learner:
         while True:
             try:
                 step = self._with_constants(step)
-                with on_all_ranks("training"), self.recorder.trains(step), self.times.phase("train"):
+                with on_all_ranks("training"), self.events.recorder.trains(step), self.events.times.phase("train"):
                     metrics = self._loss_pass(step, self.sharding, step.trained_metrics if step.trained else None)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
             # The exception is gone, and with it the activations that its traceback held.
             step, *self.pending = self._back_off([step, *self.pending], reason)
-        with self.times.phase("sync"):
+        with self.events.times.phase("sync"):
             self.sharding.sum_gradients()
             denominator = self.objective.denominator(step)
             self.sharding.divide_gradients(denominator)
@@ -155,7 +150,7 @@ class Learner:
         self.entropy.finish(reduced, loss - self.objective.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
-            self.console.warn(line)
+            self.events.console.warn(line)
         self.metrics = {**step.metrics, **reduced}
         return loss
 
@@ -166,7 +161,7 @@ class Learner:
             FloatingPointError: the norm isn't finite.
         """
         most = self.config.max_grad_norm or 0.0  # None is off, as in transformers
-        with self.times.phase("optimizer"):
+        with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
         self.figures["grad_norm"] = norm
         if not math.isfinite(norm):
@@ -178,7 +173,7 @@ class Learner:
 
     def finish_step(self) -> dict[str, float]:
         """Return the metrics of the optimizer's last step, with this rank's bytes and seconds."""
-        own = self.sharding.traffic.take(), self._alloc_retries.take(), self.times.end_step()
+        own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
     def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
@@ -191,7 +186,7 @@ class Learner:
         forward = PolicyForward(model, self.config.temperature, entropy_gradient, routed, head)
         logprobs, entropy, *more = forward(micro_batch)
         divergence = None if head is None else more.pop(0)
-        self.recorder.keep(micro_batch, logprobs)
+        self.events.recorder.keep(micro_batch, logprobs)
         output = self.objective(logprobs, entropy, micro_batch, Routing(*more) if routed else None, divergence)
         if self.config.router_replay:
             output = dataclasses.replace(output, sums={**output.sums, **replay_figures(model, micro_batch)})
@@ -204,7 +199,7 @@ class Learner:
             with self.hooks.compute_loss_context_manager():
                 return policy_logprobs(self.model, row, self.config.temperature)[1]
 
-        timed = self.times.phase("entropies")
+        timed = self.events.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
     def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None, metrics: Metrics | None = None) -> Metrics:
@@ -213,26 +208,23 @@ class Learner:
         Their metrics are added to ``metrics`` of the rows that are trained already."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         given = compute_loss, self.hooks.compute_loss_context_manager, sharding
-        bar = self.console.progress(len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch")
+        bar = self.events.console.progress(
+            len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch"
+        )
         with contextlib.closing(bar):
             return loss_pass(step, *given, bar.update, metrics)
 
     # -- an evaluation
 
-    def evaluate(self, groups: Sequence[ScoredGroup], add_advantages: AddAdvantages) -> dict[str, float]:
+    def evaluate(self, drawn: SampledStep) -> dict[str, float]:
         """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective.
 
         Args:
-            groups: groups of this rank.
-
-        Returns:
-            The metrics; {} without `loss_eval`.
+            drawn: groups of this rank, with advantages.
         """
-        if not self.config.loss_eval:
-            return {}
-        with on_all_ranks("the advantages"):
-            groups = [add_advantages(scored.group, scored.rewards) for scored in groups]
-        step = evaluation_step(groups, self.estimator, self.rules, self.reward_names, self.times)
+        tokens = self.rules.max_tokens or EVALUATION_TOKENS
+        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
+        step = step_batch(drawn, RolloutStatistics(), rules, self.reward_names, self.events.times)
         step = dataclasses.replace(step, version=self.hooks.state.global_step)
         if self.second_models:
             with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
@@ -270,11 +262,14 @@ class Learner:
 
     # -- the token budget of a micro-batch
 
-    def measure_budget(self, shape: tuple[int, int, int]) -> None:
+    def measure_budget(self, shape: tuple[int, int, int]) -> tuple[int, int]:
         """Measure how many tokens a micro-batch may have on this GPU, next to the engine and the optimizer's state.
 
         Args:
             shape: tokens of the longest prompt and of the longest completion, and completions per group.
+
+        Returns:
+            The tokens, and their bytes with gradients.
         """
         config = self.config
 
@@ -286,23 +281,23 @@ class Learner:
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 
-        with self.times.phase("measure"):
+        with self.events.times.phase("measure"):
             pending = token_budget.optimizer_bytes(self.model, self.hooks.optimizer, config.optim, self.sharding.parts)
             pending = device_bytes(pending) if config.streams_optimizer else pending
             self.model.train()
             given = shape, self.rules, pending, config.sequence_parallel_size
             tokens, size = token_budget.measure(train, self.free_gradients, *given)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
-        self.memory = self.memory.with_measured(tokens, size)
-        self.console.say(
+        self.events.console.say(
             f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
         )
+        return tokens, size
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """Pack this step and the rest of its round in smaller micro-batches, after a rank ran out of memory."""
         self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
-        self.console.warn(
+        self.events.console.warn(
             f"memory: step {self.hooks.state.global_step + 1} ran out of it and is repeated; micro-batches have at "
             f"most {self.rules.max_tokens:,} tokens from here on"
         )

@@ -28,7 +28,6 @@ from ..extensions.images.data import has_images
 from ..extensions.quantized.checkpoints import take_quantization
 from ..extensions.tools.tool_format import ToolFormat
 from ..extensions.tools.toolbox import Toolbox, environment_reward
-from ..losses.entropy import EntropyController
 from ..losses.objective import Objective
 from ..memory.segments import expand_segments
 from ..parallel import watchdog
@@ -90,7 +89,6 @@ class Task:
     rollout_func: Any
     agent: Agent | None
     objective: Objective
-    entropy: EntropyController
 
     @property
     def prompts(self) -> list[Prompts]:
@@ -112,7 +110,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         check_places(places)
         check_engines(args.layout, places)
         _check_config(given, args)
-        objective, entropy = Objective.from_config(args), EntropyController(args)
+        objective = Objective.from_config(args)
         toolbox = toolbox_of(args, given.tools, given.environment_factory)
         if toolbox is not None:
             closing.callback(toolbox.close)
@@ -153,7 +151,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
             check_rewards(rewards, train_prompts, toolbox)
     return Task(
         policy, train_prompts, eval_prompts, seen, rewards, scorer, toolbox, tool_format, rollout_func, agent,
-        objective, entropy,
+        objective,
     )  # fmt: skip
 
 

@@ -6,4 +6,4 @@ one queue (`decoding`). Each session becomes a `Rollout` that is a tree (`tree`)
 token ids of its session's earlier turns. `session` holds a session's limits and its turns.
 """
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"stages": "failures:agent_stages"}

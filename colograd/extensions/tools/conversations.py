@@ -108,6 +108,10 @@ class Conversations:
         self.engine, self.tools, self.form = engine, tools, form
         self.rules, self.max_iterations = rules, max_iterations
 
+    def take_counts(self) -> dict[str, float]:
+        """Return the sums of ``tools/...`` since the last call."""
+        return self.tools.take_counts()
+
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:

@@ -1,0 +1,99 @@
+"""Texts of prompts and completions, and turns as messages with their tool calls, for reward functions and logs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..batch import FinishReason, Group
+from ..usercode.untrusted import clean
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in a turn of the model."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = True) -> list[str]:
+    """Return the texts of a group's completions, without the special token at the end."""
+    ids = [list(rollout.completion_ids) for rollout in group.rollouts]
+    if not skip_special_tokens:
+        special = {*tokenizer.all_special_ids}
+        ended = [rollout.finish_reason is FinishReason.STOP for rollout in group.rollouts]
+        ids = [own[:-1] if end and own and own[-1] in special else own for own, end in zip(ids, ended, strict=True)]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens)
+    return texts
+
+
+def with_prompt_text(group: Group, tokenizer: Any) -> Group:
+    """Return the group with the column ``prompt_texts`` for reward functions.
+
+    It holds the prompt as the model reads it, with special tokens and the chat template's beginning of the answer.
+    Environments may change it for each rollout.
+    """
+    prompts = {each.prompt_ids for each in group.rollouts}
+    texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
+    rollouts = (
+        dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]})
+        for each in group.rollouts
+    )
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def with_messages(group: Group, tokenizer: Any) -> Group:
+    """Return the group with its completions as messages, if the tokenizer has a parser.
+
+    Reward functions then get the parsed message, e.g. with thoughts apart from the answer, as in TRL. Rollouts of
+    conversations have messages already.
+    """
+    if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
+        return group
+    rollouts = []
+    for rollout in group.rollouts:
+        parsed = None if rollout.messages else parsed_turn(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
+        if parsed is not None:
+            message = {"role": "assistant", **parsed[0], "content": parsed[0].get("content") or ""}
+            rollout = dataclasses.replace(rollout, messages=(message,))
+        rollouts.append(rollout)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def has_parser(tokenizer: Any) -> bool:
+    """Return whether the tokenizer can parse its model's turns (response parsing in transformers)."""
+    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+
+
+def parsed_turn(
+    tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+) -> tuple[dict[str, Any], list[ToolCall]] | None:
+    """Parse a turn and its calls with the tokenizer's own parser. Return None if that fails or a call is malformed."""
+    kwargs: dict[str, Any] = {}
+    if getattr(tokenizer, "response_template", None) is not None:
+        kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
+    try:
+        message = clean(tokenizer.parse_response(list(ids), **kwargs))
+        found = message.get("tool_calls") or ()
+        calls = as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
+    except Exception:  # any error that a parser raises for a malformed call
+        return None
+    if calls is None:
+        return None
+    if isinstance(message.get("content"), str) and tokenizer.eos_token:
+        message["content"] = message["content"].removesuffix(tokenizer.eos_token)
+    return message, calls
+
+
+def as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
+    """Convert parsed JSON to calls. Return None if a call has no name, or its arguments aren't a dict."""
+    calls = []
+    for call in found:
+        arguments = call.get("arguments") or {} if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return None
+        calls.append(ToolCall(call["name"], arguments))
+    return calls
