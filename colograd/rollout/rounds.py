@@ -64,13 +64,13 @@ class PlainRound:
         """Return the source of completions, if the user has none and there are no tools."""
         return engine
 
-    # -- what a round leaves to the next one
+    # -- state that the next round continues
 
     def forget(self) -> None:
         """Begin anew."""
 
     def save(self, checkpoint: str) -> None:
-        """Write what the last round left into a checkpoint, on the first rank of an engine."""
+        """Write the state that the next round continues into a checkpoint, on the first rank of an engine."""
 
     def load(self, checkpoint: str | Path) -> None:
         """Read what `save` wrote. A collective."""
@@ -89,6 +89,14 @@ class DynamicRound(PlainRound):
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
         super().__init__(times, one_call)
         self.max_rounds, self.more_prompts = max_rounds, more_prompts
+        self.tallies.append(self.counts)
+
+    def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
+        """Count the prompts drawn and the groups that are trained."""
+        return {
+            "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
+            "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
+        }
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         """See `PlainRound.draw`."""

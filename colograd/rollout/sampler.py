@@ -95,21 +95,28 @@ class Sampler:
         self._scales_steps = self.estimator.step_scores is not None
         offers = (offer(self) for offer in registry.hooks("stages"))
         self._changes: list[Callable[[Stages], Stages]] = [change for change in offers if change is not None]
-        self._seconds: dict[str, float] = {}  # seconds that sampling took on all ranks, and that this rank was idle
 
     # -- a round, and an evaluation
 
     def collect(self, prompts: Steps) -> SampledRound:
         """Sample and score a round of this rank's prompts, a list per optimizer step."""
         self.hooks.begin_records()
-        steps = self._sample(prompts)
+        times, began = self.events.times, time.perf_counter()
+        waited = times.seconds["wait"]
+        with on_all_ranks("the rollout"):
+            steps = self.round.sample(prompts, self)
+            idle_since = time.perf_counter() - (times.seconds["wait"] - waited)
+        self.events.recorder.lanes.all_sampled()
+        ended = time.perf_counter()
         if self.hooks.journal is not None:
-            self.events.times.move("reward", "journal", self.hooks.journal.take_seconds())
+            times.move("reward", "journal", self.hooks.journal.take_seconds())
         if self._scales_steps:
             steps = scale_over_steps(steps, self.estimator)
         self.events.warn_once("unscored", unscored(steps))  # of rank 0's completions; the metric counts all ranks'
         self.events.sampled([step.sampled for step in steps], self.hooks)
-        counts, config = self.take_counts() | self._seconds, self.config
+        counts = self.take_counts()
+        if world_size() > 1:
+            counts |= {"rollout/seconds": ended - began, "rollout/idle_seconds": ended - idle_since}
         for tally in self.round.tallies:
             counts |= tally(steps)
         if tokens := counts.get(UNKNOWN_TOKENS, 0):
@@ -119,9 +126,7 @@ class Sampler:
                 f"for these rows of the model (said once; `{UNKNOWN_TOKENS}` counts on)",
             )
         with on_all_ranks("the statistics"):
-            statistics = round_statistics(
-                steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
-            )
+            statistics = round_statistics(steps, counts, self.hooks.combine, self.config.mask_truncated_completions)
             self.events.recorder.note(steps, statistics, self.hooks.combine)
         return SampledRound(tuple(steps), tuple(statistics))
 
@@ -152,17 +157,6 @@ class Sampler:
         parts = [part for part in (self.scorer, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
-    def _sample(self, prompts: Steps) -> list[SampledStep]:
-        began, waited = time.perf_counter(), self.events.times.seconds["wait"]
-        with on_all_ranks("the rollout"):
-            steps = self.round.sample(prompts, self)
-            ready = time.perf_counter() - (self.events.times.seconds["wait"] - waited)
-        self.events.recorder.lanes.all_sampled()
-        ended = time.perf_counter()
-        if world_size() > 1:
-            self._seconds = {"rollout/seconds": ended - began, "rollout/idle_seconds": ended - ready}
-        return steps
-
     def on_leader(self, draw: Callable[[], list[SampledStep]], steps: int) -> list[SampledStep]:
         """Call ``draw``, which samples a round, on the first rank of an engine. Other ranks get empty steps."""
         others = [SampledStep((), ())] * steps
@@ -178,9 +172,7 @@ class Sampler:
         or None if the extension isn't in use.
         """
         if own is not None:
-            return Stages(
-                lambda prompts: self._write(prompts, self.engine, own.sampling), own.begin_score, _without_advantages
-            )
+            return Stages(lambda prompts: self.generate(prompts, own), own.begin_score, _without_advantages)
         evaluates, hooks = self.purpose is Purpose.EVALUATION, self.hooks
         stages = Stages(
             generate=hooks.generate if hooks.replaces("generate") else self.generate,
@@ -194,14 +186,14 @@ class Sampler:
             stages = change(stages)
         return stages
 
-    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+    def generate(self, prompts: Sequence[Prompt], own: OwnEvaluation | None = None) -> Iterator[Group]:
         """Sample each prompt's group for the current purpose. Yield groups as they finish."""
-        evaluates = self.purpose is Purpose.EVALUATION
-        sampling = Sampling.for_evaluation(self.config) if evaluates else Sampling.for_training(self.config)
-        yield from self._write(prompts, self.source, sampling)
-
-    def _write(self, prompts: Sequence[Prompt], source: RolloutSource, sampling: Sampling) -> Iterator[Group]:
         config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
+        source = self.source if own is None else self.engine
+        if own is not None:
+            sampling = own.sampling
+        else:
+            sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
         bar = self.events.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
         longest_first = evaluates or self.round.longest_first
         if longest_first and len(prompts) * sampling.n > self.engine.max_sequences:

@@ -141,21 +141,17 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def round_statistics(
-    steps: Sequence[SampledStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool, dynamic: bool
+    steps: Sequence[SampledStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool
 ) -> list[RolloutStatistics]:
     """Return the statistics of all groups that were sampled for each step of a round.
 
     Args:
         counts: the round's counts. Those of `DIVIDED` belong to no step and are divided among all steps; other counts
             are added to the first step.
-        dynamic: count the prompts drawn and the groups kept, as dynamic sampling may have drawn further prompts.
     """
     found = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
     for name, number in counts.items():
         among = found if name.startswith(DIVIDED) else found[:1]
         for part in among:
             part.counts[name] += number / len(among)  # type: ignore[assignment]
-    if dynamic:
-        found[0].counts["dynamic_sampling/prompts"] += sum(len(step.sampled) for step in steps)
-        found[0].counts["dynamic_sampling/groups"] += sum(len(step.kept) for step in steps)
     return found

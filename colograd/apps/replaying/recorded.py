@@ -176,7 +176,7 @@ class ReplaySampler(Sampler):
         """See `Sampler.on_leader`. The first rank of an engine has the groups of all of its ranks."""
         return [SampledStep((), ())] * steps if self.config.layout.engine_place else draw()
 
-    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+    def generate(self, prompts: Sequence[Prompt], own: Any = None) -> Iterator[Group]:
         """Refuse to sample.
 
         Raises:
