@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..batch import Prompt, SampledStep, ScoredGroup
+from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..data import extra_prompts
 from ..engine.protocol import Engine
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
 from ..runtime import registry
-from .stages import RolloutSource, Stages, checked_groups
+from .stages import RolloutSource, Stages
 
 Steps = Sequence[Sequence[Prompt]]  # a round's prompts, a list per optimizer step
 MorePrompts = Callable[[int, int], list[Prompt]]  # (number drawn so far, number wanted) -> further prompts
@@ -194,17 +194,13 @@ def roll_out(
 
 def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
     """Score all groups in one call. Return them in the order of the prompts. The journal has all groups, or none."""
-    recorded = stages.recall(prompts)
-    if len(recorded) == len(prompts):
-        return [stages.with_advantages(recorded[prompt.position]) for prompt in prompts]
-    with times.phase("generate"):
-        groups = sorted(checked_groups(stages.sample(prompts), prompts), key=lambda group: group.position)
+    scoring, groups = stages.scoring(prompts), list[Group]()
+    if len(scoring.rewarded) < len(prompts):
+        with times.phase("generate"):
+            groups = sorted(scoring.sample(prompts), key=lambda group: group.position)
     with times.phase("reward"):
-        if not groups:  # in an evaluation a rank may have no prompts
-            return []
-        rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-        rewarded = [stages.record(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
-        return [stages.with_advantages(one) for one in rewarded]
+        scoring.score_together(groups)
+        return [scoring.scored(prompt.position) for prompt in prompts]
 
 
 def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,27 +71,6 @@ class Stages:
         """Begin a round or an evaluation of these prompts."""
         return InScoring(self, prompts)
 
-    def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the groups of these prompts that the journal has, by position."""
-        return self.journal.recall(prompts) if self.journal is not None else {}
-
-    def sample(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Yield groups to score: first recorded ones that are scored again, then generated ones, in any order."""
-        recorded = self.journal.recall_samples(prompts) if self.journal is not None else []
-        yield from recorded
-        positions = {group.position for group in recorded}
-        if rest := [prompt for prompt in prompts if prompt.position not in positions]:
-            groups = self.generate(rest)
-            try:
-                yield from groups
-            finally:
-                if hasattr(groups, "close"):
-                    groups.close()
-
-    def with_advantages(self, recorded: RewardedGroup) -> ScoredGroup:
-        """Return a group with its advantages."""
-        return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
-
     def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
         """Write a group with its rewards [G, R] into the journal."""
         if self.take_turns is not None:
@@ -110,12 +90,20 @@ class InScoring:
 
     def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
         self.stages = stages
-        self.rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they get advantages
+        journal = stages.journal
+        # By position, until they get advantages.
+        self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Yield the groups of these prompts, in any order."""
-        return checked_groups(self.stages.sample(prompts), prompts)
+        """Yield groups to score: first recorded ones that are scored again, then generated ones, in any order."""
+        journal = self.stages.journal
+        recorded = journal.recall_samples(prompts) if journal is not None else []
+        yield from recorded
+        positions = {group.position for group in recorded}
+        if rest := [prompt for prompt in prompts if prompt.position not in positions]:
+            with contextlib.closing(checked_groups(self.stages.generate(rest), rest)) as groups:
+                yield from groups
 
     def begin(self, group: Group) -> None:
         self._pending[group.position] = (group, self.stages.begin_score([group]))
@@ -137,7 +125,8 @@ class InScoring:
         if position not in self.rewarded:
             self._take(position)
             self.take_finished()
-        return self.stages.with_advantages(self.rewarded.pop(position))
+        recorded = self.rewarded.pop(position)
+        return dataclasses.replace(self.stages.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
     def cancel(self) -> None:
         """Cancel the pending rewards."""
