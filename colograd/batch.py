@@ -638,6 +638,7 @@ class StepBatch:
     version: int = 0  # optimizer step of the weights that it trains
     counted: bool = True  # False: another rank has the same rows, and sums over ranks count them there
     trained: int = 0  # number of first rows with gradients made before sampling ended
+    trained_metrics: Any = None  # their `Metrics`
 
     @property
     def on_policy(self) -> bool:

@@ -3,7 +3,6 @@
     for prompts in rounds:                         this rank's, a list per optimizer step
         publish()                                  the engine samples with the policy's present weights
         sampled = sampler.collect(prompts)         scored groups of each step: generate, score, compute advantages
-                                                   (with `overlap` finished ones are trained before the last is there)
         for step in learner.schedule(sampled):     packed rows, log-probabilities of the reference; num_iterations times
             learner.train(step)                    forward and backward of all its rows; one sum of gradients over ranks
             update()                               clip the gradient; optimizer, learning rate
@@ -93,7 +92,7 @@ class Loop:
         times.begin_step()
         for prompts in self._rounds(epoch):
             trainer.publish()
-            sampled = trainer.sampler.collect(prompts, meanwhile=learner)
+            sampled = trainer.sampler.collect(prompts)
             for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
                 # `Learner.train(step)`, under transformers' name, which subclasses may wrap.

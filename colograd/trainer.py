@@ -23,9 +23,6 @@ from .config import GRPOConfig
 from .config.policy import KEEPS_MASTER
 from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
-from .extensions.carry_over.rounds import CarriedRounds
-from .extensions.overlap.rules import describe as describe_overlap
-from .extensions.overlap.rules import finished_groups, why_not
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
 from .losses.objective import Objective
@@ -35,8 +32,10 @@ from .parallel.ranks import on_all_ranks
 from .policy.frozen import FrozenModel
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
+from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
+from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
 from .rollout.texts import completion_texts
 from .runtime import process, registry
@@ -138,7 +137,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             train_dataset=task.train_prompts,
             eval_dataset=task.eval_prompts,
             processing_class=task.policy.processor or task.policy.tokenizer,
-            callbacks=[*(callbacks or []), task.entropy],
+            callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
@@ -185,13 +184,15 @@ class GRPOTrainer(TRLNames, SeamTrainer):
                 self.sharding.share_frozen(second.model)
             if isinstance(second, FrozenCopy) and second.follows:
                 self.add_callback(FollowPolicy(second, self.model))
+        self.memory_plan = built.memory
+        self.events = Events(self.times, self.console, self.recorder, self.completion_log)
         self.learner = Learner(
-            self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding,
-            built.second_models, self.estimator, names, built.memory, self.recorder, self.times, self.console,
-        )  # fmt: skip
+            self, args, task.policy, task.objective, rules, self.sharding, built.second_models, self.events
+        )
+        self.add_callback(self.learner.entropy)
+        self.round = round_of(self)
         self.sampler = self._make_sampler(task)
-        self.why_no_overlap = why_not(args, task.objective, self.estimator, strategy, self.replaces)
-        self.sampler.finished = finished_groups(args, self.why_no_overlap, self.learner.trains_early)
+        self.sampler.round = self.round
         kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)
@@ -208,17 +209,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return self._sampler_of(Sampler, task, self.feature.source(self.engine, self.policy, self.args, trainer=self))
 
     def _sampler_of(self, kind: type[S], task: PreparedRun, source: Any) -> S:
-        return kind(
-            self, self.args, self.policy.tokenizer, self.engine, source, self.device_turns, task.scorer, self.estimator,
-            self.journal, self.completion_log, self.recorder, self.times, self.console, self.lengths,
-            CarriedRounds.of(self.in_flight, self.args, self.times),
-        )  # fmt: skip
+        return kind(self, self.args, self.engine, source, self.device_turns, task.scorer, self.estimator, self.events)
 
     def _describe(self, built: Assembly, task: PreparedRun) -> None:
         args: GRPOConfig = self.args
         lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        lines.append(describe_overlap(args, self.why_no_overlap, self.sampler.submits_later))
+        lines += [note(self) for note in registry.hooks("notes")]
         for line in filter(None, lines):
             self.console.say(line)
         for line in built.warnings(args, task):
@@ -285,8 +282,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.forget_round()
         self._unlogged = []
-        if self.in_flight is not None:
-            self.in_flight.groups = ()
+        self.round.forget()
         self.sampler.take_counts()  # drop the counts of a step that failed
         if self.engine is not None:
             self.engine.invalidate()  # steps are counted from 0 again, or other weights are loaded
@@ -324,7 +320,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         args: GRPOConfig = self.args
         if not self.learner.rules.max_tokens:
             shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
-            self.learner.measure_budget(shape)
+            self.memory_plan = self.memory_plan.with_measured(*self.learner.measure_budget(shape))
 
     def at_boundary(self) -> bool:
         """Return whether a round has ended. Checkpoints hold no rollouts, so a run can't resume within a round."""

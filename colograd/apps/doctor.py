@@ -145,7 +145,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     """Check the memory plan, the engine's weights, log-probabilities and rewards."""
     from ..memory.table import PHASES, REMEDIES
 
-    plan = trainer.learner.memory
+    plan = trainer.memory_plan
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),

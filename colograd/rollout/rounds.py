@@ -1,4 +1,7 @@
-"""One round: prompts -> scored groups. A group is scored as soon as it is whole, while the engine decodes others."""
+"""Rounds: prompts -> scored groups. A group is scored as soon as it is whole, while the engine decodes others.
+
+A run has one round object, chosen at start by `round_of`: `PlainRound`, `DynamicRound`, or one of an extension.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +10,126 @@ import itertools
 import math
 import reprlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
+from ..data import extra_prompts
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
-from .stages import PendingRewards, Stages, checked_groups
-from .store import RewardedGroup
+from ..runtime import registry
+from .stages import Stages
+
+Steps = Sequence[Sequence[Prompt]]  # a round's prompts, a list per optimizer step
+MorePrompts = Callable[[int, int], list[Prompt]]  # (number drawn so far, number wanted) -> further prompts
+Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # a round's groups -> metrics, summed over ranks
 
 
-def sample_steps(
-    steps: Sequence[Sequence[Prompt]],
-    stages: Stages,
-    times: PhaseTimes,
-    one_call: bool = False,
-    max_rounds: int = 0,
-    more_prompts: Callable[[int, int], list[Prompt]] | None = None,
-) -> list[SampledStep]:
-    """Sample and score the prompts of a round's optimizer steps, in one queue.
+class SamplesOnLeader(Protocol):
+    """The `Sampler`, as a round sees it."""
 
-    Dynamic sampling (``max_rounds`` > 0; arXiv 2503.14476, section 3.2) keeps only groups with a reward difference
-    and draws further prompts, at most ``max_rounds`` times, until all steps are full. Steps take kept groups in the
-    order of drawing, so a step may train groups of another step's prompts.
+    def stages(self) -> Stages: ...
+    def on_leader(self, draw: Callable[[], list[SampledStep]], steps: int) -> list[SampledStep]: ...
+
+
+class PlainRound:
+    """A round that ends with its last completion and trains all groups. Extensions derive others.
+
+    An extension offers its round at the seam ``round``: a function (trainer) -> round, or None if it isn't in use.
 
     Args:
         one_call: see `roll_out`.
-        more_prompts: (number drawn so far, number wanted) -> further prompts.
     """
-    prompts = [prompt for step in steps for prompt in step]
-    sampled = roll_out(prompts, stages, times, one_call)
-    if not max_rounds:
+
+    longest_first = True  # whether the engine gets the prompts with the longest completions first
+
+    def __init__(self, times: PhaseTimes, one_call: bool = False) -> None:
+        self.times, self.one_call = times, one_call
+        self.tallies: list[Tally] = []  # add metrics after each round
+
+    def sample(self, steps: Steps, sampler: SamplesOnLeader) -> list[SampledStep]:
+        """Sample and score a round. All ranks call it; only the first rank of an engine gets groups."""
+        return sampler.on_leader(lambda: self.draw(steps, sampler.stages()), len(steps))
+
+    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
+        """Sample and score a round on the first rank of an engine, in one queue."""
+        sampled = roll_out([prompt for step in steps for prompt in step], stages, self.times, self.one_call)
         by_position = {scored.group.position: scored for scored in sampled}
         of_steps = [tuple(by_position[prompt.position] for prompt in step) for step in steps]
         return [SampledStep(groups, groups) for groups in of_steps]
-    assert more_prompts is not None
-    for _ in range(max_rounds):
-        found = sum(map(has_signal, sampled))
-        if found >= len(prompts):
-            break
-        # The number of prompts that is probably enough, at most ten times the number of missing groups.
-        count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
-        more = more_prompts(len(sampled) - len(prompts), count)
-        sampled += roll_out(more, stages, times, one_call, enough=len(prompts) - found)
-    kept = filter(has_signal, sampled)
-    return [
-        SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
-        for index, step in enumerate(steps)
-    ]
+
+    def forget(self) -> None:
+        """Begin anew."""
+
+    def save(self, checkpoint: str) -> None:
+        """Write the state that the next round continues into a checkpoint, on the first rank of an engine."""
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Read what `save` wrote. A collective."""
+
+
+class DynamicRound(PlainRound):
+    """A round of dynamic sampling (arXiv 2503.14476, section 3.2).
+
+    It keeps only groups with a reward difference and draws further prompts until all steps are full. Steps take kept
+    groups in the order of drawing, so a step may train groups of another step's prompts.
+
+    Args:
+        max_rounds: maximum number of further draws.
+    """
+
+    def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
+        super().__init__(times, one_call)
+        self.max_rounds, self.more_prompts = max_rounds, more_prompts
+        self.tallies.append(self.counts)
+
+    def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
+        """Count the prompts drawn and the groups that are trained."""
+        return {
+            "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
+            "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
+        }
+
+    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
+        """See `PlainRound.draw`."""
+        prompts = [prompt for step in steps for prompt in step]
+        sampled = roll_out(prompts, stages, self.times, self.one_call)
+        for _ in range(self.max_rounds):
+            found = sum(map(has_signal, sampled))
+            if found >= len(prompts):
+                break
+            # The number of prompts that is probably enough, at most ten times the number of missing groups.
+            count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
+            more = self.more_prompts(len(sampled) - len(prompts), count)
+            sampled += roll_out(more, stages, self.times, self.one_call, enough=len(prompts) - found)
+        kept = filter(has_signal, sampled)
+        return [
+            SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
+            for index, step in enumerate(steps)
+        ]
+
+
+def round_of(trainer: Any) -> PlainRound:
+    """Choose the round object of a run. A collective.
+
+    The seam ``tally`` has functions (trainer) -> `Tally`, or None if there is nothing to count.
+    """
+    config, times = trainer.args, trainer.times
+    one_call = config.reward_call == "all"
+    chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
+    if chosen is None and config.dynamic_sampling:
+        chosen = DynamicRound(times, one_call, config.dynamic_sampling_max_rounds, more_prompts_of(trainer))
+    chosen = chosen or PlainRound(times, one_call)
+    chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))
+    return chosen
+
+
+def more_prompts_of(trainer: Any) -> MorePrompts:
+    """Return a function that draws further prompts in the present round."""
+    return lambda drawn, count: extra_prompts(
+        trainer.train_prompts, trainer.args, trainer.state.global_step, drawn, count
+    )
 
 
 def roll_out(
@@ -71,7 +147,7 @@ def roll_out(
     """
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
-    scoring = InScoring(stages, prompts)
+    scoring = stages.scoring(prompts)
     missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
     scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap
     signals = 0  # groups of `scored` with a reward difference
@@ -90,10 +166,9 @@ def roll_out(
         if enough < math.inf:
             extend_scored(wait=False)
         if missing and signals < enough:
-            groups = checked_groups(stages.sample(missing), missing)
+            groups = scoring.sample(missing)
             # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
-            between_steps = stages.between_steps(scoring.take_finished)
-            with times.phase("generate"), between_steps, contextlib.closing(groups):
+            with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
                     started = time.perf_counter()
                     scoring.begin(group)
@@ -110,65 +185,15 @@ def roll_out(
     return scored
 
 
-class InScoring:
-    """The rewards of a round's groups: recorded rewards, and pending ones.
-
-    Args:
-        prompts: the round's prompts. Their recorded groups are read.
-    """
-
-    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
-        self.stages = stages
-        self.rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they get advantages
-        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
-        for recalled in self.rewarded.values():
-            stages.finished(recalled)
-
-    def begin(self, group: Group) -> None:
-        self._pending[group.position] = (group, self.stages.begin_score([group]))
-
-    def score_together(self, groups: Sequence[Group]) -> None:
-        """Score groups in one call, and wait for the rewards."""
-        if groups:
-            rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-            for group, of_group in zip(groups, rewards, strict=True):
-                self.rewarded[group.position] = self.stages.record(group, of_group)
-
-    def take_finished(self) -> None:
-        """Record the groups that have their rewards."""
-        for position in [position for position, (_, pending) in self._pending.items() if pending.done()]:
-            self._take(position)
-
-    def scored(self, position: int) -> ScoredGroup:
-        """Wait for the rewards of the group at a position. Return the group with its advantages."""
-        if position not in self.rewarded:
-            self._take(position)
-            self.take_finished()
-        return self.stages.with_advantages(self.rewarded.pop(position))
-
-    def cancel(self) -> None:
-        """Cancel the pending rewards."""
-        for _, pending in self._pending.values():
-            pending.cancel()
-
-    def _take(self, position: int) -> None:
-        group, pending = self._pending.pop(position)
-        self.rewarded[position] = self.stages.record(group, pending.result())
-
-
 def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
     """Score all groups in one call. Return them in the order of the prompts. The journal has all groups, or none."""
-    recorded = stages.recall(prompts)
-    if len(recorded) == len(prompts):
-        return [stages.with_advantages(recorded[prompt.position]) for prompt in prompts]
-    with times.phase("generate"):
-        groups = sorted(checked_groups(stages.sample(prompts), prompts), key=lambda group: group.position)
+    scoring, groups = stages.scoring(prompts), list[Group]()
+    if len(scoring.rewarded) < len(prompts):
+        with times.phase("generate"):
+            groups = sorted(scoring.sample(prompts), key=lambda group: group.position)
     with times.phase("reward"):
-        if not groups:  # in an evaluation a rank may have no prompts
-            return []
-        rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-        rewarded = [stages.record(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
-        return [stages.with_advantages(one) for one in rewarded]
+        scoring.score_together(groups)
+        return [scoring.scored(prompt.position) for prompt in prompts]
 
 
 def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +18,8 @@ from .store import RewardedGroup, RolloutStore
 class RolloutSource(Protocol):
     """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's.
 
-    A source that submits all of a round's requests at once may set `submits_later = False`, see
-    `Sampler.submits_later`.
+    A source that submits all of a round's requests at once may set `submits_later = False`: `overlap` then trains
+    between the engine's steps.
     """
 
     def generate(
@@ -50,20 +49,11 @@ class PendingRewards(Protocol):
         """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained."""
 
 
+BeginScore = Callable[[Sequence[Group]], PendingRewards]  # begins to score several groups in one call
+
+
 def _nothing(position: int) -> Logged:
     return Logged({}, {})
-
-
-def _unchanged(group: Group) -> Group:
-    return group
-
-
-def _untold(recorded: RewardedGroup) -> None:
-    pass
-
-
-def _never(work: Callable[[], None]) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,43 +61,81 @@ class Stages:
     """The functions that lead from prompts to scored groups, in training or in an evaluation."""
 
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
-    begin_score: Callable[[Sequence[Group]], PendingRewards]  # begins to score several groups in one call
+    begin_score: BeginScore
     add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
-    take_logged: Callable[[int], Logged] = _nothing  # position of a rewarded group -> the values logged for it
-    take_turns: Callable[[Group], Group] = _unchanged  # adds the rewards of the sessions' single answers
+    take_logged: Callable[[int], Logged] = _nothing  # position -> logged values of the group with rewards
+    take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
     journal: RolloutStore | None = None
-    finished: Callable[[RewardedGroup], None] = _untold  # called with each group that has its rewards
-    # A context that runs its argument after each step of the engine.
-    between_steps: Callable[[Callable[[], None]], AbstractContextManager[None]] = _never
 
-    def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the groups of these prompts that the journal has, by position."""
-        return self.journal.recall(prompts) if self.journal is not None else {}
+    def scoring(self, prompts: Sequence[Prompt]) -> InScoring:
+        """Begin a round or an evaluation of these prompts."""
+        return InScoring(self, prompts)
 
-    def sample(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+    def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
+        """Write a group with its rewards [G, R] into the journal."""
+        if self.take_turns is not None:
+            group = self.take_turns(group)
+        recorded = RewardedGroup(group, rewards, self.take_logged(group.position))
+        if self.journal is not None:
+            self.journal.add(recorded)
+        return recorded
+
+
+class InScoring:
+    """The rewards of a round's groups: recorded rewards, and pending ones.
+
+    Args:
+        prompts: the round's prompts. Their recorded groups are read.
+    """
+
+    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
+        self.stages = stages
+        journal = stages.journal
+        # By position, until they get advantages.
+        self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(prompts)
+        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
+
+    def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
         """Yield groups to score: first recorded ones that are scored again, then generated ones, in any order."""
-        recorded = self.journal.recall_samples(prompts) if self.journal is not None else []
+        journal = self.stages.journal
+        recorded = journal.recall_samples(prompts) if journal is not None else []
         yield from recorded
         positions = {group.position for group in recorded}
         if rest := [prompt for prompt in prompts if prompt.position not in positions]:
-            groups = self.generate(rest)
-            try:
+            with contextlib.closing(checked_groups(self.stages.generate(rest), rest)) as groups:
                 yield from groups
-            finally:
-                if hasattr(groups, "close"):
-                    groups.close()
 
-    def with_advantages(self, recorded: RewardedGroup) -> ScoredGroup:
-        """Return a group with its advantages."""
-        return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
+    def begin(self, group: Group) -> None:
+        self._pending[group.position] = (group, self.stages.begin_score([group]))
 
-    def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
-        """Write a group with its rewards [G, R] into the journal, and call `finished`."""
-        recorded = RewardedGroup(self.take_turns(group), rewards, self.take_logged(group.position))
-        if self.journal is not None:
-            self.journal.add(recorded)
-        self.finished(recorded)
-        return recorded
+    def score_together(self, groups: Sequence[Group]) -> None:
+        """Score groups in one call, and wait for the rewards."""
+        if groups:
+            rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
+            for group, of_group in zip(groups, rewards, strict=True):
+                self.rewarded[group.position] = self.stages.record(group, of_group)
+
+    def take_finished(self) -> None:
+        """Record the groups that have their rewards."""
+        for position in [position for position, (_, pending) in self._pending.items() if pending.done()]:
+            self._take(position)
+
+    def scored(self, position: int) -> ScoredGroup:
+        """Wait for the rewards of the group at a position. Return the group with its advantages."""
+        if position not in self.rewarded:
+            self._take(position)
+            self.take_finished()
+        recorded = self.rewarded.pop(position)
+        return dataclasses.replace(self.stages.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
+
+    def cancel(self) -> None:
+        """Cancel the pending rewards."""
+        for _, pending in self._pending.values():
+            pending.cancel()
+
+    def _take(self, position: int) -> None:
+        group, pending = self._pending.pop(position)
+        self.rewarded[position] = self.stages.record(group, pending.result())
 
 
 # -- checks of replaced stages, which may return anything: each check raises a ValueError

@@ -13,6 +13,8 @@ from ..batch import FinishReason, SampledStep, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
+DIVIDED = ("tools/", "agent/", "carry_over/ages")  # beginnings of the names of counts that belong to no step
+
 Combine = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -138,21 +140,17 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def round_statistics(
-    steps: Sequence[SampledStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool, dynamic: bool
+    steps: Sequence[SampledStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool
 ) -> list[RolloutStatistics]:
     """Return the statistics of all groups that were sampled for each step of a round.
 
     Args:
-        counts: the round's counts. Counts of tool calls and agents belong to no step and are divided among all steps;
-            other counts are added to the first step.
-        dynamic: count the prompts drawn and the groups kept, as dynamic sampling may have drawn further prompts.
+        counts: the round's counts. Those of `DIVIDED` belong to no step and are divided among all steps; other counts
+            are added to the first step.
     """
     found = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
     for name, number in counts.items():
-        among = found if name.startswith(("tools/", "agent/")) else found[:1]
+        among = found if name.startswith(DIVIDED) else found[:1]
         for part in among:
             part.counts[name] += number / len(among)  # type: ignore[assignment]
-    if dynamic:
-        found[0].counts["dynamic_sampling/prompts"] += sum(len(step.sampled) for step in steps)
-        found[0].counts["dynamic_sampling/groups"] += sum(len(step.kept) for step in steps)
     return found

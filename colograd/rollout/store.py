@@ -32,10 +32,8 @@ from typing import Any, Protocol, TypeVar
 import pyarrow as pa
 import torch
 
-from ..batch import Group, Prompt
-from ..checkpoint.folders import move_aside
 from ..batch import Group, Prompt, Rollout
-from ..checkpoint.earlier_run import move_aside
+from ..checkpoint.folders import move_aside
 from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced

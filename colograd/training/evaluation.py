@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..batch import SampledStep, ScoredGroup, StepBatch
+from ..batch import ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset
-from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.packing import PackingRules
-from ..reporting.metrics import PhaseTimes
 from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import Combine, RolloutStatistics
 from .prompts import Benchmark
-from .step_batches import step_batch
-
-EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str) -> dict[str, float]:
@@ -38,12 +31,10 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str
         return prompts.evaluate(trainer, name)
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
     counts = sampler.take_counts()
-    trainer.recorder.evaluated(groups, name)
-    if sampler.completion_log is not None:
-        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name)
-    names = trainer.learner.reward_names
-    metrics = evaluation_metrics(groups, counts, names, trainer.combine, config)
-    metrics |= trainer.learner.evaluate(groups, sampler.add_advantages)
+    trainer.events.evaluated(groups, name, trainer)
+    metrics = evaluation_metrics(groups, counts, trainer.learner.reward_names, trainer.combine, config)
+    if config.loss_eval:
+        metrics |= trainer.learner.evaluate(sampler.with_advantages(groups))
     seconds = time.perf_counter() - started
     metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
     return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
@@ -96,17 +87,3 @@ def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
         if of_prompts:
             found[f"pass@{k}"] = sum(of_prompts) / len(of_prompts)
     return found
-
-
-def evaluation_step(
-    groups: Sequence[ScoredGroup],
-    estimator: AdvantageEstimator,
-    rules: PackingRules,
-    reward_names: Sequence[str],
-    times: PhaseTimes,
-) -> StepBatch:
-    """Pack all groups of an evaluation, with their advantages, into one step. A collective."""
-    tokens = rules.max_tokens or EVALUATION_TOKENS
-    rules = dataclasses.replace(rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-    (drawn,) = scale_over_steps([SampledStep(tuple(groups), ())], estimator)
-    return step_batch(drawn, RolloutStatistics(), rules, reward_names, times)

@@ -12,38 +12,32 @@ from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, LossOutput, MicroBatch, ModelInput, PackedRow, ScoredGroup, StepBatch, StepConstants
+from ..batch import LossOutput, MicroBatch, ModelInput, PackedRow, SampledStep, StepBatch, StepConstants
 from ..config import GRPOConfig
-from ..engine.load import Load
-from ..extensions.overlap.beside_decoding import BesideDecoding
-from ..extensions.overlap.finished_groups import FinishedGroups, OwnGroups
-from ..extensions.overlap.first_rows import EarlyRows, FirstRows, first_rows
-from ..extensions.overlap.partition import record_partition
-from ..extensions.overlap.sampled_ranks import train_while_others_sample
 from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
 from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.shape import left_on_device
-from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import ForwardStep, PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
-from ..policy.packing import PackingRules, plan_rows
+from ..policy.packing import PackingRules
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..policy.supported import check_shared_rows
-from ..reporting.console import Console
-from ..reporting.metrics import AllocRetries, Metrics, PhaseTimes
+from ..reporting.events import Events
+from ..reporting.metrics import AllocRetries, Metrics
+from ..rewards import RewardFunction
 from ..rollout.sampler import SampledRound
+from ..rollout.statistics import RolloutStatistics
 from ..sharding import ShardingStrategy
-from .evaluation import evaluation_step
 from .loss_pass import loss_pass
-from .step_batches import schedule, step_batch, trainable
+from .step_batches import schedule, step_batch
 
-AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # (group, rewards [G, R]) -> scored group
+EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 class LearnerHooks(Protocol):
@@ -51,7 +45,8 @@ class LearnerHooks(Protocol):
 
     state: Any
     optimizer: Any
-    journal: Any
+    rewards: list[RewardFunction]
+    estimator: AdvantageEstimator
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
     def replaces(self, stage: str) -> bool: ...
@@ -62,124 +57,42 @@ class LearnerHooks(Protocol):
 class Learner:
     """Packs scored groups into optimizer steps, sends their rows through the loss, and sums gradients over ranks.
 
-    If a step runs out of memory, all ranks pack it again in smaller micro-batches and repeat it. With `overlap` its
-    first rows may be trained before the others are sampled. This works because gradients add up, and are divided last.
+    If a step runs out of memory, all ranks pack it again in smaller micro-batches and repeat it.
     """
 
     hooks: LearnerHooks
     config: GRPOConfig
     policy: Policy
-    model: torch.nn.Module
     objective: Objective
-    entropy: EntropyController
     rules: PackingRules
     sharding: ShardingStrategy
     second_models: SecondModels
-    estimator: AdvantageEstimator
-    reward_names: Sequence[str]
-    memory: MemoryPlan
-    recorder: Any
-    times: PhaseTimes
-    console: Console
+    events: Events
 
     def __post_init__(self) -> None:
+        self.model = self.policy.model
+        self.reward_names = [reward.name for reward in self.hooks.rewards]
+        self.entropy = EntropyController(self.config)
         self.mismatch = SamplerMismatch(self.config)
         self.pending: list[StepBatch] = []  # untrained steps of the present round
         self.metrics: dict[str, float] = {}  # metrics of the last trained step, over all ranks
-        self._alloc_retries = AllocRetries(self.config.device)
         self.figures: dict[str, float] = {}  # loss and gradient norm of the present step
-        self.early: EarlyRows | None = None  # rows of the next step, trained while ranks sampled
-        self._early_metrics: Metrics | None = None  # metrics of a step's first rows, if they are trained
-        self.beside_decoding = BesideDecoding(
-            self._rows_of, self._train_rows, self._free_gradients, self.recorder.lanes.early_arrived,
-            self.config.device,
-        )  # fmt: skip
+        self.pack: Callable[..., StepBatch] = step_batch  # an extension may have packed a part of a step already
+        self._alloc_retries = AllocRetries(self.config.device)
 
     # -- a round
 
     def forget_round(self) -> None:
         """Drop the last training's steps and gradients: it may have failed in the middle of a round."""
-        self.pending, self.early = [], None
+        self.pending = []
         self.sharding.discard()
-
-    @property
-    def trains_between_steps(self) -> bool:
-        """Whether finished groups are trained between the steps of this rank's engine."""
-        return not self.config.why_not_between_steps
-
-    def begin_sampling(self) -> None:
-        """Prepare to train finished groups of the next step while this rank samples."""
-        self.model.train()
-        self.beside_decoding.begin()
-
-    def train_between_steps(self, finished: OwnGroups, load: Load) -> None:
-        """Train a micro-batch of finished groups after a step of this rank's engine, in the tail of its sampling.
-
-        No collective."""
-        self.beside_decoding.after_step(finished, load, self.rules.max_tokens)
-
-    def wait_for_early(self) -> None:
-        """Wait until the device is done with the micro-batch queued between the engine's steps."""
-        self.beside_decoding.wait()
-
-    def train_early(self, finished: OwnGroups) -> None:
-        """Train finished groups of the next step until no rank samples or trains any more. No collective."""
-        self.model.train()
-        self.early = self.beside_decoding.end(self.hooks.state.global_step)
-        if self.early.out_of_memory or not isinstance(finished, FinishedGroups):
-            return
-        given = self._train_finished, self.rules.max_tokens, self.times
-        self.early = train_while_others_sample(finished, *given, self.early)
-        if self.early.out_of_memory:
-            self._free_gradients()
-
-    def trains_early(self, scored: ScoredGroup) -> bool:
-        """Return whether a group gets a gradient, and the present weights sampled it."""
-        step = self.hooks.state.global_step
-        return bool(trainable([scored], self.rules)) and all(r.policy_version == step for r in scored.group.rollouts)
-
-    def _train_finished(self, groups: Sequence[ScoredGroup], metrics: Metrics) -> Sequence[PackedRow]:
-        return self._train_rows(self._rows_of(groups), metrics)
-
-    def _rows_of(self, groups: Sequence[ScoredGroup]) -> Sequence[PackedRow]:
-        rules = self.rules
-        return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-
-    def _train_rows(
-        self, rows: Sequence[PackedRow], metrics: Metrics, unread: list[torch.Tensor] | None = None
-    ) -> Sequence[PackedRow]:
-        """Run forward and backward of finished groups' rows (see `loss_pass`).
-
-        Returns:
-            The rows with the second models' log-probabilities."""
-        with self.times.phase("ref_logprobs") if self.second_models else contextlib.nullcontext():
-            step = self._early_step(rows)
-        with self.recorder.trains_early(step.rows), self.times.phase("train"):
-            self._loss_pass(step, self.sharding, metrics, unread)
-        return step.rows
-
-    def _early_step(self, rows: Sequence[PackedRow]) -> StepBatch:
-        """Make a `StepBatch` of the next step's rows, with the second models' log-probabilities."""
-        if self.second_models:
-            with self.hooks.compute_loss_context_manager():
-                rows = fill(self.second_models, rows, self.config.temperature)
-        return StepBatch(tuple(rows), 0, 0, {}, (), self.hooks.state.global_step)
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack a round, and yield its optimizer steps in the order of their training."""
-        early, self.early = self.early, None
-
-        def divide(groups: Sequence[ScoredGroup]) -> FirstRows:
-            first = first_rows(groups, early, sampled.partition, self.rules)
-            if early is not None and any(first.partition) and self.config.layout.is_main and self.hooks.journal:
-                record_partition(self.hooks.journal, self.hooks.state.global_step + 1, first.partition)
-            self._early_metrics = early.metrics if early is not None and first.trained else None
-            return first
-
-        given = self.rules, self.reward_names, self.times, self.recorder.sampled
+        given = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [
-            step_batch(step, found, *given, divide if step is sampled.steps[0] else None)
-            for step, found in zip(sampled.steps, sampled.statistics, strict=True)
+            self.pack(step, statistics, *given)
+            for step, statistics in zip(sampled.steps, sampled.statistics, strict=True)
         ]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         self.pending = self._add_logprobs(steps)
@@ -198,16 +111,16 @@ class Learner:
     def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         config, autocast = self.config, self.hooks.compute_loss_context_manager
         for field, second in self.second_models.items():
-            phase = self.times.phase(field.partition(OF)[0])
+            phase = self.events.times.phase(field.partition(OF)[0])
             with on_all_ranks("the second models' log-probabilities"), phase, autocast():
                 steps = with_second_logprobs({field: second}, steps, config.temperature)
         if self.objective.terms:
             with on_all_ranks("the advantages"):
                 for term in self.objective.terms:
-                    steps = [term.with_scores(step, self.estimator) for step in steps]
+                    steps = [term.with_scores(step, self.hooks.estimator) for step in steps]
 
         def add_old(step: StepBatch) -> StepBatch:
-            with self.times.phase("old_logprobs"), autocast():
+            with self.events.times.phase("old_logprobs"), autocast():
                 return with_old_logprobs(self.model, step, config.temperature)
 
         with on_all_ranks("the old log-probabilities"):
@@ -226,14 +139,14 @@ class Learner:
             try:
                 if self._reads_constants:
                     step = self._with_constants(step)
-                with on_all_ranks("training"), self.recorder.trains(step), self.times.phase("train"):
-                    metrics = self._loss_pass(step, self.sharding, self._early_metrics if step.trained else None)
+                with on_all_ranks("training"), self.events.recorder.trains(step), self.events.times.phase("train"):
+                    metrics = self._loss_pass(step, self.sharding, step.trained_metrics if step.trained else None)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
             # The exception is gone, and with it the activations that its traceback held.
             step, *self.pending = self._back_off([step, *self.pending], reason)
-        with self.times.phase("sync"):
+        with self.events.times.phase("sync"):
             self.sharding.sum_gradients()
             denominator = self.objective.denominator(step)
             self.sharding.divide_gradients(denominator)
@@ -242,7 +155,7 @@ class Learner:
         self.entropy.finish(reduced, loss - self.objective.in_loss(reduced))
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
-            self.console.warn(line)
+            self.events.console.warn(line)
         self.metrics = {**step.metrics, **reduced}
         return loss
 
@@ -253,7 +166,7 @@ class Learner:
             FloatingPointError: the norm isn't finite.
         """
         most = self.config.max_grad_norm or 0.0  # None is off, as in transformers
-        with self.times.phase("optimizer"):
+        with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
         self.figures["grad_norm"] = norm
         if not math.isfinite(norm):
@@ -265,7 +178,7 @@ class Learner:
 
     def finish_step(self) -> dict[str, float]:
         """Return the metrics of the optimizer's last step, with this rank's bytes and seconds."""
-        own = self.sharding.traffic.take(), self._alloc_retries.take(), self.times.end_step()
+        own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
     def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
@@ -273,7 +186,7 @@ class Learner:
         entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
         forward = PolicyForward(model, self.config.temperature, entropy_gradient, self._forward_steps)
         logprobs, entropy, values = forward(micro_batch)
-        self.recorder.keep(micro_batch, logprobs)
+        self.events.recorder.keep(micro_batch, logprobs)
         return self.objective(logprobs, entropy, micro_batch, values)
 
     @functools.cached_property
@@ -293,49 +206,38 @@ class Learner:
             with self.hooks.compute_loss_context_manager():
                 return policy_logprobs(self.model, row, self.config.temperature)[1]
 
-        timed = self.times.phase("entropies")
+        timed = self.events.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(
-        self,
-        step: StepBatch,
-        sharding: ShardingStrategy | None,
-        metrics: Metrics | None = None,
-        unread: list[torch.Tensor] | None = None,
-    ) -> Metrics:
+    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None, metrics: Metrics | None = None) -> Metrics:
         """Pass this rank's micro-batches through the loss, and backward if there is a ``sharding``.
 
         Their metrics are added to ``metrics`` of the rows that are trained already."""
-        compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
+        compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         given = compute_loss, self.hooks.compute_loss_context_manager, sharding
-        if unread is not None:  # during sampling, which has its own progress bar
-            return loss_pass(step, *given, metrics=metrics, unread=unread)
-        bar = self.console.progress(len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch")
+        bar = self.events.console.progress(
+            len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch"
+        )
         with contextlib.closing(bar):
             return loss_pass(step, *given, bar.update, metrics)
 
     # -- an evaluation
 
-    def evaluate(self, groups: Sequence[ScoredGroup], add_advantages: AddAdvantages) -> dict[str, float]:
+    def evaluate(self, drawn: SampledStep) -> dict[str, float]:
         """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective.
 
         Args:
-            groups: groups of this rank.
-
-        Returns:
-            The metrics; {} without `loss_eval`.
+            drawn: groups of this rank, with advantages.
         """
-        if not self.config.loss_eval:
-            return {}
-        with on_all_ranks("the advantages"):
-            groups = [add_advantages(scored.group, scored.rewards) for scored in groups]
-        step = evaluation_step(groups, self.estimator, self.rules, self.reward_names, self.times)
+        tokens = self.rules.max_tokens or EVALUATION_TOKENS
+        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
+        step = step_batch(drawn, RolloutStatistics(), rules, self.reward_names, self.events.times)
         step = dataclasses.replace(step, version=self.hooks.state.global_step)
         if self.second_models:
             with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
                 (step,) = with_second_logprobs(self.second_models, [step], self.config.temperature)
                 for term in self.objective.terms:
-                    step = term.with_scores(step, self.estimator)
+                    step = term.with_scores(step, self.hooks.estimator)
         with evaluation_mode(self.model):
             if self._reads_constants:
                 step = self._with_constants(step)
@@ -370,11 +272,14 @@ class Learner:
 
     # -- the token budget of a micro-batch
 
-    def measure_budget(self, shape: tuple[int, int, int]) -> None:
+    def measure_budget(self, shape: tuple[int, int, int]) -> tuple[int, int]:
         """Measure how many tokens a micro-batch may have on this GPU, next to the engine and the optimizer's state.
 
         Args:
             shape: tokens of the longest prompt and of the longest completion, and completions per group.
+
+        Returns:
+            The tokens, and their bytes with gradients.
         """
         config = self.config
 
@@ -386,28 +291,29 @@ class Learner:
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 
-        with self.times.phase("measure"):
+        with self.events.times.phase("measure"):
             pending = token_budget.optimizer_bytes(self.model, self.hooks.optimizer, config.optim, self.sharding.parts)
             pending = left_on_device().state(pending) if config.streams_optimizer else pending
             self.model.train()
             given = shape, self.rules, pending, config.sequence_parallel_size
-            tokens, size = token_budget.measure(train, self._free_gradients, *given)
+            tokens, size = token_budget.measure(train, self.free_gradients, *given)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
-        self.memory = self.memory.with_measured(tokens, size)
-        self.console.say(
+        self.events.console.say(
             f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
         )
+        return tokens, size
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """Pack this step and the rest of its round in smaller micro-batches, after a rank ran out of memory."""
-        self._free_gradients()
+        self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
-        self.console.warn(
+        self.events.console.warn(
             f"memory: step {self.hooks.state.global_step + 1} ran out of it and is repeated; micro-batches have at "
             f"most {self.rules.max_tokens:,} tokens from here on"
         )
         return steps
 
-    def _free_gradients(self) -> None:
+    def free_gradients(self) -> None:
+        """Drop the gradients of all micro-batches, and the memory that they took."""
         self.sharding.discard()
         token_budget.free_memory(self.model)

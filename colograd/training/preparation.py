@@ -14,7 +14,6 @@ from ..data.columns import columns_of
 from ..engine.arguments import check_split
 from ..engine.building import check_vllm
 from ..engine.sampling import check_sampling
-from ..losses.entropy import EntropyController
 from ..losses.objective import Objective
 from ..memory.device_turns import expand_segments
 from ..parallel import watchdog
@@ -49,7 +48,6 @@ class PreparedRun:
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
-    entropy: EntropyController
 
     @property
     def prompts(self) -> list[Prompts]:
@@ -74,7 +72,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         check_places(places)
         check_engines(args.layout, places)
         _check_config(given, args)
-        objective, entropy = Objective.from_config(args), EntropyController(args)
+        objective = Objective.from_config(args)
         feature = source_feature(given, args, [UserFeature])
         closing.callback(feature.close)
         functions = with_models(given.reward_funcs, given.reward_processing_classes, args)
@@ -101,7 +99,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
         if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream fails at its first rows
             check_columns_for(rewards, columns_of(train_prompts.dataset))
-    return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective, entropy)
+    return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
 
 def _check_config(given: TrainerArguments, args: GRPOConfig) -> None:

@@ -151,7 +151,7 @@ class Recorder(TrainerCallback):
             run=facts,
             memory=[
                 {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
-                for part, sampling, training in trainer.learner.memory.rows()
+                for part, sampling, training in trainer.memory_plan.rows()
             ],
         )
 

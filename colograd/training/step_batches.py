@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
-from ..extensions.overlap.first_rows import FirstRows
 from ..losses.objective import Objective
 from ..parallel.balance import balance, pair_cost
 from ..parallel.ranks import gather, rank
@@ -47,7 +46,6 @@ class _Share(NamedTuple):
     packed_tokens: int  # tokens through the model in one forward
     micro_batches: int
     moved_groups: int  # groups trained here, but sampled by no engine of the ranks that train each row together
-    early_tokens: int  # part of packed_tokens that was trained before ranks exchanged groups
 
 
 def step_batch(
@@ -57,29 +55,25 @@ def step_batch(
     reward_names: Sequence[str],
     times: PhaseTimes,
     tell: Callable[[RolloutStatistics], None] | None = None,
-    divide: Callable[[Sequence[ScoredGroup]], FirstRows] | None = None,
+    groups: Sequence[ScoredGroup] | None = None,
 ) -> StepBatch:
     """Balance and pack a step's groups, and count them over all ranks. A collective.
 
     Args:
         statistics: statistics of this rank's samples for the step, the source of its metrics.
         tell: function to call with all ranks' statistics.
-        divide: function that divides this rank's groups into groups with first rows and the rest.
+        groups: groups to pack, if others of the step are packed already.
     """
     with times.phase("pack"):
-        groups = trainable(step.kept, rules)
-        first = FirstRows(groups) if divide is None else divide(groups)
-        groups, moved = first.rest, first.moved
+        groups, moved = trainable(step.kept, rules) if groups is None else groups, 0
         if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
             sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
-            groups, balanced = balance(groups, rules.pair_cost, rules.share_prompts, *sizes)
-            moved += balanced
-        rows = first.rows + pack_step(groups, rules)
+            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts, *sizes)
+        rows = pack_step(groups, rules)
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
-    early = sum(row.num_tokens for row in first.rows) if first.trained else 0
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    work = (sum(row.num_tokens for row in rows), len(rows), moved, early) if counted else (0, 0, 0, 0)
+    work = (sum(row.num_tokens for row in rows), len(rows), moved) if counted else (0, 0, 0)
     share = _Share(in_loss, len(rollouts), *work)
     ranks = gather((share, statistics))
     whole = _Share(*(sum(numbers) for numbers in zip(*(share for share, _ in ranks), strict=True)))
@@ -90,14 +84,11 @@ def step_batch(
         "train/packed_tokens": float(whole.packed_tokens),
         "train/micro_batches": float(whole.micro_batches),
         "train/moved_groups": float(whole.moved_groups),
-        **({"train/early_tokens": float(whole.early_tokens)} if first.partition else {}),
         "train/sampled_tokens": float(sum(sampled.lengths)),
         # TRL's `num_tokens` counts the same: prompts and the model's tokens, not tools' answers.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
-    trained = len(first.rows) if first.trained else 0
-    groups = [*first.groups, *groups]
-    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted, trained=trained)
+    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted)
 
 
 def trainable(groups: Sequence[ScoredGroup], rules: PackingRules) -> list[ScoredGroup]:

@@ -19,19 +19,18 @@ from transformers.trainer_utils import TrainOutput
 from ..checkpoint import folders, search
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
-from ..data import prompt_at
 from ..engine.sampling import LengthHistory
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
-from ..reporting.console import LOGGER, Console
+from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import OF_TEACHERS, SETTINGS, RunFacts, license_of, write_card
 from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
+from ..rollout.rounds import PlainRound
 from ..rollout.store import RolloutStore, digest_of
-from ..runtime import registry
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
 from .best_metric import best_metric, lacks_best
@@ -50,6 +49,7 @@ class SeamTrainer(Trainer):
     policy: Policy
     rewards: list[RewardFunction]
     learner: Learner
+    round: PlainRound
     sharding: ShardingStrategy
     train_prompts: Any
     journal: RolloutStore | None = None
@@ -65,7 +65,6 @@ class SeamTrainer(Trainer):
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self.in_flight = next((kind.of(self.args) for kind in registry.hooks("in_flight")), None)
         self._unlogged: list[dict[str, float]] = []  # metrics of each step since the last log
         self._gathered: dict[str, torch.Tensor] | None = None  # weights to save, gathered from a sharded policy
         self.checkpointer = self.make_checkpointer()
@@ -228,14 +227,13 @@ class SeamTrainer(Trainer):
             second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state as transformers does, the lengths of completions, and the groups in flight.
+        """Save the random state as transformers does, the lengths of completions, and what the round left.
 
         The lengths decide how the engine batches prompts."""
         super()._save_rng_state(output_dir)
         if self.args.layout.engine_place == 0:  # the rank that sampled the groups
             self.lengths.save(output_dir, self.args.layout.data_rank)
-            if self.in_flight is not None:
-                self.in_flight.save(output_dir, self.args.layout.data_rank, self.args.layout.data_size)
+            self.round.save(output_dir)
 
     # -- loading
 
@@ -255,15 +253,8 @@ class SeamTrainer(Trainer):
         if checkpoint is None:
             return
         self.checkpointer.load_optimizer(checkpoint)
-        layout = self.args.layout
-        self.lengths.load(checkpoint, layout.data_rank)
-        if self.in_flight is not None and not self.args.ignore_data_skip:  # else positions are assigned anew
-            with on_all_ranks("the groups in flight"):
-                at = functools.partial(prompt_at, self.train_prompts, self.args)
-                rank, ranks = layout.data_rank, layout.data_size
-                warning = self.in_flight.load(checkpoint, rank, ranks, at) if layout.engine_place == 0 else ""
-                if warning:
-                    LOGGER.warning(warning)
+        self.lengths.load(checkpoint, self.args.layout.data_rank)
+        self.round.load(checkpoint)
         for second in self.learner.second_models.values():
             with loading(checkpoint, "a second model"):
                 second.load(checkpoint)

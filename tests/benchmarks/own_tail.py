@@ -118,7 +118,7 @@ def train(options: argparse.Namespace, folder: str) -> list[dict[str, float]]:
     class InTurns(GRPOTrainer):
         def begin_records(self, evaluation: str = "") -> None:
             super().begin_records(evaluation)
-            self.sampler.finished = finished if overlaps(self.state.global_step) else None
+            self.round.finished = finished if overlaps(self.state.global_step) else None
 
         def report_step(self, metrics: Any) -> None:
             super().report_step(metrics)
@@ -139,7 +139,7 @@ def train(options: argparse.Namespace, folder: str) -> list[dict[str, float]]:
         **({} if on_cpu else {"model_init_kwargs": {}, "bf16": True}),
     )
     trainer = InTurns(options.model, tiny.vowels, args, tiny.prompts(64), rollout_func=OneLong)
-    finished = trainer.sampler.finished
+    finished = trainer.round.finished
     trainer.train()
     trainer.close()
     return steps[2:]  # much is done once

@@ -5,8 +5,8 @@
 
 Each row runs in a process of its own, with random weights of the published model's shape where a folder isn't named by
 --model NAME=FOLDER (throughput and memory don't depend on them). On a GPU the figures go into docs/records.json, by
-the GPU's name, and docs/measurements.md is written anew; on a CPU they go into --out alone. Exit status 1 if a row failed, 2
-without such a device.
+the GPU's name, and docs/measurements.md is written anew; on a CPU they go into --out alone. Exit status 1 if a row
+failed, 2 without such a device.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
             for group, of_group in zip(groups, rewards, strict=True)
         )
         step = SampledStep(scored, scored)
-        (statistics,) = round_statistics([step], {}, lambda rewards: rewards[:, 0], False, False)
+        (statistics,) = round_statistics([step], {}, lambda rewards: rewards[:, 0], False)
     with stages.stage("balance and packing"):
         rules = PackingRules(BUDGET, False, True, True, options.ranks > 1, False, 1e-5, device)
         batch = step_batch(step, statistics, rules, ["odd_length"], PhaseTimes())

@@ -95,7 +95,7 @@ def be_rank(options: argparse.Namespace) -> None:
             """A round begins."""
             super().begin_records(evaluation)
             self.processor = time.process_time()
-            self.sampler.finished = shared if overlaps(self.state.global_step) else None
+            self.round.finished = shared if overlaps(self.state.global_step) else None
 
         def report_step(self, metrics: Any) -> None:
             super().report_step(metrics)
@@ -118,7 +118,7 @@ def be_rank(options: argparse.Namespace) -> None:
         **({} if options.device == "cpu" else {"model_init_kwargs": {}, "bf16": True}),
     )
     trainer = InTurns(options.model, tiny.vowels, args, tiny.prompts(64), rollout_func=OfLength)
-    shared = trainer.sampler.finished
+    shared = trainer.round.finished
     (note := Path(options.folder, f"{rank}.pid")).write_text(str(os.getpid()))
     trainer.train()
     ranks, at_once = gather(steps), gather(products_at_once(rank))

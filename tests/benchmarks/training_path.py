@@ -274,7 +274,7 @@ def planned(trainer: Any) -> dict[str, int]:
     """Bytes of the plan in each phase, less what others hold and what is kept free; and what is."""
     from colograd.memory.table import PHASES
 
-    plan = trainer.learner.memory
+    plan = trainer.memory_plan
     others = plan.total - plan.available
     found = {phase: plan.total - others - plan.margin - plan.remains(phase) for phase in PHASES}
     return {**found, "margin": plan.margin, "kv_bytes": plan.kv_bytes}

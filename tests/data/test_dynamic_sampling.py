@@ -18,7 +18,7 @@ from colograd.policy.packing import has_signal
 from colograd.reporting.completions import logged_steps, read_log
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import sample_steps
+from colograd.rollout.rounds import DynamicRound, PlainRound
 from colograd.rollout.stages import Stages
 
 
@@ -57,7 +57,9 @@ class Made:
 
     def draw(self, max_rounds: int = 10) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
-        return sample_steps(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
+        plain = PlainRound(PhaseTimes())
+        own = DynamicRound(PhaseTimes(), False, max_rounds, self.more_prompts) if max_rounds else plain
+        return own.draw(STEPS, stages)
 
 
 STEPS = [[Prompt({}, (1,), p) for p in (0, 1, 2, 3)], [Prompt({}, (1,), p) for p in (4, 5, 6, 7)]]

@@ -24,7 +24,7 @@ from colograd.losses.advantages import (
 from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready, weighted_sum
-from colograd.rollout.rounds import sample_steps
+from colograd.rollout.rounds import DynamicRound, PlainRound
 from colograd.rollout.stages import Stages
 from colograd.training.step_batches import trainable
 
@@ -295,7 +295,9 @@ class Made:
 
     def draw(self, max_rounds: int = 0) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
-        drawn = sample_steps(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
+        plain = PlainRound(PhaseTimes())
+        own = DynamicRound(PhaseTimes(), False, max_rounds, self.more_prompts) if max_rounds else plain
+        drawn = own.draw(STEPS, stages)
         return scale_over_steps(drawn, self.estimator)
 
 

@@ -191,8 +191,11 @@ def group_of(ids: list[int], mask: list[int], prompt: list[int] | None = None) -
 def test_prompt_texts_are_what_the_model_read(monkeypatch) -> None:
     tokenizer = tiny.make_tokenizer()
     scorer = Scorer(resolve_rewards([think_format_reward], None))
-    hooks = SimpleNamespace(decode=lambda group: completion_texts(group, tokenizer), state=None)
-    sampler = SimpleNamespace(tokenizer=tokenizer, hooks=hooks, completion_log=None, scorer=scorer)
+    hooks = SimpleNamespace(
+        decode=lambda group: completion_texts(group, tokenizer), state=None, policy=SimpleNamespace(tokenizer=tokenizer)
+    )
+    events = SimpleNamespace(decoded=lambda groups, texts: None)
+    sampler = SimpleNamespace(hooks=hooks, events=events, scorer=scorer)
     for prompt, expected in ((BEGUN, 1.0), ("so?", 0.0)):
         group = group_of(tokenizer.encode("a</think>b"), [1] * 10, tokenizer.encode(prompt))
         assert Sampler.begin_scoring(sampler, [group]).result().tolist() == [[expected]]  # type: ignore[arg-type]

@@ -168,8 +168,8 @@ def adapter() -> Any:
 
 def watch(trainer: Any) -> None:
     """Note what is trained early; fail there if the mode says so."""
-    learner = trainer.learner
-    train, loss_of_row, beside = learner._train_rows, learner.loss_of_row, learner.beside_decoding
+    learner, own = trainer.learner, trainer.round
+    train, loss_of_row, beside = own.train_rows, learner.loss_of_row, own.beside_decoding
     train_rows = beside.train
 
     def noting(rows: Any, metrics: Any) -> Any:
@@ -203,7 +203,7 @@ def watch(trainer: Any) -> None:
         return loss_of_row(*args)
 
     out_of_memory: list[bool] = []
-    learner._train_rows, learner.loss_of_row, beside.train = noting, loss, noting_between
+    own.train_rows, learner.loss_of_row, beside.train = noting, loss, noting_between
 
 
 def trained(run: Path, overlap: str) -> dict[str, Any]:
@@ -212,8 +212,9 @@ def trained(run: Path, overlap: str) -> dict[str, Any]:
     args = tiny.config(run, overlap=overlap, **SETTINGS)
     source = AllAtOnce if BETWEEN and IS_LONG else OneByOne
     trainer = GRPOTrainer(MODEL, reward, args, tiny.prompts(16), rollout_func=source, peft_config=adapter())
-    OneByOne.waits = trainer.sampler.finished is not None
-    watch(trainer)
+    OneByOne.waits = getattr(trainer.round, "finished", None) is not None
+    if OneByOne.waits:
+        watch(trainer)
     trainer.train(resume_from_checkpoint="auto" if MODE == "resume" else None)
     whole = trainer.sharding.state_dict(keep=True) or trainer.model.state_dict()
     weights = {name: value.detach().clone() for name, value in whole.items()}

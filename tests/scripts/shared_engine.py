@@ -36,7 +36,7 @@ from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.custom import CustomRollouts
-from colograd.rollout.rounds import sample_steps
+from colograd.rollout.rounds import DynamicRound
 from colograd.rollout.stages import Stages
 from colograd.runtime import process
 
@@ -115,9 +115,8 @@ class Cases:
             return ScoredGroup(group, rewards, rewards[:, 0] - rewards[:, 0].mean())
 
         stages = Stages(self.write, begin, judge)
-        (step,) = sample_steps(
-            [self.prompts()], stages, PhaseTimes(), max_rounds=6, more_prompts=lambda d, c: self.prompts(100 + d, c)
-        )
+        own = DynamicRound(PhaseTimes(), False, 6, lambda drawn, count: self.prompts(100 + drawn, count))
+        (step,) = own.draw([self.prompts()], stages)
         return [scored.group for scored in step.kept]
 
     def tools(self) -> Groups:

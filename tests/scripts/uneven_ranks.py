@@ -29,7 +29,7 @@ from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules, collate
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import sample_steps
+from colograd.rollout.rounds import PlainRound
 from colograd.rollout.stages import Stages
 from colograd.rollout.statistics import RolloutStatistics
 from colograd.training.step_batches import step_batch
@@ -63,7 +63,7 @@ class Outcomes:
 
     def collect(self, prompts: list[Prompt], rules: PackingRules) -> tuple[StepBatch, SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
-        (drawn,) = sample_steps([prompts], stages, PhaseTimes())
+        (drawn,) = PlainRound(PhaseTimes()).draw([prompts], stages)
         statistics = RolloutStatistics.of(drawn.sampled, lambda rewards: rewards[:, 0], rules.mask_truncated)
         return step_batch(drawn, statistics, rules, ["outcome"], PhaseTimes()), drawn
 

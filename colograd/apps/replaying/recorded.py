@@ -5,7 +5,7 @@ Nothing is written into the run's folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from ...batch import Group, Prompt, SampledStep
 from ...checkpoint.folders import complete_steps
 from ...config import GRPOConfig
 from ...extensions.images.data import ImageReader
-from ...parallel.ranks import on_all_ranks
 from ...rollout.figures import read_figures
 from ...rollout.sampler import Sampler
 from ...rollout.store import About, JournalError, RolloutStore, files_of
@@ -161,13 +160,11 @@ def _shown(figures: Mapping[str, float]) -> str:
 class ReplaySampler(Sampler):
     """A `Sampler` of recorded groups only, without an engine or calls of reward functions."""
 
-    def _sample(self, prompts: list[list[Prompt]], meanwhile: Any = None) -> list[SampledStep]:
-        with on_all_ranks("the rollout"):
-            if self.config.layout.engine_place:  # the first rank of an engine has the groups of all of its ranks
-                return [SampledStep((), ()) for _ in prompts]
-            return self._draw(prompts)
+    def on_leader(self, draw: Callable[[], list[SampledStep]], steps: int) -> list[SampledStep]:
+        """See `Sampler.on_leader`. The first rank of an engine has the groups of all of its ranks."""
+        return [SampledStep((), ())] * steps if self.config.layout.engine_place else draw()
 
-    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+    def generate(self, prompts: Sequence[Prompt], own: Any = None) -> Iterator[Group]:
         """Refuse to sample.
 
         Raises:

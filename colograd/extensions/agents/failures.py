@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ...batch import Group
-from ...rollout.stages import PendingRewards
+from ...rollout.stages import BeginScore, PendingRewards, Stages
 
 FAILURE = "agent_failure"  # the rollout's column with the reason of its failure; empty: none
+
+
+def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
+    """Return a function for a source of sessions: failed groups abstain, and single answers may have rewards."""
+    if not getattr(sampler.source, "may_fail", False):
+        return None
+
+    def change(stages: Stages) -> Stages:
+        def begin_score(groups: Sequence[Group]) -> PendingRewards:
+            if any(map(has_failed, groups)):
+                return Abstaining(groups, stages.begin_score, len(sampler.scorer.rewards))
+            return stages.begin_score(groups)
+
+        return dataclasses.replace(stages, begin_score=begin_score, take_turns=sampler.scorer.take_turns)
+
+    return change
 
 
 def has_failed(group: Group) -> bool:
@@ -24,9 +42,7 @@ class Abstaining:
         functions: R, the number of reward functions.
     """
 
-    def __init__(
-        self, groups: Sequence[Group], begin: Callable[[Sequence[Group]], PendingRewards], functions: int
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], begin: BeginScore, functions: int) -> None:
         self._groups, self._functions = groups, functions
         whole = [group for group in groups if not has_failed(group)]
         self._pending = begin(whole) if whole else None

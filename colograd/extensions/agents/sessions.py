@@ -156,6 +156,7 @@ class AgentSessions:
     ) -> None:  # fmt: skip
         self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
         self.log = log
+        self.may_fail = True  # failed sessions get no reward, see `failures`
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
 
     def generate(

@@ -1,7 +1,7 @@
 """Rounds that end with their first groups; the others go on in the next round (`carry_over`)."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
-    "in_flight": "in_flight:InFlight",
     "riders": "rider:Versions",
+    "round": "rounds:carried_round",
     "source": "source:CarryOverFeature",
 }

@@ -8,61 +8,48 @@ decoded in the same round. Rewards that are already recorded are reused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from ...batch import Group, Prompt, SampledStep, ScoredGroup
-from ...config import GRPOConfig
-from ...reporting.metrics import PhaseTimes
-from ...rollout.rounds import InScoring
-from ...rollout.stages import Stages, checked_groups
+from ...data import prompt_at
+from ...parallel.ranks import on_all_ranks
+from ...reporting.console import LOGGER
+from ...rollout.rounds import PlainRound, Steps, more_prompts_of
+from ...rollout.stages import InScoring, Stages, checked_groups
 from .in_flight import InFlight, RoundEnd, note_round_end, recorded_round_end
 
 
-@dataclass(frozen=True, slots=True)
-class CarriedRounds:
-    """Samples and scores rounds that leave groups in flight.
+def carried_round(trainer: Any) -> CarriedRound | None:
+    """Return the round of a run with `carry_over`."""
+    in_flight = InFlight.of(trainer.args)
+    return None if in_flight is None else CarriedRound(trainer, in_flight)
 
-    Args:
-        ranks: number of ranks that share a round's prompts.
-        one_call: score all groups of a round in one call.
-    """
 
-    in_flight: InFlight
-    ranks: int
-    times: PhaseTimes
-    one_call: bool = False
+class CarriedRound(PlainRound):
+    """A round that leaves groups in flight. The groups that were drawn first are in the first step."""
 
-    @classmethod
-    def of(cls, in_flight: InFlight | None, config: GRPOConfig, times: PhaseTimes) -> Self | None:
-        """Return the carried rounds of a run, or None if its rounds wait for all groups."""
-        if in_flight is None:
-            return None
-        return cls(in_flight, config.layout.data_size, times, config.reward_call == "all")
+    longest_first = False  # the oldest prompts come first
 
-    def counts(self) -> dict[str, float]:
-        """Return metrics of the round that ended. They are summed over ranks."""
-        return {"carry_over/groups": float(len(self.in_flight.groups))}
+    def __init__(self, trainer: Any, in_flight: InFlight) -> None:
+        super().__init__(trainer.times, trainer.args.reward_call == "all")
+        self.trainer, self.in_flight, self.more_prompts = trainer, in_flight, more_prompts_of(trainer)
+        self.ranks: int = trainer.args.layout.data_size  # number of ranks that share a round's prompts
+        self.tallies.append(self.counts)
 
-    def sample_steps(
-        self,
-        steps: Sequence[Sequence[Prompt]],
-        stages: Stages,
-        version: int,
-        more_prompts: Callable[[int, int], list[Prompt]],
-    ) -> list[SampledStep]:
-        """Return the groups of each optimizer step of a round. The groups that were drawn first are in the first step.
+    def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
+        """Return metrics of the round that ended. Ages are reported even if all are 0."""
+        return {"carry_over/groups": float(len(self.in_flight.groups)), "carry_over/ages": 0.0}
 
-        Args:
-            steps: the round's new prompts, per optimizer step.
-            version: the optimizer step of the weights that sample.
-            more_prompts: see `InFlight.pool`.
-        """
-        pool = self.in_flight.pool([prompt for step in steps for prompt in step], more_prompts)
+    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
+        """See `PlainRound.draw`."""
+        pool = self.in_flight.pool([prompt for step in steps for prompt in step], self.more_prompts)
         prompts = {prompt.position: prompt for prompt in pool}
         journal = stages.journal
+        version = self.trainer.state.global_step
         end = None if journal is None else recorded_round_end(journal, version, prompts.get, self.ranks)
         scored = None if end is None else self._recorded(pool, end, stages)
         if scored is not None and end is not None:
@@ -75,10 +62,28 @@ class CarriedRounds:
         per_step = [scored[sum(map(len, steps[:index])) :][: len(step)] for index, step in enumerate(steps)]
         return [SampledStep(tuple(groups), tuple(groups)) for groups in per_step]
 
+    def forget(self) -> None:
+        """See `PlainRound.forget`."""
+        self.in_flight.groups = ()
+
+    def save(self, checkpoint: str) -> None:
+        """See `PlainRound.save`."""
+        self.in_flight.save(checkpoint, self.trainer.args.layout.data_rank, self.ranks)
+
+    def load(self, checkpoint: str | Path) -> None:
+        """See `PlainRound.load`."""
+        trainer, layout = self.trainer, self.trainer.args.layout
+        if trainer.args.ignore_data_skip:  # positions are assigned anew
+            return
+        with on_all_ranks("the groups in flight"):
+            at = functools.partial(prompt_at, trainer.train_prompts, trainer.args)
+            if layout.engine_place == 0 and (line := self.in_flight.load(checkpoint, layout.data_rank, self.ranks, at)):
+                LOGGER.warning(line)
+
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
         """Return the groups of a recorded round, or None if one of them wasn't written."""
         done = [prompt for prompt in pool if prompt.position in end.done]
-        scoring = InScoring(stages, done)
+        scoring = stages.scoring(done)
         assert stages.journal is not None
         samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])  # `rescore`
         if len(scoring.rewarded) + len(samples) < self.in_flight.takes:
@@ -86,7 +91,7 @@ class CarriedRounds:
         return self._score(samples, scoring, done)
 
     def _sampled(self, pool: Sequence[Prompt], stages: Stages) -> list[ScoredGroup]:
-        scoring, done, samples = InScoring(stages, pool), set[int](), list[Group]()
+        scoring, done, samples = stages.scoring(pool), set[int](), list[Group]()
         groups = checked_groups(stages.generate(pool), pool, self.in_flight.takes)
         try:
             with self.times.phase("generate"), contextlib.closing(groups):

@@ -38,7 +38,7 @@ class CarryOverFeature(SourceFeature):
         return cls()
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> CarryOver:
-        return CarryOver(engine, trainer.in_flight)
+        return CarryOver(engine, trainer.round.in_flight)
 
 
 class CarryOver:

@@ -1,7 +1,7 @@
 """Prompts chosen by their pass rates: a pure function of the seed, the round, and the record of earlier rounds.
 
 The record holds three values per prompt: its number of draws, the round of its last draw, and the pass rate of that
-draw. All ranks have the same record, because they exchange a round's pass rates (`Sampler.collect`). A checkpoint holds
+draw. All ranks have the same record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds
 the record (`prompts.json`), so that a resumed run, a replay and any number of ranks draw the same prompts.
 """
 
@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...batch import SampledStep
 from ...config import GRPOConfig
 from ...config.curriculum import LEVELS, Curriculum
 from ...data import PromptDataset, PromptStream
 from ...data.columns import listed
 from ...data.order import StepOrder, seed_of
+from ...parallel.ranks import gather, on_all_ranks
+from ...rollout.rounds import Tally
 
 HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
 
@@ -230,6 +234,26 @@ class CurriculumOrder(StepOrder):
                     first = step * self.prompts_per_step + self.data_rank * per_rank
                     places = range(first, first + per_rank)
                     yield [] if rows is None else [(rows[place], start + place) for place in places]
+
+
+def pass_rates(trainer: Any) -> Tally | None:
+    """Return a function that records a round's pass rates of all ranks in the curriculum. A collective."""
+    if trainer.args.curriculum is None:
+        return None
+
+    def record(steps: Sequence[SampledStep]) -> dict[str, float]:
+        curriculum, own = trainer.train_prompts.curriculum, []
+        threshold = curriculum.settings.pass_threshold
+        with on_all_ranks("the pass rates"):
+            for scored in (scored for step in steps for scored in step.sampled):
+                totals = trainer.combine(scored.rewards.clone())
+                judged = totals[~totals.isnan()]
+                rate = float((judged >= threshold).float().mean()) if len(judged) else math.nan
+                own.append((scored.group.position, rate))
+        curriculum.record(passes for of_rank in gather(own) for passes in of_rank)
+        return curriculum.counts() if trainer.args.layout.is_main else {}
+
+    return record
 
 
 def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:

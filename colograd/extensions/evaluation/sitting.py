@@ -197,9 +197,9 @@ def evaluate(benchmark: HarnessBenchmark, trainer: Any, name: str) -> dict[str, 
             benchmark.pool = checkers([benchmark])
             weakref.finalize(benchmark, benchmark.pool.close)
     result, judged = take(benchmark, host, benchmark.pool, sampler.device_turns.sampling(trainer.optimizer))
-    if sampler.completion_log is not None:
+    if trainer.completion_log is not None:
         groups = [*_scored(result, judged)]
-        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [name])
+        trainer.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [name])
     seconds = time.perf_counter() - started
     times = {"runtime": seconds, "samples_per_second": len(benchmark) / seconds}
     return {**result.metrics(), **times, "num_tokens": float(trainer.state.num_input_tokens_seen)}

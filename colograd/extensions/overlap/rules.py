@@ -10,7 +10,7 @@ from ...config import GRPOConfig
 from ...losses.advantages import AdvantageEstimator
 from ...losses.objective import Objective
 from ...losses.token_losses import LOSSES
-from ...sharding import ShardingStrategy
+from ...sharding import ShardingStrategy, strategy_of
 from .beside_decoding import TAIL
 from .finished_groups import FinishedGroups, OwnGroups
 
@@ -44,6 +44,23 @@ def why_not(
     return next((reason for applies, reason in reasons if applies), "")
 
 
+def why_no_overlap(trainer: Any) -> str:
+    """Return why a run's groups all wait for the last one; empty: they don't."""
+    sharding = strategy_of(trainer.args)
+    return why_not(trainer.args, trainer.learner.objective, trainer.estimator, sharding, trainer.replaces)
+
+
+def submits_later(source: Any, engine: Any) -> bool:
+    """Return whether more sequences may come when the engine's queue is empty."""
+    return bool(getattr(source, "submits_later", source is not engine))
+
+
+def note(trainer: Any) -> str:
+    """Return the run's line about `overlap` at start; empty: none."""
+    later = submits_later(trainer.sampler.source, trainer.engine)
+    return describe(trainer.args, why_no_overlap(trainer), later)
+
+
 def finished_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup], bool]) -> OwnGroups | None:
     """Return the container of finished groups to train early; None: no group is."""
     if config.overlap == "off" or why:
@@ -57,7 +74,7 @@ def describe(config: GRPOConfig, why: str, submits_later: bool = False) -> str:
     """Return a line that describes the early training, or why there is none; empty with `overlap: off`.
 
     Args:
-        submits_later: see `Sampler.submits_later`.
+        submits_later: see `submits_later`.
     """
     alone, not_between = config.world_size == 1, config.why_not_between_steps
     if submits_later:

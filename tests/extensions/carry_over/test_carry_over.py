@@ -61,7 +61,7 @@ class Observed(GRPOTrainer):
 
     @property
     def in_flight_tokens(self) -> int:
-        return sum(len(each.ids) for group in self.in_flight.groups for each in group.completions)
+        return sum(len(each.ids) for group in self.round.in_flight.groups for each in group.completions)
 
 
 def tokens(rounds: dict[int, list[Group]]) -> list[tuple[int, list[list[int]]]]:
@@ -125,7 +125,11 @@ def test_each_token_is_sampled_once_by_the_weights_that_it_names_and_a_cut_run_h
     assert tokens(trainer.rounds) == tokens({step: rounds[step] for step in range(2, STEPS)})
     again = [r for step in (4, 5) for group in trainer.rounds[step] for r in group.rollouts]
     own = sum(int((versions_of(r) >= 4).sum()) for r in again) + sum(
-        span.length for g in trainer.in_flight.groups for c in g.completions for span in c.spans if span.version >= 4
+        span.length
+        for g in trainer.round.in_flight.groups
+        for c in g.completions
+        for span in c.spans
+        if span.version >= 4
     )
     assert trainer.sampled == own, "the third and the fourth round aren't sampled again"
     assert all(torch.equal(value, last[name]) for name, value in trainer.model.state_dict().items())

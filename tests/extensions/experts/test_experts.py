@@ -25,9 +25,8 @@ from colograd import GRPOTrainer
 from colograd.batch import Prompt
 from colograd.engine.sampling import Sampling
 from colograd.engine.tensors import VLLMTensors
-from colograd.extensions.experts.engine import kernels, lora
 from colograd.engine.vllm_engine import VLLMEngine
-from colograd.extensions.experts.engine import kernels
+from colograd.extensions.experts.engine import kernels, lora
 from colograd.extensions.quantized.layers import packed_weights
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
