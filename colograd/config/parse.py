@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from .grpo import GRPOConfig
-from .knob import never_none, unknown_name, unused_lines, without_nones, without_removed
+from .knob import never_none, rules_of, unknown_name, unused_lines, without_nones, without_removed
 from .model import ModelConfig
 from .script import ScriptArguments
 
@@ -77,9 +77,10 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     parser.set_defaults(**settings)
     with _type_errors():
-        found, unknown = parser.parse_known_args(rest)
+        values, unknown = parser.parse_known_args(rest)
     _check_known(unknown)
-    return vars(found)
+    rules = {name: of_one for group in GROUPS for name, of_one in rules_of(group).items()}
+    return {name: rules[name].plain(value) if name in rules else value for name, value in vars(values).items()}
 
 
 def flags_help() -> str:

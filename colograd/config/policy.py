@@ -11,10 +11,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from .knob import knob, one_of
+from .conflicts import LIGER_LOSSES, check_conflicts
+from .knob import Rules, knob
 
-# Liger's replacements of the model's own loss, which isn't used in training.
-LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 # Modes of torch.compile without CUDA graphs, which would be recorded again for each length of a row.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
@@ -66,6 +65,7 @@ class PolicyKnobs(TrainingArguments):
         False,
         "Of a vision-language model, leave the tower that sees as it is: what projects its features and the language "
         "model are trained, and the tower is published once.",
+        extension="images",
     )
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = knob(
@@ -80,35 +80,18 @@ class PolicyKnobs(TrainingArguments):
         "A mixture of experts is trained with the experts that vLLM chose for each token, whose shares are the "
         "policy's own (R3, arXiv 2510.11370): sampler and trainer then differ no more than a dense model's. Each "
         "token takes layers times experts per token further bytes of host memory and of the journal.",
+        extension="experts",
     )
 
-    def _check_policy(self) -> None:
-        if self.fp16:
-            raise ValueError("fp16 is true, but policies train in bfloat16 or float32: set dtype instead.")
-        self._check_kernels()
-        if self.router_replay and self.torch_compile:
-            raise ValueError(
-                "router_replay and torch_compile are both true, but a compiled layer doesn't take its experts from "
-                "outside: set one of them to false."
-            )
-
-    def _check_kernels(self) -> None:
-        if self.torch_compile and self.use_liger_kernel:
-            raise ValueError(
-                "torch_compile and use_liger_kernel are both true, but each fuses the same parts of a layer: set one "
-                "of them to false."
-            )
-        if self.torch_compile_mode is not None:
-            one_of(self, "torch_compile_mode", COMPILE_MODES, " (rows have other lengths in each micro-batch)")
-        asked: dict[str, Any] = self.liger_kernel_config or {}
-        for name in LIGER_LOSSES:
-            if asked.get(name):
-                raise ValueError(
-                    f"liger_kernel_config has {name}: true, which replaces the model's own loss, but log-probabilities "
-                    "are computed from its hidden states: remove it."
-                )
-        if self.use_liger_kernel:  # at the start of training, transformers would add a loss
-            self.liger_kernel_config: Any = {**asked, **dict.fromkeys(LIGER_LOSSES, False)}
+    def _take_kernels(self) -> None:
+        """Check the mode of torch.compile, and turn Liger's losses off: at the start of training, transformers would
+        add one."""
+        Rules(one_of=COMPILE_MODES, note=" (rows have other lengths in each micro-batch)").check(
+            "torch_compile_mode", self.torch_compile_mode
+        )
+        if self.use_liger_kernel:
+            kernels: dict[str, Any] = self.liger_kernel_config or {}
+            self.liger_kernel_config: Any = dict.fromkeys(LIGER_LOSSES, False) | kernels
 
     def _set_compile_aside(self) -> dict[str, Any]:
         """Unset and return torch.compile's fields: transformers would set TF32 and compile the whole model."""
@@ -194,15 +177,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        if getattr(self, "streams_optimizer", False) and self.optim != "adamw_split":
-            raise ValueError(
-                f"offload_optimizer is 'stream', but optim is {self.optim!r}, whose state can't pass through the GPU "
-                "piece by piece: set optim: adamw_split, or offload_optimizer: sampling."
-            )
-        if getattr(self, "offloads_gradients", False) and self.optim != "adamw_split":
-            raise ValueError(
-                f"offload_gradients is true, but optim is {self.optim!r}, which takes gradients from the GPU alone: "
-                "set optim: adamw_split, or offload_gradients: false."
-            )
+        check_conflicts(self)  # the optimizer's name is known now
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"

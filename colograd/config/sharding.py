@@ -16,7 +16,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..runtime import process
-from .knob import knob, one_of
+from .knob import knob
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
 # The variable that hides the launcher's request from accelerate and transformers, which would wrap the policy
@@ -146,33 +146,6 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
-# Settings that exclude ranks sharing out a row's tokens.
-NOT_IN_SEQUENCES = ("torch_compile", "router_replay", "teacher_model_name_or_path", "offload_gradients")
-
-# Optimizers that update each element by itself, so that a slice of a parameter is updated as within the whole.
-ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
-
-
-def check_beside_sequences(settings: Any) -> None:
-    """Raise a ValueError if ranks share out a row's tokens and another setting excludes this.
-
-    Args:
-        settings: a `GRPOConfig`, or the options of `colograd plan`, which have some of its fields.
-    """
-    size = settings.sequence_parallel_size
-    if size > 1 and getattr(settings, "sharding", "none") == "fsdp":
-        raise ValueError(
-            f"sequence_parallel_size is {size} and sharding is 'fsdp', which don't go together in this version: "
-            "set sharding: gradients, or tensor+gradients for a policy that no rank has room for."
-        )
-    names = [name for name in NOT_IN_SEQUENCES if getattr(settings, name, False)]
-    if size > 1 and names:
-        raise ValueError(
-            f"sequence_parallel_size is {size} and {names[0]} is {getattr(settings, names[0])}, which isn't available "
-            f"where ranks share out a row's tokens in this version: remove {names[0]}, or sequence_parallel_size."
-        )
-
-
 @dataclass
 class ShardingKnobs(TrainingArguments):
     """Sharding."""
@@ -187,6 +160,8 @@ class ShardingKnobs(TrainingArguments):
         "by block: FSDP2); `auto`: the first of these that leaves room for the planned KV cache and micro-batch. "
         "accelerate's files for FSDP2 and DeepSpeed, and `deepspeed`, mean the way that does the same. See "
         "docs/scaling.md.",
+        one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
+        note=" in this version",
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
@@ -205,6 +180,7 @@ class ShardingKnobs(TrainingArguments):
         "free it: the GPU never holds all of them. The optimizer (`adamw_split`) takes them from there, to the same "
         "bits. Not with `optim: muon`, `sharding: fsdp` or `tensor`, or `sequence_parallel_size` above 1. Does nothing "
         "on a CPU.",
+        extension="offload",
     )
 
     sequence_parallel_size: int = knob(
@@ -215,6 +191,7 @@ class ShardingKnobs(TrainingArguments):
         "that part, for sequences that no GPU has room for. Each samples for itself as ever. With `sharding: none`, "
         "`optimizer`, `gradients` or the three of `tensor`, whose ranks of an engine have a part of the policy each. "
         "See docs/scaling.md.",
+        extension="sequence_parallel",
     )
 
     def _take_sharding(self) -> None:
@@ -239,44 +216,12 @@ class ShardingKnobs(TrainingArguments):
         self.deepspeed: Any = None  # DeepSpeed itself doesn't run
         self.sharding_note = asked[0].describe() if asked else ""
 
-    def _check_sharding(self) -> None:
-        one_of(self, "sharding", ("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"), " in this version")
-        if self.fsdp:
-            raise ValueError(
-                f"fsdp is {self.fsdp!r}, with which accelerate would wrap the policy itself: remove fsdp and "
-                "fsdp_config, and set sharding: fsdp."
-            )
-        if self.parallelism_config is not None:
-            raise ValueError(
-                "parallelism_config is set, but accelerate shards nothing here: remove it, and set sharding, "
-                "vllm_tensor_parallel_size or sequence_parallel_size."
-            )
-        if self.offload_gradients and self.sharding == "fsdp":
-            raise ValueError(
-                "offload_gradients is true and sharding is 'fsdp', whose gradients go to the host together with its "
-                "rows: set fsdp_offload_params: true in its place, or sharding: gradients."
-            )
-        if self.sharding == "none":
-            return
-        if self.optim not in ELEMENTWISE:
-            raise ValueError(
-                f"sharding is {self.sharding!r} and optim is {self.optim!r}, but a rank updates slices of parameters, "
-                f"which that optimizer can't: choose one of {', '.join(ELEMENTWISE)}, or set sharding: none."
-            )
-        checkpoints: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-        if self.sharding != "optimizer" and checkpoints.get("use_reentrant"):
-            raise ValueError(
-                f"sharding is {self.sharding!r} and gradient_checkpointing_kwargs has use_reentrant: true, but then a "
-                "gradient may come after its parameter was exchanged: remove use_reentrant (it is false by default)."
-            )
-
     def _check_sequences(self) -> None:
         """Check the settings that sharing out a row's tokens requires."""
         size = self.sequence_parallel_size
         if size == 1:
             return
-        asked: Any = self  # fields of other groups
-        parts = asked.vllm_tensor_parallel_size if self.tensor_parallel else 1
+        parts = self.vllm_tensor_parallel_size if self.tensor_parallel else 1
         per_node = process.local_world_size()
         for ranks, where in ((self.world_size, "the number of ranks"), (per_node, "the ranks of a machine")):
             if size < 1 or ranks % (size * parts):
@@ -287,7 +232,6 @@ class ShardingKnobs(TrainingArguments):
                     f"sequence_parallel_size is {size}, but it{of_parts} must divide {where}, {ranks}: choose one of "
                     f"{', '.join(able)}."
                 )
-        check_beside_sequences(self)
 
     def resolve_sharding(self, strategy: str) -> None:
         """Resolve ``auto``, once the policy and the prompts are known."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .knob import at_least, knob, one_of
+from .knob import Rules, knob
 
 
 @dataclass
@@ -33,7 +33,7 @@ class StepKnobs(TrainingArguments):
     generation_batch_size: int | None = knob(
         None, "TRL's alternative to `steps_per_generation`: completions sampled together."
     )
-    num_iterations: int = knob(1, "Times each generation's batches are trained on.")
+    num_iterations: int = knob(1, "Times each generation's batches are trained on.", at_least=1)
     max_tokens_per_microbatch: int | str | None = knob(
         "auto",
         "Tokens in one forward and backward. `auto`: on a GPU measured before the first step, on a CPU 4096. It is "
@@ -53,6 +53,9 @@ class StepKnobs(TrainingArguments):
         "(`sharding: gradients`, `fsdp`): a line at start says why. Which micro-batches a rank trains then depends on "
         "clocks, and with them the last bits of a step; the rollout log has them, so that a resumed or replayed step "
         "has the same bits. `off`: training begins when all ranks have sampled.",
+        one_of=("auto", "off"),
+        spellings={"false": "off"},  # YAML reads a bare `off` as False
+        extension="overlap",
     )
     rank_timeout: float | None = knob(
         1500.0,
@@ -62,32 +65,28 @@ class StepKnobs(TrainingArguments):
         "vLLM's start with its compilation, a call of a reward function, tool or `rollout_func`, a file of a "
         "checkpoint on a slow disk; and below `ddp_timeout` (1,800), after which exchanges give up without knowing "
         "why. `null`: never.",
+        above=0,
+        must_be="a positive number of seconds",
+        remedy="set it to null for no limit",
+    )
+    curriculum: dict[str, Any] | str | None = knob(
+        None,
+        "Draw prompts by what was learnt of them, such as `{solved_at: 1.0, revisit_after: 2}`: keys `solved_at`, "
+        "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
+        "docs/guide/curricula.md.",
+        extension="curriculum",
     )
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
     max_prompt_tokens: int | None = knob(
         None, "Longest prompt; default: the engine's context less `max_completion_length`."
     )
-    overlong_prompts: str = knob("drop", "Prompts over the limit: `drop` (counted, said once) or `error`.")
+    overlong_prompts: str = knob(
+        "drop", "Prompts over the limit: `drop` (counted, said once) or `error`.", one_of=("drop", "error")
+    )
     chat_template_path: str | None = knob(
         None, "A file with a chat template to use in place of the tokenizer's; saved with the model."
     )
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
-
-    def _check_steps(self) -> None:
-        if self.num_generations is None or self.num_generations < 2:
-            raise ValueError(
-                f"num_generations is {self.num_generations}, but a group needs at least 2 completions: an advantage "
-                "compares completions of the same prompt. Set num_generations to 2 or more (8 is common)."
-            )
-        at_least(self, 1, "num_iterations")
-        one_of(self, "overlong_prompts", ("drop", "error"))
-        if self.overlap is False:  # YAML reads a bare `off` as False
-            self.overlap = "off"
-        one_of(self, "overlap", ("auto", "off"))
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."
-            )
 
     def _resolve_budget(self, on_cpu: bool) -> None:
         """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` on a GPU until it is measured."""
@@ -102,7 +101,7 @@ class StepKnobs(TrainingArguments):
                 f"max_tokens_per_microbatch is {given!r}, but must be a number of tokens or `auto`: remove it for "
                 "`auto`."
             ) from None
-        at_least(self, 1, "max_tokens_per_microbatch")
+        Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
 
     @property
     def token_budget(self) -> int:

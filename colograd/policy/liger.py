@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config import GRPOConfig
-from ..config.policy import LIGER_LOSSES
+from ..config.conflicts import LIGER_LOSSES
 from .attention import autocast_dtype
 from .logprobs import evaluation_mode
 from .lora import unwrap

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..apps.exams.prompts import ExamPrompts
 from ..config import GRPOConfig
+from ..config.conflicts import OF_LOSS
 from ..config.objective import LOSSES
-from ..config.sampling import OF_LOSS
 from ..rewards import RewardFunction
 from ..rewards.calling import parameters_of
 

@@ -24,6 +24,7 @@ from ..data import (
 )
 from ..data.columns import check_columns, columns_of
 from ..extensions.curriculum.curriculum import CurriculumOrder, CurriculumState
+from ..extensions.curriculum.settings import read_curriculum
 from ..extensions.images.data import COLUMNS as IMAGES
 from ..extensions.images.data import ImageReader
 from ..extensions.tools.toolbox import EMPTY, Toolbox
@@ -53,13 +54,8 @@ def train_prompts_of(
     rules = _rules(policy, args, "train", context, tools)
     if dataset is None:
         dataset = _empty_prompts(args, tools)
-    curriculum = args.read_curriculum()
+    curriculum = read_curriculum(args)
     if isinstance(dataset, IterableDataset):
-        if curriculum is not None:
-            raise ValueError(
-                "curriculum chooses among all prompts, but a streamed dataset is read one after the other: load it "
-                "whole, or remove curriculum."
-            )
         return PromptStream(_wanted(dataset, policy, args, tools, "train"), rules, args)
     prompts = tokenize_prompts(_wanted(dataset, policy, args, tools, "train"), rules)
     StepOrder.of(args, len(prompts))

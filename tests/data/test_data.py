@@ -556,7 +556,7 @@ def test_a_stream_s_rows_have_their_own_keys(tokenizer: Any, first: int) -> None
     ("changes", "message"),
     [
         ({"max_steps": -1}, "max_steps is -1, but a streamed dataset has no length"),
-        ({"dynamic_sampling": True}, "dynamic_sampling draws further rows"),
+        ({"dynamic_sampling": True}, "dynamic_sampling is true and the dataset is a stream"),
         ({"size": 0}, "train_dataset has no rows"),
         ({"limit": 1}, "all are over the limit of 1 tokens"),
         ({"size": 1}, "ended after 1 prompts, but one generation takes 2"),

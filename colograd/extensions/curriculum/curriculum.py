@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ...config import GRPOConfig
-from ...config.curriculum import LEVELS, Curriculum
 from ...data.columns import listed
 from ...data.order import StepOrder, seed_of
+from .settings import LEVELS, Curriculum
 
 HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
 

@@ -1,3 +1,3 @@
 """Mixtures of experts: routing, the load-balancing loss, replayed routing."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS"}

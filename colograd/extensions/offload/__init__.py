@@ -1,3 +1,3 @@
 """Optimizer state, gradients or activations in host memory."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS"}

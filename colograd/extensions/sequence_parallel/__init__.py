@@ -1,3 +1,3 @@
 """Rows whose tokens are divided among ranks."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS"}

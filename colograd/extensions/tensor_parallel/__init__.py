@@ -1,3 +1,3 @@
 """Layers that are divided among the ranks of an engine, for training as for sampling."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS"}

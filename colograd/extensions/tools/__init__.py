@@ -1,3 +1,3 @@
 """Python functions and environments that completions call."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {}
+HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS"}

@@ -173,7 +173,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
         tiny.config(tmp_path, offload_gradients=True, sharding="fsdp")
     monkeypatch.setattr(GRPOConfig, "offloads_gradients", property(lambda self: self.offload_gradients))
     config = tiny.config(tmp_path, offload_gradients=True, optim="adamw_torch")
-    with pytest.raises(ValueError, match=r"offload_gradients is true, but optim is 'adamw_torch'.*adamw_split"):
+    with pytest.raises(ValueError, match=r"offload_gradients is true and optim is 'adamw_torch'.*adamw_split"):
         config.resolve_precision(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The choice of a run's prompts by their earlier pass rates."""
+"""The settings of a curriculum: the parsed `GRPOConfig.curriculum`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
-from .knob import knob
-from .steps import StepKnobs
+from ...config import GRPOConfig
 
 LEVELS = ("new", "hard", "medium", "easy")  # levels by the last pass rate, if no column names the pools
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
@@ -119,29 +118,12 @@ class Curriculum:
             raise ValueError("curriculum: difficulty names a column and difficulty_until its limit: set both or none.")
 
 
-@dataclass
-class CurriculumKnobs(StepKnobs):
-    """Curriculum."""
-
-    curriculum: dict[str, Any] | str | None = knob(
-        None,
-        "Draw prompts by what was learnt of them, such as `{solved_at: 1.0, revisit_after: 2}`: keys `solved_at`, "
-        "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
-        "docs/guide/curricula.md.",
-    )
-
-    def read_curriculum(self) -> Curriculum | None:
-        """Parse the curriculum; None: each prompt once per epoch."""
-        given = json.loads(self.curriculum) if isinstance(self.curriculum, str) else self.curriculum
-        return None if given is None else Curriculum.of(given)
-
-    def _check_curriculum(self, dynamic_sampling: bool) -> None:
-        if self.curriculum is None:
-            return
-        if not isinstance(self.curriculum, str | dict):
-            raise ValueError(f"curriculum is {self.curriculum!r}, but must be a mapping: {EXAMPLE}.")
-        self.read_curriculum()
-        if dynamic_sampling:
-            raise ValueError(
-                "curriculum and dynamic_sampling both choose further prompts, by different rules: remove one of them."
-            )
+def read_curriculum(config: GRPOConfig) -> Curriculum | None:
+    """Parse the curriculum; None: each prompt once per epoch."""
+    text = config.curriculum
+    settings = json.loads(text) if isinstance(text, str) else text
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise ValueError(f"curriculum is {text!r}, but must be a mapping: {EXAMPLE}.")
+    return Curriculum.of(settings)

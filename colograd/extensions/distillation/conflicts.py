@@ -1,0 +1,31 @@
+"""Settings that exclude a teacher, or need one."""
+
+from __future__ import annotations
+
+from ...config.conflicts import SET, UNSET, Conflict, When, equal, other_than
+
+TEACHER = "teacher_model_name_or_path"
+SEVERAL = When("of several teachers", lambda models: isinstance(models, dict))
+
+CONFLICTS = (
+    *(
+        Conflict(
+            name, SET, TEACHER, UNSET, "there is no teacher", f"set teacher_model_name_or_path, or remove {name}"
+        )
+        for name in ("teacher_model_revision", "teacher_model_init_kwargs", "offload_teacher")
+    ),
+    Conflict(
+        "distillation_weight", When("0 or below", lambda weight: not weight > 0), TEACHER, SET,
+        "it must be positive", "raise it, or remove teacher_model_name_or_path",
+    ),
+    Conflict(
+        TEACHER, SEVERAL, "distillation_kl", other_than("sampled"),
+        "that is computed with one teacher's logits", "set distillation_kl: sampled, or choose one teacher",
+    ),
+    Conflict(
+        TEACHER, SEVERAL, "sharding", equal("fsdp"),
+        "several teachers can't be cut, as a rank may have no prompt of one that others ask",
+        "set offload_teacher: true, or sharding: gradients",
+        lambda settings: settings.cuts_weights and not settings.offload_teacher,
+    ),
+)  # fmt: skip
