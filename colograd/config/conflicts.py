@@ -40,7 +40,7 @@ ANY = When("", lambda value: value is not None)
 
 def equal(*values: Any) -> When:
     """Make the condition that a value is one of ``values``."""
-    return When(" or ".join(f"`{_plain(value)}`" for value in values), lambda value: value in values)
+    return When(", ".join(f"`{_plain(value)}`" for value in values), lambda value: value in values)
 
 
 def other_than(*values: Any) -> When:
@@ -72,8 +72,10 @@ class Conflict:
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
         """Return the error if the row applies."""
         try:
-            value = _look_up(self.field, settings, facts)
-            other = _look_up(self.other, settings, facts) if self.other else None
+            value, other = (
+                facts[name] if name in facts else value_of(settings, name) if name else None
+                for name in (self.field, self.other)
+            )
             if not self.when.holds(value) or (self.other and not self.other_when.holds(other)):
                 return None
             if self.also is not None and not self.also(settings):
@@ -113,9 +115,8 @@ def tables() -> dict[str, tuple[Conflict, ...]]:
     return {"": CONFLICTS} | {name: tuple(row for rows in offer for row in rows) for name, offer in offers.items()}
 
 
-def _look_up(name: str, settings: Any, facts: Mapping[str, Any]) -> Any:
-    if name in facts:
-        return facts[name]
+def value_of(settings: Any, name: str) -> Any:
+    """Return a setting, or an entry of a mapping (``generation_kwargs.min_tokens``); None if that isn't there."""
     mapping, _, key = name.partition(".")
     value = getattr(settings, mapping)
     return value if not key else value.get(key) if isinstance(value, Mapping) else None

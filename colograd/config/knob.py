@@ -80,7 +80,7 @@ BARE_FLAG = {"nargs": "?", "const": True}  # for a bool that may be None: the fl
 
 
 @functools.cache
-def rules_of(group: type) -> dict[str, Rules]:
+def rules_of(group: Any) -> dict[str, Rules]:
     """Return the rules of the group's knobs, by name."""
     meanings = {each.name: each.metadata.get("help") for each in dataclasses.fields(group)}
     return {name: text.rules for name, text in meanings.items() if isinstance(text, Help)}

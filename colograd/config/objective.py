@@ -10,6 +10,7 @@ from typing import Any
 
 from ..runtime import registry
 from ..runtime.importing import is_import_path
+from .conflicts import DRAFTS, value_of
 from .knob import knob
 from .sampling import TRUNCATING, SamplingKnobs, shaping
 
@@ -146,8 +147,11 @@ class ObjectiveKnobs(SamplingKnobs):
         """Name the settings that change the sampler's distribution, and return whether the change is recorded."""
         changes = shaping(vars(self))
         truncates = "top_k" in changes and {*changes} <= {*TRUNCATING}
-        recorded = truncates and not self.checks_drafts and "kept_tokens" in registry.installed()
+        recorded = truncates and not self._drafts() and "kept_tokens" in registry.installed()
         return ", ".join(f"{name} {value!r}" for name, value in changes.items()), recorded
+
+    def _drafts(self) -> bool:
+        return value_of(self, DRAFTS) is not None
 
     def _unrecorded_shape(self) -> str:
         """Describe a change of the sampler's distribution that its correction can't undo."""
@@ -165,8 +169,8 @@ class ObjectiveKnobs(SamplingKnobs):
                 "loss is of the distribution over them"
             ]
         self.vllm_importance_sampling_correction = False
-        reason = ", as drafts don't tell which tokens are left" if self.checks_drafts else ""
-        if not self.checks_drafts and {*shaping(vars(self))} <= {*TRUNCATING}:
+        reason = ", as drafts don't tell which tokens are left" if self._drafts() else ""
+        if not self._drafts() and {*shaping(vars(self))} <= {*TRUNCATING}:
             reason = " (with a top_k, of 1024 say, which bounds what is recorded, it can stay)"
         return [
             f"config: {names} changes the distribution that the sampler draws from, which would bias its correction: "

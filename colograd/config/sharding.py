@@ -178,8 +178,7 @@ class ShardingKnobs(TrainingArguments):
         False,
         "On a GPU, add each gradient to float32 sums in page-locked host memory as soon as a backward has made it, and "
         "free it: the GPU never holds all of them. The optimizer (`adamw_split`) takes them from there, to the same "
-        "bits. Not with `optim: muon`, `sharding: fsdp` or `tensor`, or `sequence_parallel_size` above 1. Does nothing "
-        "on a CPU.",
+        "bits. Does nothing on a CPU.",
         extension="offload",
     )
 

@@ -639,11 +639,11 @@ def test_settings_of_torchs_loader_are_said_to_have_no_effect() -> None:
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile is 1.5, but must be a share"),
         (
             {"top_entropy_quantile": 0.5, "loss_type": "gmpo"},
-            "loss_type is 'gmpo', but gmpo has one ratio per completion",
+            "is 'gmpo', but gmpo has one ratio per completion",
         ),
         (
             {"entropy_coef_min": 2.0},
-            "entropy_coef_min is 2.0 and entropy_coef_max is 1.0, but the lower bound must be at most",
+            "entropy_coef_min is 2.0 and entropy_coef_max is 1.0, but",
         ),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0, but must be positive"),
         ({"vespo_lambda_pos": -1.0}, "vespo_lambda_pos is -1.0, but must be at least 0"),

@@ -302,7 +302,7 @@ def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
         ({"router_replay": True}, "router_replay is true, but router_replay needs"),
         (
             {"vllm_importance_sampling_correction": False},
-            "vllm_importance_sampling_correction is false, but that leaves",
+            "correction is false, but that leaves",
         ),
         ({"repetition_penalty": 1.1}, "changed by repetition_penalty 1.1, .* uncorrected"),
         ({"generation_kwargs": {"stop": ["."]}}, r"generation_kwargs is {'stop'.*, but a completion in parts"),
