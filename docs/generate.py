@@ -312,7 +312,7 @@ def knobs(of_name: dict[str, type], names: Sequence[str]) -> str:
 def extension_of(group: type, name: str) -> str:
     """Return the extension that a knob belongs to; empty: the core."""
     rules = rules_of(group).get(name)
-    return rules.extension if rules else ""
+    return rules.extension if rules and isinstance(rules.extension, str) else ""
 
 
 def summary(extension: str) -> str:

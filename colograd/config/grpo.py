@@ -146,11 +146,13 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         for name, value in compiled.items():
             setattr(self, name, value)
         self.logging_nan_inf_filter = False  # a NaN loss must be visible
-        given: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
-        if checkpoints is None and {"every_n_layers", "offload"} & set(given):
+        kwargs: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
+        if checkpoints is None and {"every_n_layers", "offload"} & set(kwargs):
             checkpoints = True
-        self._set_checkpointing(checkpoints, {"use_reentrant": False, **given})
+        self._set_checkpointing(checkpoints, {"use_reentrant": False, **kwargs})
         check_values(self)
+        if self.offloads_activations:
+            registry.require("offload", "gradient_checkpointing: offload")
         self._resolve_budget(self.on_cpu)
         self._take_kernels()
         self.notes.extend(self._drop_what_is_done_anyway())
@@ -242,8 +244,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
             if attrgetter(name)(self):
                 yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
         if self.carry_over is not None:
-            takes, held = self.groups_per_round, self.groups_in_flight
-            yield f"carry_over: an engine has {held} groups in flight; a round takes {takes} ({takes / held:.0%})"
+            takes, holds = self.groups_per_round, self.groups_in_flight
+            yield f"carry_over: an engine has {holds} groups in flight; a round takes {takes} ({takes / holds:.0%})"
             mode = self.vllm_importance_sampling_mode
             if mode.startswith("sequence"):
                 yield (

@@ -28,11 +28,16 @@ class Rules:
     one_of: tuple[str, ...] = ()
     note: str = ""  # words behind "isn't supported"
     spellings: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case -> value
-    extension: str = ""  # the extension that any value but the default needs
+    # The extension that any value but the default needs, or those that some values need.
+    extension: str | Mapping[str, str] = ""
 
     def plain(self, value: Any) -> Any:
         """Return the value that another spelling means."""
         return self.spellings.get(str(value).lower(), value) if self.spellings else value
+
+    def needs(self, value: Any) -> str:
+        """Return the extension that a value other than the default needs; empty: none."""
+        return self.extension if isinstance(self.extension, str) else self.extension.get(str(value), "")
 
     def check(self, name: str, value: Any) -> None:
         """Raise a ValueError if the value breaks a rule."""
@@ -96,8 +101,8 @@ def check_values(group: Any) -> None:
         if plain is not value:
             setattr(group, each.name, plain)
             value = plain
-        if rules.extension and value not in (each.default, None, []):
-            registry.require(rules.extension, f"{each.name}: {shown(value)}")
+        if (extension := rules.needs(value)) and value not in (each.default, None, []):
+            registry.require(extension, f"{each.name}: {shown(value)}")
         rules.check(each.name, value)
 
 
@@ -183,9 +188,9 @@ def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> t
     Returns:
         The other settings, and a line for each dropped one.
     """
-    dropped = [name for name, value in settings.items() if value is None and name in defaults]
-    lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in dropped]
-    return {name: value for name, value in settings.items() if name not in dropped}, lines
+    unset = [name for name, value in settings.items() if value is None and name in defaults]
+    lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
+    return {name: value for name, value in settings.items() if name not in unset}, lines
 
 
 def never_none(cls: type) -> dict[str, Any]:
@@ -223,8 +228,8 @@ def names_checked(cls: type[T]) -> type[T]:
         for name in kwargs:
             if name not in known:
                 raise ValueError(unknown_name(name, known))
-        kwargs, dropped = without_nones(kwargs, defaults)
-        self.notes += dropped
+        kwargs, lines = without_nones(kwargs, defaults)
+        self.notes += lines
         plain_init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

@@ -60,8 +60,8 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
         flags, unknown = parser.parse_known_args(rest)
     _check_known(unknown)
     variables = _read_yaml(recipe).get("env") if recipe else None
-    given = settings | vars(flags) | ({"env": variables} if variables else {})
-    plain: dict[str, Any] = json.loads(json.dumps(given, default=lambda value: str(getattr(value, "value", value))))
+    values = settings | vars(flags) | ({"env": variables} if variables else {})
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=lambda value: str(getattr(value, "value", value))))
     return plain
 
 
@@ -133,10 +133,10 @@ def _take_config(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     try:
-        found, rest = parser.parse_known_args(argv)
+        options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         raise ValueError("--config needs the path of a YAML file.") from None
-    return found.config, rest
+    return options.config, rest
 
 
 def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:

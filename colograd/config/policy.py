@@ -37,19 +37,19 @@ def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
     return by_dtype if optim == "auto" else optim
 
 
-def checkpointing_way(given: Any) -> bool | str | None:
+def checkpointing_way(value: Any) -> bool | str | None:
     """Convert `gradient_checkpointing` to `true`, `false`, `offload` or None; a command line has strings.
 
     Raises:
         ValueError: it has another value.
     """
-    if given is None or str(given).lower() == "offload":
-        return given if given is None else "offload"
+    if value is None or str(value).lower() == "offload":
+        return value if value is None else "offload"
     try:
-        return bool(string_to_bool(given))
+        return bool(string_to_bool(value))
     except ArgumentTypeError:
         raise ValueError(
-            f"gradient_checkpointing is {given!r}, but must be true, false or offload: unset, the plan chooses."
+            f"gradient_checkpointing is {value!r}, but must be true, false or offload: unset, the plan chooses."
         ) from None
 
 
@@ -95,17 +95,17 @@ class PolicyKnobs(TrainingArguments):
 
     def _set_compile_aside(self) -> dict[str, Any]:
         """Unset and return torch.compile's fields: transformers would set TF32 and compile the whole model."""
-        given = {name: getattr(self, name) for name in COMPILE_FIELDS}
+        fields = {name: getattr(self, name) for name in COMPILE_FIELDS}
         for name in COMPILE_FIELDS:
             setattr(self, name, False if name == "torch_compile" else None)
-        return given | {"torch_compile": any(given.values())}  # a backend or a mode implies it, as in transformers
+        return fields | {"torch_compile": any(fields.values())}  # a backend or a mode implies it, as in transformers
 
     @property
     def policy_dtype(self) -> str:
         """`bfloat16`, `float32` or `auto`: the user's setting, or `default_dtype`."""
         kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
-        given = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
-        return default_dtype(self.optim) if given is None else str(given).removeprefix("torch.")
+        dtype = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
+        return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
         """Return the dtype argument for `from_pretrained`.
@@ -113,20 +113,20 @@ class PolicyKnobs(TrainingArguments):
         Raises:
             ValueError: there is no such dtype.
         """
-        found = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
-        if not isinstance(found, str | torch.dtype):
+        dtype = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
+        if not isinstance(dtype, str | torch.dtype):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
-        return found
+        return dtype
 
     def _take_checkpointing(self) -> None:
         """Make ``gradient_checkpointing`` a bool or None; `offload` becomes an entry of its keyword arguments, as in
         transformers."""
-        way, given = (self._given_checkpointing(end) for end in ("", "_kwargs"))
+        way, kwargs = (self._given_checkpointing(end) for end in ("", "_kwargs"))
         way = checkpointing_way(way)
         if way == "offload":
-            given = json.loads(given) if isinstance(given, str) else given
-            given = {**(given or {}), "offload": True}
-        self._set_checkpointing(way == "offload" or way, given)
+            kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+            kwargs = {**(kwargs or {}), "offload": True}
+        self._set_checkpointing(way == "offload" or way, kwargs)
 
     def _given_checkpointing(self, end: str) -> Any:
         """Return the setting by either name."""
@@ -158,16 +158,16 @@ class PolicyKnobs(TrainingArguments):
 
     def resolve_checkpointing(self, every: int) -> None:
         """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
-        given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-        self._set_checkpointing(every > 0, {**given, "every_n_layers": every} if every > 1 else given)
+        kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+        self._set_checkpointing(every > 0, {**kwargs, "every_n_layers": every} if every > 1 else kwargs)
 
     def resolve_offload(self, streams: bool, gradients: bool, activations: bool) -> None:
         """Resolve `offload_optimizer: auto` once the plan is known."""
         self.offload_optimizer: str = "stream" if streams else "none"
         self.offload_gradients: bool = getattr(self, "offload_gradients", False) or gradients
         if activations:
-            given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-            self._set_checkpointing(True, {**given, "offload": True, "every_n_layers": 1})
+            kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+            self._set_checkpointing(True, {**kwargs, "offload": True, "every_n_layers": 1})
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
         """Resolve ``optim`` and ``bf16``, after the policy is loaded and its dtype known."""

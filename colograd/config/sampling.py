@@ -66,13 +66,13 @@ class SamplingKnobs:
         Raises:
             ValueError: a parameter of transformers has another value.
         """
-        given = self.generation_kwargs
-        if not isinstance(given, dict):
+        kwargs = self.generation_kwargs
+        if not isinstance(kwargs, dict):
             return []
         length, temperature = self.max_completion_length, self.temperature
         anyway = ANYWAY | {"max_new_tokens": (length,), "max_tokens": (length,), "temperature": (temperature,)}
-        dropped = [name for name, value in given.items() if value is None or value in anyway.get(name, ())]
-        self.generation_kwargs = {name: value for name, value in given.items() if name not in dropped} or None
+        needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
+        self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
             if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names are checked later
                 raise ValueError(
@@ -80,17 +80,17 @@ class SamplingKnobs:
                     f"{anyway[name][0]!r}: remove it. (Lengths are max_completion_length; greedy evaluation is "
                     "temperature_eval: 0.)"
                 )
-        return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in dropped]
+        return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that change the distribution from the model's at the temperature."""
     own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
-    given = {name: settings.get(name) for name in own}
+    values = {name: settings.get(name) for name in own}
     more = settings.get("generation_kwargs")
-    given |= {name: more[name] for name in SHAPING if name in more} if isinstance(more, dict) else {}
-    neutral: dict[str, tuple[Any, ...]] = {name: (*NEUTRAL.get(name, (0, [], {})), None) for name in given}
-    return {name: value for name, value in given.items() if value not in neutral[name]}
+    values |= {name: more[name] for name in SHAPING if name in more} if isinstance(more, dict) else {}
+    neutral: dict[str, tuple[Any, ...]] = {name: (*NEUTRAL.get(name, (0, [], {})), None) for name in values}
+    return {name: value for name, value in values.items() if value not in neutral[name]}
 
 
 @dataclass

@@ -56,18 +56,18 @@ def take_launcher() -> None:
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
             "recipes/accelerate_configs/ddp.yaml` or `torchrun`, and set sharding."
         )
-    asked = [read() for variable, read in ((FSDP, _fsdp), (DEEPSPEED, _deepspeed)) if _is_on(variable)]
-    if len(asked) > 1:
+    requests = [read() for variable, read in ((FSDP, _fsdp), (DEEPSPEED, _deepspeed)) if _is_on(variable)]
+    if len(requests) > 1:
         raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one of them.")
-    for found in asked:
-        os.environ[KEPT] = json.dumps(asdict(found))
+    for request in requests:
+        os.environ[KEPT] = json.dumps(asdict(request))
         os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
 
 
 def launched() -> Launched | None:
     """Return the launcher's request, if there is one."""
-    kept = os.environ.get(KEPT)
-    return Launched(**json.loads(kept)) if kept else None
+    text = os.environ.get(KEPT)
+    return Launched(**json.loads(text)) if text else None
 
 
 def _is_on(variable: str) -> bool:
@@ -82,10 +82,10 @@ def _fsdp() -> Launched:
             "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
         )
 
-    def asked(variable: str) -> bool | None:
+    def flag(variable: str) -> bool | None:
         return _is_on(variable) if os.environ.get(variable) else None
 
-    return Launched("fsdp", "FSDP2", asked("FSDP_RESHARD_AFTER_FORWARD"), asked("FSDP_OFFLOAD_PARAMS"))
+    return Launched("fsdp", "FSDP2", flag("FSDP_RESHARD_AFTER_FORWARD"), flag("FSDP_OFFLOAD_PARAMS"))
 
 
 def _deepspeed() -> Launched:
@@ -99,13 +99,13 @@ def _deepspeed() -> Launched:
     return from_deepspeed({"zero_optimization": zero})
 
 
-def from_deepspeed(given: str | dict[str, Any]) -> Launched:
+def from_deepspeed(source: str | dict[str, Any]) -> Launched:
     """Convert a DeepSpeed configuration, a file or a mapping.
 
     Raises:
         ValueError: it can't be read, or has settings that belong to other keys or aren't supported.
     """
-    config, origin = (given, "deepspeed") if isinstance(given, dict) else (_read(given), given)
+    config, origin = (source, "deepspeed") if isinstance(source, dict) else (_read(source), source)
     for section, key in OWN_KEYS.items():
         if config.get(section):
             raise ValueError(
@@ -138,12 +138,12 @@ def from_deepspeed(given: str | dict[str, Any]) -> Launched:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"The DeepSpeed configuration {path!r} can't be read ({error}): give a JSON file.") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"The DeepSpeed configuration {path!r} is no mapping: give one with zero_optimization.")
-    return found
+    return config
 
 
 @dataclass
@@ -162,6 +162,7 @@ class ShardingKnobs(TrainingArguments):
         "docs/scaling.md.",
         one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
         note=" in this version",
+        extension=dict.fromkeys(TENSOR, "tensor_parallel"),
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
@@ -200,20 +201,20 @@ class ShardingKnobs(TrainingArguments):
             ValueError: the request contradicts ``sharding``, or the other request.
         """
         take_launcher()
-        given = (launched(), from_deepspeed(self.deepspeed) if self.deepspeed else None)
-        asked = [found for found in given if found is not None and found.sharding != "none"]
-        for found in asked:
-            if self.sharding not in ("none", "auto", found.sharding):
+        sources = (launched(), from_deepspeed(self.deepspeed) if self.deepspeed else None)
+        requests = [request for request in sources if request is not None and request.sharding != "none"]
+        for request in requests:
+            if self.sharding not in ("none", "auto", request.sharding):
                 raise ValueError(
-                    f"sharding is {self.sharding!r}, but {found.name}, which the launcher or deepspeed asks for, is "
-                    f"{found.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml asks for nothing)."
+                    f"sharding is {self.sharding!r}, but {request.name}, which the launcher or deepspeed asks for, is "
+                    f"{request.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml asks for nothing)."
                 )
-            self.sharding = found.sharding
+            self.sharding = request.sharding
             for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
-                if (value := getattr(found, name.removeprefix("fsdp_"))) is not None:
+                if (value := getattr(request, name.removeprefix("fsdp_"))) is not None:
                     setattr(self, name, value)
         self.deepspeed: Any = None  # DeepSpeed itself doesn't run
-        self.sharding_note = asked[0].describe() if asked else ""
+        self.sharding_note = requests[0].describe() if requests else ""
 
     def _check_sequences(self) -> None:
         """Check the settings that sharing out a row's tokens requires."""

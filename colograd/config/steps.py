@@ -90,15 +90,15 @@ class StepKnobs(TrainingArguments):
 
     def _resolve_budget(self, on_cpu: bool) -> None:
         """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` on a GPU until it is measured."""
-        given = self.max_tokens_per_microbatch
-        if given is None or given == "auto":
+        budget = self.max_tokens_per_microbatch
+        if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
             return
         try:
-            self.max_tokens_per_microbatch = int(given)
+            self.max_tokens_per_microbatch = int(budget)
         except ValueError:
             raise ValueError(
-                f"max_tokens_per_microbatch is {given!r}, but must be a number of tokens or `auto`: remove it for "
+                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove it for "
                 "`auto`."
             ) from None
         Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
@@ -154,13 +154,13 @@ class StepKnobs(TrainingArguments):
         """Refuse factors of TRL's product that the user set, unless their product is the ``completions`` of
         ``prompts_per_step``."""
         factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        given = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
-        if given and per_rank * ranks != completions:
+        factors_set = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
+        if factors_set and per_rank * ranks != completions:
             raise ValueError(
                 f"prompts_per_step is {self.prompts_per_step}, which is {completions} completions per step, but "
                 "per_device_train_batch_size * gradient_accumulation_steps * ranks = "
                 f"{self.per_device_train_batch_size} * {self.gradient_accumulation_steps} * {ranks} = "
-                f"{per_rank * ranks}: remove prompts_per_step or {' and '.join(given)}."
+                f"{per_rank * ranks}: remove prompts_per_step or {' and '.join(factors_set)}."
             )
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
@@ -172,18 +172,18 @@ class StepKnobs(TrainingArguments):
             completions: of one optimizer step over all ranks.
         """
         if self.generation_batch_size is None:
-            name, given, whole = "steps_per_generation", self.steps_per_generation, accumulation
+            name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
         else:
             if self.steps_per_generation is not None:
                 raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
-            name, given, whole = "generation_batch_size", self.generation_batch_size, completions
+            name, count, whole = "generation_batch_size", self.generation_batch_size, completions
             rule, reason = f"the completions of one optimizer step over all ranks ({whole})", ""
-        if given is None:
+        if count is None:
             return 1
-        if given >= 1 and given % whole == 0:
-            return given // whole
-        if given >= 1 and whole % given == 0 and self.num_iterations == 1:
+        if count >= 1 and count % whole == 0:
+            return count // whole
+        if count >= 1 and whole % count == 0 and self.num_iterations == 1:
             return 1
         divisor = ", or a divisor" if self.num_iterations == 1 else ""
-        raise ValueError(f"{name} is {given}, but must be a multiple of {rule}{divisor}{reason}.")
+        raise ValueError(f"{name} is {count}, but must be a multiple of {rule}{divisor}{reason}.")
