@@ -94,7 +94,7 @@ def rules_of(group: Any) -> dict[str, Rules]:
 def check_values(group: Any) -> None:
     """Replace other spellings of values, and raise a ValueError for the first value that breaks a rule."""
     for each in dataclasses.fields(group):
-        if (rules := rules_of(type(group)).get(each.name)) is None:
+        if (rules := rules_of(group.__class__).get(each.name)) is None:
             continue
         value = getattr(group, each.name)
         plain = rules.plain(value)

@@ -37,7 +37,9 @@ class Schedule:
                 f"{name} is {value!r}, but must be a number, or numbers by optimizer step: {{0: 1.0, 200: 0.2}}."
             ) from None
         if any(step < 0 or math.isnan(number) for step, number in points):
-            raise ValueError(f"{name} is {value!r}, but its steps must be at least 0, and its values numbers.")
+            raise ValueError(
+                f"{name} is {value!r}, but its steps must be at least 0 and its values numbers: correct them."
+            )
         return cls(tuple(points))
 
     def at(self, step: int) -> float:
@@ -77,12 +79,14 @@ class Curriculum:
         """
         known = [field.name for field in fields(cls)]
         if unknown := [key for key in given if key not in known]:
-            raise ValueError(f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: {EXAMPLE}.")
+            raise ValueError(
+                f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: write it as {EXAMPLE}."
+            )
         found: dict[str, Any] = dict(given)
         for name in ("pass_threshold", "solved_at", "revisit_after"):
             value = found.get(name, 0.0)
             if not (_is_number(value) or (value is None and name == "solved_at")):
-                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number.")
+                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number: give one.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
                 raise ValueError(
@@ -103,12 +107,14 @@ class Curriculum:
                 "completion of the last draw solved, null skips nothing."
             )
         if self.revisit_after < 0:
-            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but epochs are at least 0.")
+            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but epochs are at least 0: raise it.")
         if self.column is not None and self.shares is None:
             raise ValueError(f"curriculum: column is {self.column!r}, but nothing shares out its values: set shares.")
         if self.shares is not None:
             if any(not 0 <= value < math.inf for share in self.shares.values() for _, value in share.points):
-                raise ValueError("curriculum: a share is negative or infinite, but shares are numbers from 0 on.")
+                raise ValueError(
+                    "curriculum: a share is negative or infinite, but shares are numbers from 0 on: correct it."
+                )
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
                 raise ValueError(
                     f"curriculum: shares has the pool {other[0]!r}, but without a column the pools are "
@@ -125,5 +131,5 @@ def read_curriculum(config: GRPOConfig) -> Curriculum | None:
     if settings is None:
         return None
     if not isinstance(settings, dict):
-        raise ValueError(f"curriculum is {text!r}, but must be a mapping: {EXAMPLE}.")
+        raise ValueError(f"curriculum is {text!r}, but must be a mapping: write it as {EXAMPLE}.")
     return Curriculum.of(settings)
