@@ -22,6 +22,8 @@ LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 # Metrics that need the policy's forward.
 OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
+# transformers' names of attention kernels. The trainer's packed attention replaces them.
+KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 DRAFTS = "vllm_engine_kwargs.speculative_config"
 
 
@@ -139,6 +141,10 @@ def _plain(value: Any) -> str:
 
 
 CONFLICTS = (
+    Conflict(
+        "attn_implementation", When("unknown", lambda name: name is not None and not name.startswith(KNOWN_ATTENTION)),
+        "", ANY, "it is unknown", "remove it (training runs the packed attention)",
+    ),
     Conflict("fp16", SET, "", ANY, "policies train in bfloat16 or float32", "set dtype instead"),
     Conflict(
         "auto_find_batch_size", SET, "", ANY,

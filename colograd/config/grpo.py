@@ -159,7 +159,6 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._resolve_evaluation()
         self._check_weights()
         self._check_loss()
-        self._check_teachers()
         self._check_ranks()
         self._check_sequences()
         for check in registry.hooks("check_settings"):  # of an extension's own fields: (config) -> None
@@ -243,15 +242,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         ):
             if attrgetter(name)(self):
                 yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
-        if self.carry_over is not None:
-            takes, holds = self.groups_per_round, self.groups_in_flight
-            yield f"carry_over: an engine has {holds} groups in flight; a round takes {takes} ({takes / holds:.0%})"
-            mode = self.vllm_importance_sampling_mode
-            if mode.startswith("sequence"):
-                yield (
-                    f"carry_over: vllm_importance_sampling_mode {mode} multiplies the ratios of all old tokens of a "
-                    "completion, so that long ones hardly count: token_truncate weighs each apart."
-                )
+        for advise in registry.hooks("advice"):  # of an extension's fields: (config) -> lines
+            yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
                 f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by "

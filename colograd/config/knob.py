@@ -81,6 +81,12 @@ def knob(default: Any, meaning: str, **words: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# Declarations of knobs of an extension.
+agents = functools.partial(knob, extension="agents")
+distillation = functools.partial(knob, extension="distillation")
+quantized = functools.partial(knob, extension="quantized")
+tools = functools.partial(knob, extension="tools")
+
 BARE_FLAG = {"nargs": "?", "const": True}  # for a bool that may be None: the flag alone means true
 
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .conflicts import check_conflicts
-from .knob import check_values, knob, names_checked
+from .knob import check_values, knob, names_checked, quantized
 
 DTYPES = ("auto", "bfloat16", "float32")
-# transformers' names of attention kernels. The trainer's packed attention replaces them.
-KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 
 
 @names_checked
@@ -60,28 +58,23 @@ class ModelConfig:
     lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.", one_of=("CAUSAL_LM",))
     use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
     use_dora: bool = knob(False, "Weight-decomposed LoRA (the engine then gets merged copies).")
-    load_in_8bit: bool = knob(
-        False, "Quantise the base to 8 bits (bitsandbytes) below the adapter; see docs/lora.md.", extension="quantized"
+    load_in_8bit: bool = quantized(
+        False, "Quantise the base to 8 bits (bitsandbytes) below the adapter; see docs/lora.md."
     )
-    load_in_4bit: bool = knob(
-        False, "Quantise the base to 4 bits (bitsandbytes) below the adapter; see docs/lora.md.", extension="quantized"
+    load_in_4bit: bool = quantized(
+        False, "Quantise the base to 4 bits (bitsandbytes) below the adapter; see docs/lora.md."
     )
-    bnb_4bit_quant_type: str = knob(
-        "nf4", "The sixteen values of `load_in_4bit`: `nf4` or `fp4`.", one_of=("nf4", "fp4"), extension="quantized"
+    bnb_4bit_quant_type: str = quantized(
+        "nf4", "The sixteen values of `load_in_4bit`: `nf4` or `fp4`.", one_of=("nf4", "fp4")
     )
-    use_bnb_nested_quant: bool = knob(False, "With `load_in_4bit`, quantise the scales too.", extension="quantized")
-    bnb_4bit_quant_storage: str | None = knob(
-        None, "With `load_in_4bit`, the dtype whose elements hold the bits; default: `uint8`.", extension="quantized"
+    use_bnb_nested_quant: bool = quantized(False, "With `load_in_4bit`, quantise the scales too.")
+    bnb_4bit_quant_storage: str | None = quantized(
+        None, "With `load_in_4bit`, the dtype whose elements hold the bits; default: `uint8`."
     )
 
     def __post_init__(self) -> None:
         check_values(self)
         check_conflicts(self)
-        attention = self.attn_implementation
-        if attention is not None and not attention.startswith(KNOWN_ATTENTION):
-            raise ValueError(
-                f"attn_implementation {attention!r} is unknown: remove it (training runs the packed attention)."
-            )
 
     def peft_config(self) -> Any:
         """Return the `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, as in TRL; None without ``use_peft``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import knob
+from .knob import agents, knob, tools
 
 SECONDS: dict[str, Any] = {
     "above": 0, "must_be": "a positive number of seconds", "remedy": "leave it out for no limit",
@@ -42,67 +42,53 @@ class RewardKnobs:
         "generation (`all`), for functions that compare across prompts.",
         one_of=("group", "all"),
     )
-    tool_workers: int = knob(
+    tool_workers: int = tools(
         0,
         "Processes per rank that run tools. 0: each runs in a thread of the trainer's process. An environment's "
         "methods always do, and `async` tools on an event loop.",
         at_least=0,
-        extension="tools",
     )
-    tool_timeout: float | None = knob(
+    tool_timeout: float | None = tools(
         None,
         "Seconds that one call of a tool may take. The answer to a late one is an error, which the model sees; its "
         "worker is replaced, its thread left to itself.",
         **SECONDS,
-        extension="tools",
     )
-    max_tool_calling_iterations: int | None = knob(
-        None,
-        "Rounds of tool calls in one completion; default: as many as its tokens allow.",
-        at_least=1,
-        extension="tools",
+    max_tool_calling_iterations: int | None = tools(
+        None, "Rounds of tool calls in one completion; default: as many as its tokens allow.", at_least=1
     )
-    main_thread_tools: list[str] | None = knob(
+    main_thread_tools: list[str] | None = tools(
         None,
         "Names of tools, and of environment classes or factories, that only work in the main thread (a `signal.alarm`, "
         "a connection opened there): they run there, between two steps of the engine.",
-        extension="tools",
     )
 
-    agent_timeout: float | None = knob(
+    agent_timeout: float | None = agents(
         1800.0,
         "Seconds that one session of an agent may take. A command is killed then; a function's thread is left.",
         **SECONDS,
-        extension="agents",
     )
-    agent_sessions: int | None = knob(
+    agent_sessions: int | None = agents(
         None,
         "Sessions of an agent that run at once on a rank; default: as many as the engine decodes at once.",
         at_least=1,
-        extension="agents",
     )
-    agent_requests: int = knob(256, "Requests that one session of an agent may make.", at_least=1, extension="agents")
-    agent_parallel: int = knob(
-        64, "Completions that one session of an agent may have open at once.", at_least=1, extension="agents"
-    )
-    agent_sampling: str = knob(
+    agent_requests: int = agents(256, "Requests that one session of an agent may make.", at_least=1)
+    agent_parallel: int = agents(64, "Completions that one session of an agent may have open at once.", at_least=1)
+    agent_sampling: str = agents(
         "refuse",
         "What becomes of an agent's requests with another temperature, top_p or the like, whose tokens would bias the "
         "update: HTTP 400 (`refuse`), or an answer that isn't trained on (`untrained`).",
         one_of=("refuse", "untrained"),
-        extension="agents",
     )
-    agent_on_error: str = knob(
+    agent_on_error: str = agents(
         "raise",
         "A session that raises, dies or is late ends the run (`raise`), or its group isn't trained on (`abstain`).",
         one_of=("raise", "abstain"),
-        extension="agents",
     )
-    agent_tool_parser: str | None = knob(
-        None,
-        "vLLM's parser of tool calls for an agent; default: by the chat template; empty: none.",
-        extension="agents",
+    agent_tool_parser: str | None = agents(
+        None, "vLLM's parser of tool calls for an agent; default: by the chat template; empty: none."
     )
-    agent_reasoning_parser: str | None = knob(
-        None, "vLLM's parser of reasoning for an agent; default: by the chat template; empty: none.", extension="agents"
+    agent_reasoning_parser: str | None = agents(
+        None, "vLLM's parser of reasoning for an agent; default: by the chat template; empty: none."
     )

@@ -66,8 +66,8 @@ class PromptStream(torch.utils.data.IterableDataset):
         found = list(itertools.islice(self._pass(0, counts=False), count))
         if not found:
             raise ValueError(
-                f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens: add prompts, or raise "
-                "max_prompt_tokens."
+                f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens: add prompts, or "
+                "raise max_prompt_tokens."
             )
         return _prompts(found, 0)
 

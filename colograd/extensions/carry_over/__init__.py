@@ -1,3 +1,3 @@
 """Rounds that end with their first groups; the others go on in the next round (`carry_over`)."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS"}
+HOOKS: dict[str, str | tuple[str, ...]] = {"advice": "conflicts:advice", "conflicts": "conflicts:CONFLICTS"}

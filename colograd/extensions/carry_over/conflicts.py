@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
 
 # Sampling parameters that a completion can keep when it goes on as a request of its own. Others (`stop`, `min_tokens`)
@@ -47,3 +49,17 @@ CONFLICTS = (
         "further rows are drawn at random, which a stream hasn't", "load it whole, or leave carry_over out",
     ),
 )  # fmt: skip
+
+
+def advice(config: GRPOConfig) -> Iterator[str]:
+    """Yield the lines of a start with `carry_over`."""
+    if config.carry_over is None:
+        return
+    takes, holds = config.groups_per_round, config.groups_in_flight
+    yield f"carry_over: an engine has {holds} groups in flight; a round takes {takes} ({takes / holds:.0%})"
+    mode = config.vllm_importance_sampling_mode
+    if mode.startswith("sequence"):
+        yield (
+            f"carry_over: vllm_importance_sampling_mode {mode} multiplies the ratios of all old tokens of a "
+            "completion, so that long ones hardly count: token_truncate weighs each apart."
+        )

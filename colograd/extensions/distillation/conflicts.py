@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from ...config.conflicts import SET, UNSET, Conflict, When, equal, other_than
+from typing import Any
+
+from ...config.conflicts import ANY, SET, UNSET, Conflict, When, equal, other_than
 
 TEACHER = "teacher_model_name_or_path"
 SEVERAL = When("of several teachers", lambda models: isinstance(models, dict))
 
+
+def _is_no_mapping(models: Any) -> bool:
+    """Return whether a mapping of teachers is empty, or has other things than names and models."""
+    if not isinstance(models, dict):
+        return False
+    return not models or not all(word and isinstance(word, str) for pair in models.items() for word in pair)
+
+
 CONFLICTS = (
+    Conflict(
+        TEACHER, When("an empty mapping, or one of other things than texts", _is_no_mapping), "", ANY,
+        "must map a teacher's name to a model", "write {math: Qwen/Qwen3-8B, code: ./my_coder}, say",
+    ),
     *(
         Conflict(
             name, SET, TEACHER, UNSET, "there is no teacher", f"set teacher_model_name_or_path, or remove {name}"
