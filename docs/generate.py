@@ -134,7 +134,7 @@ GROUPS = (
     (ScriptArguments, "The script: `ScriptArguments`", "In Python give the dataset and rewards."),
 )
 
-# What a first recipe sets or reads.
+# Settings of a first recipe.
 FIRST = (
     "model_name_or_path", "use_peft", "dataset_name", "dataset_train_split", "dataset_test_split",
     "dataset_prompt_column", "system_prompt", "reward_funcs", "reward_weights", "num_generations", "prompts_per_step",
@@ -144,8 +144,8 @@ FIRST = (
     "log_completions", "report",
 )  # fmt: skip
 START = (
-    "What a first recipe sets or reads, with `output_dir`, `max_steps` and `save_steps` of transformers. The sections "
-    "behind it have the rest of the core, then one for each extension, which a run without its settings never imports."
+    "A first recipe sets or reads these, and `output_dir`, `max_steps` and `save_steps` of transformers. The other "
+    "settings of the core follow, then a section for each extension."
 )
 CONFLICTS = (
     "A start with one of these pairs ends with one error, which names both settings with their values, the reason and "
@@ -269,7 +269,7 @@ here. *Refused*: an error at start, with the reason given here."""
 
 
 def configuration() -> str:
-    """Write docs/configuration.md: a newcomer's knobs, then the core's by topic, then those of each extension, and the
+    """Write docs/configuration.md: a newcomer's knobs, then the core's by topic, then each extension's, and the
     settings that exclude each other."""
     of_name = {name: group for group, _, _ in GROUPS for name in own_names(group)}
     parts = [NOTICE, CONFIGURATION, "## The first thirty", START, knobs(of_name, FIRST)]

@@ -1,7 +1,7 @@
 """Settings that exclude each other: the rows of the core, and the check of all rows.
 
 An extension has its own rows (`conflicts.py` in its folder, at the registry's seam "conflicts"). docs/configuration.md
-lists all of them.
+lists all rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Conflict:
     """A row of the table. Its error: FIELD is VALUE and OTHER is VALUE, but REASON: REMEDY.
 
     A name may be any attribute of the settings, an entry of a mapping (``generation_kwargs.min_tokens``), or a fact
-    that the check is given. A row of which a name is absent doesn't apply.
+    that the check is given. A row doesn't apply if one of its names is absent.
     """
 
     field: str

@@ -17,7 +17,7 @@ from ..runtime import registry
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one knob's value. None passes all of them."""
+    """The rules of one knob's value. None passes every rule."""
 
     at_least: float | None = None
     above: float | None = None
@@ -28,7 +28,7 @@ class Rules:
     one_of: tuple[str, ...] = ()
     note: str = ""  # words behind "isn't supported"
     spellings: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case -> value
-    # The extension that any value but the default needs, or those that some values need.
+    # The extension that any value but the default needs, or value -> its extension.
     extension: str | Mapping[str, str] = ""
 
     def plain(self, value: Any) -> Any:

@@ -177,6 +177,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self)  # the optimizer's name is known now
+        check_conflicts(self, about="optim")  # its name is known now
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"

@@ -49,7 +49,7 @@ def take_launcher() -> None:
         )
     requests = [read() for variable, read in ((FSDP, _fsdp), (DEEPSPEED, _deepspeed)) if _is_on(variable)]
     if len(requests) > 1:
-        raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one of them.")
+        raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
     for request in requests:
         os.environ[KEPT] = json.dumps(asdict(request))
         os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
