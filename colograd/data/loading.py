@@ -99,7 +99,8 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
         raise ValueError(
-            f"{where} is {entry!r}, but must be a mapping: give it `path` and any of {', '.join(MIXTURE_KEYS[1:])}."
+            f"{where} is {entry!r}, but must be a mapping with `path` and any of {', '.join(MIXTURE_KEYS[1:])}: write "
+            "one."
         )
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}

@@ -45,7 +45,7 @@ def check_best_metric(
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"metric_for_best_model is {best!r}, but no evaluation of this run has a metric of that name (they have "
-        f"{', '.join(names)}): name one of these. The nearest is {near!r}."
+        f"{', '.join(names)}): name one of these; the nearest is {near!r}."
     )
 
 
@@ -73,7 +73,7 @@ def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) ->
     near = difflib.get_close_matches(name, list(metrics), n=1, cutoff=0.0)
     raise ValueError(
         f"metric_for_best_model is {args.metric_for_best_model!r}, but the evaluation has no metric of that name (it "
-        f"has {', '.join(metrics)}): name one of these. The nearest is {(near or ['none'])[0]!r}."
+        f"has {', '.join(metrics)}): name one of these; the nearest is {(near or ['none'])[0]!r}."
     )
 
 

@@ -241,6 +241,6 @@ def _numbers(dataset: Any, column: str) -> np.ndarray:
 def _column(dataset: Any, column: str | None) -> list[Any]:
     if column not in dataset.column_names:
         raise ValueError(
-            f"curriculum: the dataset has no column {column!r}; name one of {listed(dataset.column_names)}."
+            f"curriculum: the dataset has no column {column!r}; it has {listed(dataset.column_names)}: name one."
         )
     return list(dataset[column])
