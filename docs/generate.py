@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import json
@@ -24,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
-from colograd.config.knob import REFUSED, RENAMED, UNUSED
+from colograd.config.conflicts import When, tables
+from colograd.config.knob import REFUSED, RENAMED, UNUSED, rules_of
+from colograd.extensions import EXTENSIONS
 from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
 from colograd.training.trl_names import ABSENT, DIFFERENT, HOOKS
 
@@ -107,8 +110,8 @@ exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gra
 same kind of master: torch's own step on the joined float32 matrix, bit for bit, with momentum 0.95 and its size matched
 to AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so that `learning_rate` is one for all. Embedding,
 head, norms, biases and stacked experts have `adamw_split`. A matrix has 6 bytes of state per element, where AdamW has
-10. It needs whole matrices: any `sharding` but `none` is an error (several ranks of whole policies work), and so are
-adapters, `offload_gradients` and `offload_optimizer: stream`.
+10. It needs whole matrices: several ranks of whole policies work, and adapters are an error
+([more](#settings-that-exclude-each-other)).
 
 ## Memory
 
@@ -125,16 +128,27 @@ model that fits needs neither."""
 
 GROUPS = (
     (GRPOConfig, "The run: `GRPOConfig`", "Its own fields, and those whose default differs from transformers'."),
-    (
-        ModelConfig,
-        "The model: `ModelConfig`",
-        "Keys of a recipe and flags; in Python give `model` and `model_init_kwargs`.",
-    ),
-    (
-        ScriptArguments,
-        "The script: `ScriptArguments`",
-        "Keys of a recipe and flags; in Python give the dataset and rewards.",
-    ),
+    (ModelConfig, "The model: `ModelConfig`", "In Python give `model` and `model_init_kwargs`."),
+    (ScriptArguments, "The script: `ScriptArguments`", "In Python give the dataset and rewards."),
+)
+
+# Settings of a first recipe.
+FIRST = (
+    "model_name_or_path", "use_peft", "dataset_name", "dataset_train_split", "dataset_test_split",
+    "dataset_prompt_column", "system_prompt", "reward_funcs", "reward_weights", "num_generations", "prompts_per_step",
+    "max_completion_length", "max_prompt_tokens", "overlong_prompts", "temperature", "learning_rate", "loss_type",
+    "beta", "epsilon", "scale_rewards", "dynamic_sampling", "gradient_checkpointing", "sharding",
+    "vllm_max_model_length", "vllm_engine_kwargs", "num_generations_eval", "temperature_eval", "logging_steps",
+    "log_completions", "report",
+)  # fmt: skip
+START = (
+    "A first recipe sets or reads these, and `output_dir`, `max_steps` and `save_steps` of transformers. The other "
+    "settings of the core follow, then a section for each extension."
+)
+CONFLICTS = (
+    "A start with one of these pairs ends with one error, which names both settings with their values, the reason and "
+    "the remedy. Rows with one setting refuse its value. Pairs that depend on the model or on the number of ranks have "
+    "errors of their own."
 )
 
 INHERITED = "Defaults that differ from TrainingArguments (as in TRL, except `optim`)"  # GRPOConfig's own section
@@ -253,19 +267,63 @@ here. *Refused*: an error at start, with the reason given here."""
 
 
 def configuration() -> str:
-    """Write docs/configuration.md: one table per group of knobs."""
-    parts = [NOTICE, CONFIGURATION]
+    """Write docs/configuration.md: a newcomer's knobs, then the core's by topic, then each extension's, and the
+    settings that exclude each other."""
+    of_name = {name: group for group, _, _ in GROUPS for name in own_names(group)}
+    parts = [NOTICE, CONFIGURATION, "## The first thirty", START, knobs(of_name, FIRST)]
     for group, title, note in GROUPS:
         parts += [f"## {title}", note]
         for section, names in sections(group).items():
-            if section:
-                parts.append(f"### {section}")
-            rows = [
-                (f"`{name}`", code(annotation(group, name)), code(default(group, name)), help_of(group, name))
-                for name in names
+            core = [name for name in names if name not in FIRST and not extension_of(group, name)]
+            parts += [f"### {section}"] if section and core else []
+            parts += [knobs(of_name, core)] if core else []
+    parts.append("## Extensions")
+    for extension in EXTENSIONS:
+        names = [name for name, group in of_name.items() if extension_of(group, name) == extension]
+        parts += [f"### Extension {code(extension)}", summary(extension)]
+        parts += [knobs(of_name, names)] if names else []
+    parts += ["## Settings that exclude each other", CONFLICTS]
+    for extension, rows in tables().items():
+        if rows:
+            parts.append(f"### With the extension {code(extension)}" if extension else "### In the core")
+            cells = [
+                (clause(row.field, row.when), clause(row.other, row.other_when), row.reason, row.remedy) for row in rows
             ]
-            parts.append(table(("Name", "Type", "Default", "Meaning"), rows))
+            parts.append(table(("Setting", "Not with", "Reason", "Remedy"), cells))
     return "\n\n".join(parts) + "\n"
+
+
+def knobs(of_name: dict[str, type], names: Sequence[str]) -> str:
+    """Make the table of some knobs."""
+    rows = [
+        (
+            code(name),
+            code(annotation(of_name[name], name)),
+            code(default(of_name[name], name)),
+            help_of(of_name[name], name),
+        )
+        for name in names
+    ]
+    return table(("Name", "Type", "Default", "Meaning"), rows)
+
+
+def extension_of(group: type, name: str) -> str:
+    """Return the extension that a knob belongs to; empty: the core."""
+    rules = rules_of(group).get(name)
+    return rules.extension if rules and isinstance(rules.extension, str) else ""
+
+
+def summary(extension: str) -> str:
+    """Return the first paragraph of an extension's docstring."""
+    text = inspect.getdoc(importlib.import_module(f"colograd.extensions.{extension}")) or ""
+    return text.partition("\n\n")[0].replace("\n", " ")
+
+
+def clause(name: str, when: When) -> str:
+    """Format one side of a row: a setting, and which of its values."""
+    if " " in name or not name:  # a fact
+        return f"{name} {when.words.strip('`')}".strip()
+    return f"{code(name)}{': ' if when.words.startswith('`') else ' '}{when.words}".strip()
 
 
 def moving() -> str:

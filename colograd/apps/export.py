@@ -86,7 +86,9 @@ def source_of(checkpoint: Path, folder: Path) -> Path:
 
     source = Path(model_folder(str(checkpoint)) or checkpoint)
     if not (source / "trainer_state.json").is_file():
-        raise ValueError(f"{checkpoint} is neither a checkpoint nor a run's folder with one in it.")
+        raise ValueError(
+            f"{checkpoint} is neither a checkpoint nor a run's folder with one in it: give one of the two."
+        )
     if folder.exists():
         raise ValueError(f"{folder} is there already: name a folder that isn't.")
     check(source)

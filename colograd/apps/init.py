@@ -145,7 +145,7 @@ def _model(name: str) -> str:
 def _one_of(flag: str, names: Sequence[str], name: str) -> str:
     """Return ``name``, which must be one of ``names`` unless these are unknown."""
     if names and name not in names:
-        raise ValueError(f"{flag} is {name!r}, but must be one of {', '.join(map(repr, names))}.")
+        raise ValueError(f"{flag} is {name!r}, but must be one of {', '.join(map(repr, names))}: name one.")
     return name
 
 
@@ -200,7 +200,9 @@ def first_rows(name: str) -> list[dict[str, Any]]:
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".parquet"):
         if path.is_file():
-            raise ValueError(f"{path} ends in {suffix!r}, but must be a .jsonl, .json, .csv or .parquet file.")
+            raise ValueError(
+                f"{path} ends in {suffix!r}, but must be a .jsonl, .json, .csv or .parquet file: convert it."
+            )
         return []
     if not path.is_file():
         raise ValueError(f"there is no file {path}: give a file that is there, or a Hub id.")
@@ -217,9 +219,9 @@ def first_rows(name: str) -> list[dict[str, Any]]:
                 else:
                     found = _json_rows(file.read())
     except (ValueError, StopIteration, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read as {suffix[1:]} ({error}).") from error
+        raise ValueError(f"{path} can't be read as {suffix[1:]} ({error}): mend the file.") from error
     if not found or not all(isinstance(row, dict) for row in found):
-        raise ValueError(f"{path} has no rows, but needs one object with the same keys per row.")
+        raise ValueError(f"{path} has no rows, but needs one object with the same keys per row: add rows.")
     return list(found)
 
 

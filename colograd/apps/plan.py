@@ -73,7 +73,6 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     option, which depends on the model or the data."""
     import torch
 
-    from ..config.engine import offload_way
     from ..config.parse import planned_settings
     from ..config.policy import default_dtype, resolve_optimizer
 
@@ -103,7 +102,6 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     options = settings | {
         "dtype": dtype,
         "optim": resolve_optimizer(settings["optim"], getattr(torch, dtype, None)),
-        "offload_optimizer": offload_way(settings["offload_optimizer"]),
         "lora_r": settings["lora_r"] if settings["use_peft"] else 0,
         "bits": 4 if settings["load_in_4bit"] else 8 if settings["load_in_8bit"] else None,
         "vllm_max_model_length": settings["vllm_max_model_length"] or prompt + completion or None,
@@ -192,7 +190,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from ..config.sharding import TENSOR, check_beside_sequences
+    from ..config.conflicts import check_conflicts
+    from ..config.sharding import TENSOR
 
     counts = {
         "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
@@ -220,7 +219,7 @@ def _check(options: argparse.Namespace) -> None:
             f"--sequence-parallel is {options.sequence_parallel_size}, but it times --tensor-parallel ({parts}) must "
             f"divide --gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose others."
         )
-    check_beside_sequences(options)
+    check_conflicts(options, about="sequence_parallel_size")
     if options.bits and not options.lora_r:
         raise ValueError(
             f"--bits is {options.bits}, but only an adapter is trained on a quantised base: give --lora-rank (16, say)."

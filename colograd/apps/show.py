@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
         )
     if options.step not in (None, *steps):
-        raise ValueError(f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
+        raise ValueError(
+            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: name one of these."
+        )
     if options.step is not None:
         steps = [options.step]
     elif options.grep is None and options.group is None:
@@ -41,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found += [(row, dict(zip(names, row.rewards, strict=True))) for row in rows if _fits(row, options)]
     which = f"step{'s' * (len(steps) > 1)} {_ranges(steps)}"
     if not found:
-        raise ValueError(f"none of the {total} completions of {which} fits; the groups are {_ranges(sorted(groups))}.")
+        raise ValueError(
+            f"none of the {total} completions of {which} fits: choose another step, text or group (there are "
+            f"{_ranges(sorted(groups))})."
+        )
     names = list(dict.fromkeys(name for _, rewards in found for name in rewards))
     rows = [replace(row, rewards=tuple(rewards.get(name, math.nan) for name in names)) for row, rewards in found]
     if options.worst or options.best:  # an evaluation's rows have no advantage: their summed rewards replace it

@@ -158,7 +158,7 @@ def check(folder: str | Path) -> bool:
         if files is not None:
             manifest.check(Path(folder), files)
     except Damaged as error:
-        raise ValueError(f"{folder} is damaged: {error}.") from None
+        raise ValueError(f"{folder} is damaged: {error}. Use another checkpoint, or a copy.") from None
     return files is not None
 
 

@@ -13,12 +13,12 @@ import torch
 from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
-from ..runtime import gpus, process
+from ..runtime import gpus, process, registry
 from .carry_over import CarryOverKnobs
-from .curriculum import CurriculumKnobs
+from .conflicts import check_conflicts
 from .distillation import DistillationKnobs
 from .engine import EngineKnobs
-from .knob import BARE_FLAG, knob, names_checked, unused_lines
+from .knob import BARE_FLAG, check_values, knob, names_checked, unused_lines
 from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from .outputs import JournalKnobs, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, PolicyKnobs
@@ -44,7 +44,6 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     EngineKnobs,
     EvaluationKnobs,
     CarryOverKnobs,
-    CurriculumKnobs,
     ShardingKnobs,
     PolicyKnobs,
 ):
@@ -148,31 +147,27 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         for name, value in compiled.items():
             setattr(self, name, value)
         self.logging_nan_inf_filter = False  # a NaN loss must be visible
-        given: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
-        if checkpoints is None and {"every_n_layers", "offload"} & set(given):
+        kwargs: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
+        if checkpoints is None and {"every_n_layers", "offload"} & set(kwargs):
             checkpoints = True
-        self._set_checkpointing(checkpoints, {"use_reentrant": False, **given})
+        self._set_checkpointing(checkpoints, {"use_reentrant": False, **kwargs})
+        check_values(self)
+        if self.offloads_activations:
+            registry.require("offload", "gradient_checkpointing: offload")
         self._resolve_budget(self.on_cpu)
-        self._check_policy()
-        self._check_sharding()
-        self._check_steps()
-        self._check_sampling()
+        self._take_kernels()
         self.notes.extend(self._drop_what_is_done_anyway())
-        self._check_evaluation()
-        self._check_engine()
+        self._resolve_evaluation()
+        self._check_weights()
+        self._check_loss()
+        self._check_ranks()
         self._check_sequences()
-        self._check_rewards()
-        self._check_curriculum(self.dynamic_sampling)
-        self._check_rank_timeout()
-        self._resolve_advantages()
-        self._resolve_objective()
+        for check in registry.hooks("check_settings"):  # of an extension's own fields: (config) -> None
+            check(self)
+        self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        check_conflicts(self, {"the sampler's distribution": self._unrecorded_shape()})
         self.notes.extend(self._drop_biased_correction())
-        self._check_carry_over()
-        self._check_reference()
-        self._check_distillation()
-        self._check_logs()
         self._resolve_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
-        self._check_saving()
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
@@ -196,22 +191,6 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     def on_cpu(self) -> bool:
         """Whether the policy trains on the CPU."""
         return bool(self.device.type == "cpu")
-
-    def _check_rank_timeout(self) -> None:
-        limit = self.rank_timeout
-        if limit is None:
-            return
-        if not limit > 0:
-            raise ValueError(
-                f"rank_timeout is {limit}, but must be a positive number of seconds: set it to null for no limit."
-            )
-        for name in ("reward_timeout", "tool_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and seconds >= limit:
-                raise ValueError(
-                    f"{name} is {seconds:g} and rank_timeout is {limit:g}, but a rank may wait for one call as long as "
-                    f"{name}, and would be ended for it: set rank_timeout above {seconds:g}, or lower {name}."
-                )
 
     def check_for_trainer(self) -> None:
         """Check the rules that apply to a trainer, but not to a configuration alone.
@@ -264,15 +243,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         ):
             if attrgetter(name)(self):
                 yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
-        if self.carry_over is not None:
-            takes, held = self.groups_per_round, self.groups_in_flight
-            yield f"carry_over: an engine has {held} groups in flight; a round takes {takes} ({takes / held:.0%})"
-            mode = self.vllm_importance_sampling_mode
-            if mode.startswith("sequence"):
-                yield (
-                    f"carry_over: vllm_importance_sampling_mode {mode} multiplies the ratios of all old tokens of a "
-                    "completion, so that long ones hardly count: token_truncate weighs each apart."
-                )
+        for advise in registry.hooks("advice"):  # of an extension's fields: (config) -> lines
+            yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
                 f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by "

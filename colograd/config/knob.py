@@ -1,4 +1,4 @@
-"""Declaration of a knob, the most common rules of its value, and errors for unknown names."""
+"""Declaration of a knob with the rules of its value, the check of these rules, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -6,39 +6,115 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
+from ..runtime import registry
 
-def knob(default: Any, meaning: str, **argument: Any) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of one knob's value. None passes every rule."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    must_be: str = ""  # words for these bounds
+    remedy: str = "raise it"  # for a value out of bounds
+    one_of: tuple[str, ...] = ()
+    note: str = ""  # words behind "isn't supported"
+    spellings: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case -> value
+    # The extension that any value but the default needs, or value -> its extension.
+    extension: str | Mapping[str, str] = ""
+
+    def plain(self, value: Any) -> Any:
+        """Return the value that another spelling means."""
+        return self.spellings.get(str(value).lower(), value) if self.spellings else value
+
+    def needs(self, value: Any) -> str:
+        """Return the extension that a value other than the default needs; empty: none."""
+        return self.extension if isinstance(self.extension, str) else self.extension.get(str(value), "")
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ValueError if the value breaks a rule."""
+        if value is None:
+            return
+        if self.one_of and value not in self.one_of:
+            raise ValueError(f"{name} {value!r} isn't supported{self.note}: choose one of {', '.join(self.one_of)}.")
+        bounds = (
+            (self.at_least, operator.ge),
+            (self.above, operator.gt),
+            (self.at_most, operator.le),
+            (self.below, operator.lt),
+        )
+        limits = [(bound, holds) for bound, holds in bounds if bound is not None]
+        if limits and not (isinstance(value, Real) and all(holds(value, bound) for bound, holds in limits)):
+            must_be = self.must_be or f"at least {self.at_least:g}"
+            raise ValueError(f"{name} is {value!r}, but must be {must_be}: {self.remedy}.")
+
+
+class Help(str):
+    """A knob's help that carries the rules of its value.
+
+    They can't be entries of the field's metadata, because transformers' and TRL's parsers pass each entry to argparse.
+    """
+
+    rules: Rules
+
+
+def knob(default: Any, meaning: str, **words: Any) -> Any:
     """Declare a dataclass field; ``meaning`` is its help on the command line and in docs/configuration.md.
 
     Args:
-        argument: further keywords of argparse's `add_argument`; transformers' and TRL's parsers pass them on.
+        words: fields of `Rules`, and keywords of argparse's `add_argument`, which transformers' and TRL's parsers pass
+            on.
     """
-    metadata = {"help": meaning, **argument}
+    text = Help(meaning)
+    text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
+    metadata = {"help": text, **words}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+# Declarations of knobs of an extension.
+agents = functools.partial(knob, extension="agents")
+distillation = functools.partial(knob, extension="distillation")
+quantized = functools.partial(knob, extension="quantized")
+tools = functools.partial(knob, extension="tools")
+
 BARE_FLAG = {"nargs": "?", "const": True}  # for a bool that may be None: the flag alone means true
 
 
-def one_of(group: object, name: str, allowed: tuple[str, ...], note: str = "") -> None:
-    """Raise ValueError if the value of ``name`` isn't ``allowed``."""
-    value = getattr(group, name)
-    if value not in allowed:
-        raise ValueError(f"{name} {value!r} isn't supported{note}: choose one of {', '.join(allowed)}.")
+@functools.cache
+def rules_of(group: Any) -> dict[str, Rules]:
+    """Return the rules of the group's knobs, by name."""
+    meanings = {each.name: each.metadata.get("help") for each in dataclasses.fields(group)}
+    return {name: text.rules for name, text in meanings.items() if isinstance(text, Help)}
 
 
-def at_least(group: object, least: float, *names: str) -> None:
-    """Raise ValueError if one of ``names`` is below ``least``; None passes."""
-    for name in names:
-        value = getattr(group, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
+def check_values(group: Any) -> None:
+    """Replace other spellings of values, and raise a ValueError for the first value that breaks a rule."""
+    for each in dataclasses.fields(group):
+        if (rules := rules_of(group.__class__).get(each.name)) is None:
+            continue
+        value = getattr(group, each.name)
+        plain = rules.plain(value)
+        if plain is not value:
+            setattr(group, each.name, plain)
+            value = plain
+        if (extension := rules.needs(value)) and value not in (each.default, None, []):
+            registry.require(extension, f"{each.name}: {shown(value)}")
+        rules.check(each.name, value)
+
+
+def shown(value: Any) -> str:
+    """Format a value for an error: bools as YAML writes them."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 # Reason and remedy of each refused name: TRL's fields with a value other than TRL's default, and names from TRL's
@@ -118,9 +194,9 @@ def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> t
     Returns:
         The other settings, and a line for each dropped one.
     """
-    dropped = [name for name, value in settings.items() if value is None and name in defaults]
-    lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in dropped]
-    return {name: value for name, value in settings.items() if name not in dropped}, lines
+    unset = [name for name, value in settings.items() if value is None and name in defaults]
+    lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
+    return {name: value for name, value in settings.items() if name not in unset}, lines
 
 
 def never_none(cls: type) -> dict[str, Any]:
@@ -132,11 +208,11 @@ def never_none(cls: type) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         annotations |= inspect.get_annotations(base)
     return {
-        field.name: field.default
-        for field in dataclasses.fields(cls)
-        if field.default not in (None, dataclasses.MISSING, "")  # the parser passes None for an empty text
-        and field.name not in NONE_IS_OFF
-        and not any(word in str(annotations[field.name]) for word in ("None", "Optional", "Any"))
+        each.name: each.default
+        for each in dataclasses.fields(cls)
+        if each.default not in (None, dataclasses.MISSING, "")  # the parser passes None for an empty text
+        and each.name not in NONE_IS_OFF
+        and not any(word in str(annotations[each.name]) for word in ("None", "Optional", "Any"))
     }
 
 
@@ -158,8 +234,8 @@ def names_checked(cls: type[T]) -> type[T]:
         for name in kwargs:
             if name not in known:
                 raise ValueError(unknown_name(name, known))
-        kwargs, dropped = without_nones(kwargs, defaults)
-        self.notes += dropped
+        kwargs, lines = without_nones(kwargs, defaults)
+        self.notes += lines
         plain_init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

@@ -6,12 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import knob, names_checked
+from .conflicts import check_conflicts
+from .knob import check_values, knob, names_checked, quantized
 
 DTYPES = ("auto", "bfloat16", "float32")
-QUANT_TYPES = ("nf4", "fp4")
-# transformers' names of attention kernels. The trainer's packed attention replaces them.
-KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 
 
 @names_checked
@@ -25,6 +23,8 @@ class ModelConfig:
         None,
         "Precision of the policy: `bfloat16` (an exact float32 master is kept by the optimizer), `float32`, or `auto` "
         "(the checkpoint's own). Default: bfloat16, or float32 where `optim` names another optimizer.",
+        one_of=DTYPES,
+        spellings={f"torch.{dtype}": dtype for dtype in DTYPES},
     )
     attn_implementation: str | None = knob(
         None, "Accepted for compatibility: training always runs Colograd's packed attention, and a line says so."
@@ -32,9 +32,16 @@ class ModelConfig:
     use_peft: bool = knob(
         False, "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/guide/lora.md."
     )
-    lora_r: int = knob(16, "Rank of the adapter's matrices.")
+    lora_r: int = knob(16, "Rank of the adapter's matrices.", at_least=1, remedy="raise it (16 is usual)")
     lora_alpha: int = knob(32, "The adapter is scaled by `lora_alpha / lora_r`.")
-    lora_dropout: float = knob(0.05, "Dropout before the adapter in training (vLLM samples without).")
+    lora_dropout: float = knob(
+        0.05,
+        "Dropout before the adapter in training (vLLM samples without).",
+        at_least=0,
+        below=1,
+        must_be="in [0, 1)",
+        remedy="0 turns it off",
+    )
     lora_target_modules: list[str] | None = knob(
         None,
         "Names of the layers to adapt, or `all-linear`, or one regular expression that whole names match, as in TRL; "
@@ -48,40 +55,22 @@ class ModelConfig:
     lora_modules_to_save: list[str] | None = knob(
         None, "Modules trained whole beside the adapter (the engine then gets merged copies)."
     )
-    lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.")
+    lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.", one_of=("CAUSAL_LM",))
     use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
     use_dora: bool = knob(False, "Weight-decomposed LoRA (the engine then gets merged copies).")
-    load_in_8bit: bool = knob(False, "Quantise the base below the adapter to 8 bits (docs/guide/lora.md).")
-    load_in_4bit: bool = knob(False, "Quantise the base below the adapter to 4 bits (docs/guide/lora.md).")
-    bnb_4bit_quant_type: str = knob("nf4", "The sixteen values of `load_in_4bit`: `nf4` or `fp4`.")
-    use_bnb_nested_quant: bool = knob(False, "With `load_in_4bit`, quantise the scales too.")
-    bnb_4bit_quant_storage: str | None = knob(
+    load_in_8bit: bool = quantized(False, "Quantise the base below the adapter to 8 bits (docs/guide/lora.md).")
+    load_in_4bit: bool = quantized(False, "Quantise the base below the adapter to 4 bits (docs/guide/lora.md).")
+    bnb_4bit_quant_type: str = quantized(
+        "nf4", "The sixteen values of `load_in_4bit`: `nf4` or `fp4`.", one_of=("nf4", "fp4")
+    )
+    use_bnb_nested_quant: bool = quantized(False, "With `load_in_4bit`, quantise the scales too.")
+    bnb_4bit_quant_storage: str | None = quantized(
         None, "With `load_in_4bit`, the dtype whose elements hold the bits; default: `uint8`."
     )
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype.removeprefix("torch.") not in DTYPES:
-            raise ValueError(
-                f"dtype {self.dtype!r} isn't supported: choose one of {', '.join(DTYPES)}, or leave it out."
-            )
-        if self.load_in_8bit and self.load_in_4bit:
-            raise ValueError("load_in_8bit and load_in_4bit are both true, but a base has one precision: remove one.")
-        if self.bnb_4bit_quant_type not in QUANT_TYPES:
-            raise ValueError(
-                f"bnb_4bit_quant_type is {self.bnb_4bit_quant_type!r}, but must be one of {', '.join(QUANT_TYPES)}: "
-                "nf4 is usual."
-            )
-        attention = self.attn_implementation
-        if attention is not None and not attention.startswith(KNOWN_ATTENTION):
-            raise ValueError(
-                f"attn_implementation {attention!r} is unknown: remove it (training runs the packed attention)."
-            )
-        if self.lora_r < 1:
-            raise ValueError(f"lora_r is {self.lora_r}, but a rank is at least 1: raise it (16 is usual).")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout is {self.lora_dropout}, but must be in [0, 1): 0 turns it off.")
-        if self.lora_task_type != "CAUSAL_LM":
-            raise ValueError(f"lora_task_type is {self.lora_task_type!r}, but policies are CAUSAL_LM: remove it.")
+        check_values(self)
+        check_conflicts(self)
 
     def peft_config(self) -> Any:
         """Return the `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, as in TRL; None without ``use_peft``."""
@@ -107,8 +96,8 @@ class ModelConfig:
 
     def init_kwargs(self) -> dict[str, Any]:
         """Return the settings that belong to `GRPOConfig.model_init_kwargs`."""
-        given = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
-        return {key: value for key, value in given.items() if value is not None}
+        settings = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
+        return {key: value for key, value in settings.items() if value is not None}
 
     def _quantization(self) -> dict[str, Any] | None:
         """Return `quantization_config` as in a checkpoint's config.json."""

@@ -8,8 +8,10 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime import registry
 from ..runtime.importing import is_import_path
-from .knob import at_least, knob, one_of
+from .conflicts import DRAFTS, value_of
+from .knob import knob
 from .sampling import TRUNCATING, SamplingKnobs, shaping
 
 
@@ -23,7 +25,9 @@ class AdvantageKnobs:
         "are of all that was sampled.",
     )
     dynamic_sampling_max_rounds: int = knob(
-        10, "How often further prompts are drawn at most; then the step trains on fewer groups."
+        10,
+        "How often further prompts are drawn at most; then the step trains on fewer groups.",
+        at_least=1,
     )
     scale_rewards: str = knob(
         "group",
@@ -31,36 +35,28 @@ class AdvantageKnobs:
         "all groups of the step on all ranks (`batch`), of these less their group's mean (`batch_centered`, as "
         "REINFORCE++-baseline, but completions weigh alike), by the group's mean (`mean`, MaxRL), or not at all "
         "(`none`, `false`).",
+        one_of=("group", "batch", "batch_centered", "mean", "none"),
+        spellings={"true": "group", "false": "none"},
     )
     multi_objective_aggregation: str = knob(
         "sum_then_normalize",
         "Several reward functions: sum the weighted rewards, then normalise (`sum_then_normalize`); or normalise each "
         "function's in the group, sum, and scale over the step (`normalize_then_sum`, GDPO), where `scale_rewards` has "
         "no part, as in TRL.",
+        one_of=("sum_then_normalize", "normalize_then_sum"),
     )
     advantage_baseline: str = knob(
         "mean",
         "What a completion is compared with: the `mean` of its group, or of the others in it (`leave_one_out`, RLOO).",
+        one_of=("mean", "leave_one_out"),
     )
     mask_truncated_completions: bool = knob(
         False, "Leave completions that hit the token limit, or that `repetition_detection` ended, out of the loss."
     )
 
-    def _resolve_advantages(self) -> None:
-        truth = str(self.scale_rewards).lower()  # a string on the command line
-        self.scale_rewards = {"true": "group", "false": "none"}.get(truth, self.scale_rewards)
-        at_least(self, 1, "dynamic_sampling_max_rounds")
-        one_of(self, "scale_rewards", ("group", "batch", "batch_centered", "mean", "none"))
-        one_of(self, "multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum"))
-        one_of(self, "advantage_baseline", ("mean", "leave_one_out"))
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.advantage_baseline == "leave_one_out":
-            raise ValueError(
-                "advantage_baseline is 'leave_one_out' and multi_objective_aggregation is 'normalize_then_sum', which "
-                "compares with the mean: scaling over the step undoes any other constant. Set one of the two back."
-            )
-
 
 LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo")
+POSITIVE: dict[str, Any] = {"above": 0, "must_be": "positive", "remedy": "1.0 is usual"}
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
@@ -77,26 +73,36 @@ class ObjectiveKnobs(SamplingKnobs):
         "token",
         "The importance ratio of each `token`, or its mean over the `sequence` (GSPO; a token's gradient is its own, "
         "by its own advantage).",
+        one_of=("token", "sequence"),
     )
     epsilon: float = knob(
         0.2,
         "Lower clip range of the importance ratio; of `gmpo`, of its logarithm (0.4 is usual); of `dppo`, of the "
         "probability.",
+        at_least=0,
     )
     epsilon_high: float | None = knob(
-        None, "Upper clip range; default `epsilon`. Of `cispo`: the bound of the ratio itself (5.0 is usual)."
+        None,
+        "Upper clip range; default `epsilon`. Of `cispo`: the bound of the ratio itself (5.0 is usual).",
+        at_least=0,
     )
-    delta: float | None = knob(None, "Upper bound of the ratio in two-sided clipping.")
-    sapo_temperature_pos: float = knob(1.0, "`sapo`: how fast the gate closes, for positive advantages.")
-    sapo_temperature_neg: float = knob(1.05, "`sapo`: the same, for the others.")
-    vespo_k_pos: float = knob(2.0, "`vespo`: how much small ratios are weighted down, for advantages from 0 up.")
-    vespo_lambda_pos: float = knob(3.0, "`vespo`: how much large ratios are, for the same.")
-    vespo_k_neg: float = knob(3.0, "`vespo`: as `vespo_k_pos`, for negative advantages.")
-    vespo_lambda_neg: float = knob(2.0, "`vespo`: as `vespo_lambda_pos`, for negative advantages.")
+    delta: float | None = knob(None, "Upper bound of the ratio in two-sided clipping.", at_least=0)
+    sapo_temperature_pos: float = knob(1.0, "`sapo`: how fast the gate closes, for positive advantages.", **POSITIVE)
+    sapo_temperature_neg: float = knob(1.05, "`sapo`: the same, for the others.", **POSITIVE)
+    vespo_k_pos: float = knob(
+        2.0, "`vespo`: how much small ratios are weighted down, for advantages from 0 up.", at_least=0
+    )
+    vespo_lambda_pos: float = knob(3.0, "`vespo`: how much large ratios are, for the same.", at_least=0)
+    vespo_k_neg: float = knob(3.0, "`vespo`: as `vespo_k_pos`, for negative advantages.", at_least=0)
+    vespo_lambda_neg: float = knob(2.0, "`vespo`: as `vespo_lambda_pos`, for negative advantages.", at_least=0)
     top_entropy_quantile: float = knob(
         1.0,
         "Share of the step's tokens, those of highest entropy, that the policy loss takes; 1 is all. A step of several "
         "micro-batches then needs one more forward.",
+        at_least=0,
+        at_most=1,
+        must_be="a share from 0 to 1",
+        remedy="1.0 turns it off",
     )
     entropy_coef: float = knob(0.0, "Coefficient of the mean entropy of the step's tokens in the loss (a bonus).")
     use_adaptive_entropy: bool = knob(
@@ -106,12 +112,13 @@ class ObjectiveKnobs(SamplingKnobs):
     )
     entropy_coef_min: float = knob(0.0, "Lower bound of the adaptive coefficient.")
     entropy_coef_max: float = knob(1.0, "Upper bound of the adaptive coefficient.")
-    entropy_coef_delta: float = knob(0.005, "By how much it moves in a step.")
+    entropy_coef_delta: float = knob(0.005, "By how much it moves in a step.", at_least=0)
     entropy_target: float = knob(0.2, "Mean entropy of a token, in nats, below which the adaptive bonus acts.")
     router_aux_loss_coef: float | None = knob(
         None,
         "Coefficient of a mixture of experts' load-balancing loss; default: the model's own (0.001, mostly). With 0, "
         "groups without a reward difference aren't trained.",
+        at_least=0,
     )
     vllm_importance_sampling_correction: bool = knob(
         True, "Weigh the loss by trainer over sampler probability, to undo their mismatch."
@@ -120,6 +127,7 @@ class ObjectiveKnobs(SamplingKnobs):
         "sequence_mask",
         "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL; or `geometric_mask`, which "
         "leaves out completions whose tokens' geometric-mean ratio is outside the bounds.",
+        one_of=CORRECTIONS,
     )
     vllm_importance_sampling_clip_max: float | None = knob(3.0, "Upper bound of that ratio.")
     vllm_importance_sampling_clip_min: float | None = knob(None, "Lower bound of that ratio.")
@@ -129,79 +137,45 @@ class ObjectiveKnobs(SamplingKnobs):
         "(DeepSeek-V3.2); 0.5, say.",
     )
 
-    def _resolve_objective(self) -> None:
-        self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        at_least(self, 0, "epsilon", "epsilon_high")
-        one_of(self, "importance_sampling_level", ("token", "sequence"))
+    def _check_loss(self) -> None:
         if self.loss_type not in LOSSES and not is_import_path(self.loss_type):
             near = difflib.get_close_matches(self.loss_type, LOSSES, n=1, cutoff=0.0)[0]
             raise ValueError(
                 f"loss_type {self.loss_type!r} isn't one of the built-in ones ({', '.join(LOSSES)}): the nearest is "
                 f"{near!r}. For a loss of your own give its import path: package.module:Class."
             )
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be positive: 1.0 is usual.")
-        at_least(self, 0, "delta", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")
-        at_least(self, 0, "entropy_coef_delta", "router_aux_loss_coef")
-        if not 0 <= self.top_entropy_quantile <= 1:
-            raise ValueError(
-                f"top_entropy_quantile is {self.top_entropy_quantile}, but must be a share from 0 to 1: 1.0 turns it "
-                "off."
-            )
-        if self.loss_type == "gmpo" and self.top_entropy_quantile < 1:
-            raise ValueError(
-                f"top_entropy_quantile is {self.top_entropy_quantile}, but loss_type 'gmpo' has one ratio per "
-                "completion, the mean of all its tokens: set top_entropy_quantile: 1.0, or another loss_type."
-            )
-        if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "
-                f"({self.entropy_coef_max})."
-            )
-        self._check_correction()
 
-    def _check_correction(self) -> None:
-        one_of(self, "vllm_importance_sampling_mode", CORRECTIONS)
-        mode = self.vllm_importance_sampling_mode
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"vllm_importance_sampling_clip_min ({low}) must be less than vllm_importance_sampling_clip_max "
-                f"({high})."
-            )
-        if not self.vllm_importance_sampling_correction:
-            return
-        if self.loss_type == "vespo" and mode.startswith("sequence"):
-            raise ValueError(
-                f"vllm_importance_sampling_mode is {mode!r}, but loss_type 'vespo' makes the completion's weight of "
-                "its tokens' own: set token_truncate or token_mask, or vllm_importance_sampling_correction: false."
-            )
-        if mode.endswith("truncate") and low is None and high is None:
-            raise ValueError(
-                f"vllm_importance_sampling_mode {mode!r} needs a bound: set vllm_importance_sampling_clip_max or "
-                "vllm_importance_sampling_clip_min."
-            )
+    def _shape(self) -> tuple[str, bool]:
+        """Name the settings that change the sampler's distribution, and return whether the change is recorded."""
+        changes = shaping(vars(self))
+        truncates = "top_k" in changes and {*changes} <= {*TRUNCATING}
+        recorded = truncates and not self._drafts() and "kept_tokens" in registry.installed()
+        return ", ".join(f"{name} {value!r}" for name, value in changes.items()), recorded
+
+    def _drafts(self) -> bool:
+        return value_of(self, DRAFTS) is not None
+
+    def _unrecorded_shape(self) -> str:
+        """Describe a change of the sampler's distribution that its correction can't undo."""
+        names, recorded = self._shape()
+        return f"changed by {names}" if names and not recorded and self.vllm_importance_sampling_correction else ""
 
     def _drop_biased_correction(self) -> list[str]:
         """Disable the sampler's correction if its ratio would compare two distributions. Return a line on it."""
-        bent = shaping(vars(self))
-        if not bent or not self.vllm_importance_sampling_correction:
+        names, recorded = self._shape()
+        if not names or not self.vllm_importance_sampling_correction:
             return []
-        named = ", ".join(f"{name} {value!r}" for name, value in bent.items())
-        asked: Any = self  # a property of another group
-        drafts: bool = asked.checks_drafts
-        if "top_k" in bent and {*bent} <= {*TRUNCATING} and not drafts:
+        if recorded:
             return [
-                f"config: {named} truncates the sampler's distribution: the tokens that are left are recorded, and the "
+                f"config: {names} truncates the sampler's distribution: the tokens that are left are recorded, and the "
                 "loss is of the distribution over them"
             ]
         self.vllm_importance_sampling_correction = False
-        reason = ", as drafts don't tell which tokens are left" if drafts else ""
-        if not drafts and {*bent} <= {*TRUNCATING}:
+        reason = ", as drafts don't tell which tokens are left" if self._drafts() else ""
+        if not self._drafts() and {*shaping(vars(self))} <= {*TRUNCATING}:
             reason = " (with a top_k, of 1024 say, which bounds what is recorded, it can stay)"
         return [
-            f"config: {named} changes the distribution that the sampler draws from, which would bias its correction: "
+            f"config: {names} changes the distribution that the sampler draws from, which would bias its correction: "
             f"vllm_importance_sampling_correction is off{reason}"
         ]
 
@@ -227,7 +201,7 @@ class RewardPenaltyKnobs:
 class ReferenceKnobs:
     """The KL term and its reference model."""
 
-    beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.")
+    beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.", at_least=0)
     use_bias_correction_kl: bool = knob(
         True,
         "Multiply the KL term by the token's importance ratio: its expected gradient is then that of the token's "
@@ -236,24 +210,17 @@ class ReferenceKnobs:
     sync_ref_model: bool = knob(
         False, "Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."
     )
-    ref_model_mixup_alpha: float = knob(0.6, "Share of the policy in that mixture; 1 replaces the reference.")
-    ref_model_sync_steps: int = knob(512, "Optimizer steps between two mixtures.")
+    ref_model_mixup_alpha: float = knob(
+        0.6,
+        "Share of the policy in that mixture; 1 replaces the reference.",
+        above=0,
+        at_most=1,
+        must_be="in (0, 1]",
+        remedy="1 replaces the reference by the policy",
+    )
+    ref_model_sync_steps: int = knob(512, "Optimizer steps between two mixtures.", at_least=1)
     offload_reference: bool = knob(
         False,
         "On a GPU, keep the reference model in pinned host memory but while its log-probabilities are computed. Does "
         "nothing on a CPU, nor for LoRA, which has no second model.",
     )
-
-    def _check_reference(self) -> None:
-        at_least(self, 0, "beta")
-        at_least(self, 1, "ref_model_sync_steps")
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError(
-                "sync_ref_model is true, but beta is 0, so that there is no reference model: set beta, or remove "
-                "sync_ref_model."
-            )
-        if not 0 < self.ref_model_mixup_alpha <= 1:
-            raise ValueError(
-                f"ref_model_mixup_alpha is {self.ref_model_mixup_alpha}, but is the policy's share of a mixture, in "
-                "(0, 1]: 1 replaces the reference by the policy."
-            )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from .knob import at_least, knob, one_of
+from .knob import knob
 
 
 @dataclass
@@ -21,18 +21,14 @@ class SavingKnobs(TrainingArguments):
         "(a push to the Hub, a callback's `on_save`), or the memory for the copy isn't there, training waits for them.",
     )
     save_failures: int = knob(
-        3, "Checkpoints in a row that can't be written (a full disk, say) before the run ends with the error."
+        3,
+        "Checkpoints in a row that can't be written (a full disk, say) before the run ends with the error.",
+        at_least=1,
     )
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
         """Resolve ``save_on_each_node``: it is also on if nodes share no file system."""
         self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
-
-    def _check_saving(self) -> None:
-        at_least(self, 1, "save_failures")
-
-
-JOURNALS = ("off", "until_checkpoint", "keep")
 
 
 @dataclass
@@ -44,6 +40,8 @@ class JournalKnobs:
         "Record every group when it is scored (`_journal/` in the run's folder), so that a resumed run neither samples "
         "nor scores it again. `until_checkpoint`: what the last two checkpoints have made needless is deleted; `keep`: "
         "nothing is; `off`. Unset: `until_checkpoint` in a run that saves checkpoints.",
+        one_of=("off", "until_checkpoint", "keep"),
+        spellings={"false": "off"},
     )
 
     rescore: bool = knob(
@@ -60,9 +58,6 @@ class JournalKnobs:
     def _resolve_journal(self, saves: bool) -> None:
         if self.journal is None:
             self.journal = "until_checkpoint" if saves else "off"
-        if self.journal is False:  # YAML reads a bare `off` as False
-            self.journal = "off"
-        one_of(self, "journal", JOURNALS)
 
 
 TRACKERS = ("wandb", "trackio", "tensorboard")  # `report_to` names them by their packages
@@ -80,7 +75,9 @@ class LogKnobs:
     log_completions_steps: int | None = knob(
         None, "Steps between two tables, printed and sent; default `logging_steps`."
     )
-    num_completions_to_print: int | None = knob(None, "Rows of the printed table; default all, 0 prints none.")
+    num_completions_to_print: int | None = knob(
+        None, "Rows of the printed table; default all, 0 prints none.", at_least=0
+    )
     log_completions_hub_repo: str | None = knob(
         None, "A dataset on the Hub to which the files of `log_completions` go, every two minutes."
     )
@@ -98,6 +95,7 @@ class LogKnobs:
         2,
         "Groups of each step that are recorded token by token: the one whose rewards differ most, then the one where "
         "the sampler and the trainer differ most. 0: none.",
+        at_least=0,
     )
     verbose: bool = knob(False, "Let vLLM and transformers log as they like.")
 
@@ -113,11 +111,3 @@ class LogKnobs:
                     f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or take it "
                     "out (report_to: none; the run's own report needs no tracker)."
                 )
-
-    def _check_logs(self) -> None:
-        at_least(self, 0, "report_groups", "num_completions_to_print")
-        if self.log_completions_hub_repo is not None and not self.log_completions:
-            raise ValueError(
-                f"log_completions_hub_repo is {self.log_completions_hub_repo!r}, but no completions are logged: set "
-                "log_completions: true, or remove it."
-            )

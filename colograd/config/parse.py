@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from .grpo import GRPOConfig
-from .knob import never_none, unknown_name, unused_lines, without_nones, without_removed
+from .knob import never_none, rules_of, unknown_name, unused_lines, without_nones, without_removed
 from .model import ModelConfig
 from .script import ScriptArguments
 
@@ -60,8 +60,8 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
         flags, unknown = parser.parse_known_args(rest)
     _check_known(unknown)
     variables = _read_yaml(recipe).get("env") if recipe else None
-    given = settings | vars(flags) | ({"env": variables} if variables else {})
-    plain: dict[str, Any] = json.loads(json.dumps(given, default=lambda value: str(getattr(value, "value", value))))
+    values = settings | vars(flags) | ({"env": variables} if variables else {})
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=lambda value: str(getattr(value, "value", value))))
     return plain
 
 
@@ -77,9 +77,10 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     parser.set_defaults(**settings)
     with _type_errors():
-        found, unknown = parser.parse_known_args(rest)
+        values, unknown = parser.parse_known_args(rest)
     _check_known(unknown)
-    return vars(found)
+    rules = {name: of_one for group in GROUPS for name, of_one in rules_of(group).items()}
+    return {name: rules[name].plain(value) if name in rules else value for name, value in vars(values).items()}
 
 
 def flags_help() -> str:
@@ -120,7 +121,9 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             raise ValueError(unknown_name(name, known))
     for name, entries in nested.items():
         if name not in MAPPINGS:
-            raise ValueError(f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one.")
+            raise ValueError(
+                f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one: use --{name}."
+            )
         if any(word.partition("=")[0] == f"--{name}" for word in argv):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
         settings[name] = _as_mapping(name, settings.get(name)) | entries
@@ -132,10 +135,10 @@ def _take_config(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     try:
-        found, rest = parser.parse_known_args(argv)
+        options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError:
-        raise ValueError("--config needs the path of a YAML file.") from None
-    return found.config, rest
+        raise ValueError("--config needs the path of a YAML file: give one, such as recipes/*.yaml.") from None
+    return options.config, rest
 
 
 def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -149,7 +152,7 @@ def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, An
             name, _, key = flag[2:].partition(".")
             text = value if equals else next(words, None)
             if text is None:
-                raise ValueError(f"{flag} needs a value.")
+                raise ValueError(f"{flag} needs a value: give it behind the flag.")
             nested.setdefault(name, {})[key] = yaml.safe_load(text)
         else:
             rest.append(word)
@@ -161,7 +164,10 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     settings = _read_yaml(path)
     variables = settings.pop("env", None) or {}
     if not isinstance(variables, dict):
-        raise ValueError(f"env is {variables!r}, but must be a mapping of environment variables to values.")
+        raise ValueError(
+            f"env is {variables!r}, but must be a mapping of environment variables to values: write `NAME: value` "
+            "lines."
+        )
     os.environ.update({str(name): str(value) for name, value in variables.items()})
     return settings
 
@@ -174,10 +180,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"The recipe {str(path)!r} isn't valid YAML: {error}") from None
+        raise ValueError(
+            f"The recipe {str(path)!r} isn't valid YAML: mend it where the parser stopped. ({error})"
+        ) from None
     if not isinstance(settings, dict):
         raise ValueError(
-            f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}."
+            f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}: write "
+            "`key: value` lines."
         )
     return settings
 
@@ -186,5 +195,7 @@ def _as_mapping(name: str, value: Any) -> dict[str, Any]:
     """Return a mapping field's present value; TRL's files may write it as JSON text."""
     value = json.loads(value) if isinstance(value, str) else value
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"--{name}.key sets an entry of a mapping, but {name} is {value!r}.")
+        raise ValueError(
+            f"--{name}.key sets an entry of a mapping, but {name} is {value!r}: write {name} as a mapping."
+        )
     return value or {}

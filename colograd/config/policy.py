@@ -11,10 +11,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from .knob import knob, one_of
+from .conflicts import LIGER_LOSSES, check_conflicts
+from .knob import Rules, knob
 
-# Liger's replacements of the model's own loss, which isn't used in training.
-LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 # Modes of torch.compile without CUDA graphs, which would be recorded again for each length of a row.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
@@ -38,19 +37,19 @@ def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
     return by_dtype if optim == "auto" else optim
 
 
-def checkpointing_way(given: Any) -> bool | str | None:
+def checkpointing_way(value: Any) -> bool | str | None:
     """Convert `gradient_checkpointing` to `true`, `false`, `offload` or None; a command line has strings.
 
     Raises:
         ValueError: it has another value.
     """
-    if given is None or str(given).lower() == "offload":
-        return given if given is None else "offload"
+    if value is None or str(value).lower() == "offload":
+        return value if value is None else "offload"
     try:
-        return bool(string_to_bool(given))
+        return bool(string_to_bool(value))
     except ArgumentTypeError:
         raise ValueError(
-            f"gradient_checkpointing is {given!r}, but must be true, false or offload: unset, the plan chooses."
+            f"gradient_checkpointing is {value!r}, but must be true, false or offload: unset, the plan chooses."
         ) from None
 
 
@@ -66,6 +65,7 @@ class PolicyKnobs(TrainingArguments):
         False,
         "Of a vision-language model, leave the tower that sees as it is: what projects its features and the language "
         "model are trained, and the tower is published once.",
+        extension="images",
     )
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = knob(
@@ -80,49 +80,32 @@ class PolicyKnobs(TrainingArguments):
         "A mixture of experts is trained with the experts that vLLM chose for each token, whose shares are the "
         "policy's own (R3, arXiv 2510.11370): sampler and trainer then differ no more than a dense model's. Each "
         "token takes layers times experts per token further bytes of host memory and of the journal.",
+        extension="experts",
     )
 
-    def _check_policy(self) -> None:
-        if self.fp16:
-            raise ValueError("fp16 is true, but policies train in bfloat16 or float32: set dtype instead.")
-        self._check_kernels()
-        if self.router_replay and self.torch_compile:
-            raise ValueError(
-                "router_replay and torch_compile are both true, but a compiled layer doesn't take its experts from "
-                "outside: set one of them to false."
-            )
-
-    def _check_kernels(self) -> None:
-        if self.torch_compile and self.use_liger_kernel:
-            raise ValueError(
-                "torch_compile and use_liger_kernel are both true, but each fuses the same parts of a layer: set one "
-                "of them to false."
-            )
-        if self.torch_compile_mode is not None:
-            one_of(self, "torch_compile_mode", COMPILE_MODES, " (rows have other lengths in each micro-batch)")
-        asked: dict[str, Any] = self.liger_kernel_config or {}
-        for name in LIGER_LOSSES:
-            if asked.get(name):
-                raise ValueError(
-                    f"liger_kernel_config has {name}: true, which replaces the model's own loss, but log-probabilities "
-                    "are computed from its hidden states: remove it."
-                )
-        if self.use_liger_kernel:  # at the start of training, transformers would add a loss
-            self.liger_kernel_config: Any = {**asked, **dict.fromkeys(LIGER_LOSSES, False)}
+    def _take_kernels(self) -> None:
+        """Check the mode of torch.compile, and turn Liger's losses off: at the start of training, transformers would
+        add one."""
+        Rules(one_of=COMPILE_MODES, note=" (rows have other lengths in each micro-batch)").check(
+            "torch_compile_mode", self.torch_compile_mode
+        )
+        if self.use_liger_kernel:
+            kernels: dict[str, Any] = self.liger_kernel_config or {}
+            self.liger_kernel_config: Any = dict.fromkeys(LIGER_LOSSES, False) | kernels
 
     def _set_compile_aside(self) -> dict[str, Any]:
         """Unset and return torch.compile's fields: transformers would set TF32 and compile the whole model."""
-        given = {name: getattr(self, name) for name in COMPILE_FIELDS}
+        fields = {name: getattr(self, name) for name in COMPILE_FIELDS}
         for name in COMPILE_FIELDS:
             setattr(self, name, False if name == "torch_compile" else None)
-        return given | {"torch_compile": any(given.values())}  # a backend or a mode implies it, as in transformers
+        return fields | {"torch_compile": any(fields.values())}  # a backend or a mode implies it, as in transformers
 
     @property
     def policy_dtype(self) -> str:
         """`bfloat16`, `float32` or `auto`: the user's setting, or `default_dtype`."""
         kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
-        given = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
-        return default_dtype(self.optim) if given is None else str(given).removeprefix("torch.")
+        dtype = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
+        return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
         """Return the dtype argument for `from_pretrained`.
@@ -130,20 +113,20 @@ class PolicyKnobs(TrainingArguments):
         Raises:
             ValueError: there is no such dtype.
         """
-        found = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
-        if not isinstance(found, str | torch.dtype):
+        dtype = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
+        if not isinstance(dtype, str | torch.dtype):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
-        return found
+        return dtype
 
     def _take_checkpointing(self) -> None:
         """Make ``gradient_checkpointing`` a bool or None; `offload` becomes an entry of its keyword arguments, as in
         transformers."""
-        way, given = (self._given_checkpointing(end) for end in ("", "_kwargs"))
+        way, kwargs = (self._given_checkpointing(end) for end in ("", "_kwargs"))
         way = checkpointing_way(way)
         if way == "offload":
-            given = json.loads(given) if isinstance(given, str) else given
-            given = {**(given or {}), "offload": True}
-        self._set_checkpointing(way == "offload" or way, given)
+            kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+            kwargs = {**(kwargs or {}), "offload": True}
+        self._set_checkpointing(way == "offload" or way, kwargs)
 
     def _given_checkpointing(self, end: str) -> Any:
         """Return the setting by either name."""
@@ -175,16 +158,16 @@ class PolicyKnobs(TrainingArguments):
 
     def resolve_checkpointing(self, every: int) -> None:
         """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
-        given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-        self._set_checkpointing(every > 0, {**given, "every_n_layers": every} if every > 1 else given)
+        kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+        self._set_checkpointing(every > 0, {**kwargs, "every_n_layers": every} if every > 1 else kwargs)
 
     def resolve_offload(self, streams: bool, gradients: bool, activations: bool) -> None:
         """Resolve `offload_optimizer: auto` once the plan is known."""
         self.offload_optimizer: str = "stream" if streams else "none"
         self.offload_gradients: bool = getattr(self, "offload_gradients", False) or gradients
         if activations:
-            given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-            self._set_checkpointing(True, {**given, "offload": True, "every_n_layers": 1})
+            kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+            self._set_checkpointing(True, {**kwargs, "offload": True, "every_n_layers": 1})
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
         """Resolve ``optim`` and ``bf16``, after the policy is loaded and its dtype known."""
@@ -194,15 +177,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        if getattr(self, "streams_optimizer", False) and self.optim != "adamw_split":
-            raise ValueError(
-                f"offload_optimizer is 'stream', but optim is {self.optim!r}, whose state can't pass through the GPU "
-                "piece by piece: set optim: adamw_split, or offload_optimizer: sampling."
-            )
-        if getattr(self, "offloads_gradients", False) and self.optim != "adamw_split":
-            raise ValueError(
-                f"offload_gradients is true, but optim is {self.optim!r}, which takes gradients from the GPU alone: "
-                "set optim: adamw_split, or offload_gradients: false."
-            )
+        check_conflicts(self, about="optim")  # its name is known now
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from .knob import at_least, knob, one_of
+from .knob import agents, knob, tools
+
+SECONDS: dict[str, Any] = {
+    "above": 0, "must_be": "a positive number of seconds", "remedy": "leave it out for no limit",
+}  # fmt: skip
 
 
 @dataclass
@@ -18,73 +23,72 @@ class RewardKnobs:
         "between two engine steps. `async` functions always run beside the engine. Unset: 0 on a CPU; on a GPU as many "
         "as there are cores for, at most 4, and for functions of modules only: closures, objects and functions of a "
         "script may keep a state, and stay in the trainer's process.",
+        at_least=0,
     )
     reward_timeout: float | None = knob(
         None,
         "Seconds that one call of a reward function may take. A late one is an abstention, and its worker is replaced; "
         "one that runs in the trainer's process ends the run.",
+        **SECONDS,
     )
     reward_on_error: str = knob(
-        "raise", "A reward function that fails ends the run (`raise`), or has no opinion (`abstain`)."
+        "raise",
+        "A reward function that fails ends the run (`raise`), or has no opinion (`abstain`).",
+        one_of=("raise", "abstain"),
     )
     reward_call: str = knob(
         "group",
         "What one call of a reward function gets: the completions of a prompt (`group`), or all of the rank's "
         "generation (`all`), for functions that compare across prompts.",
+        one_of=("group", "all"),
     )
-    tool_workers: int = knob(
+    tool_workers: int = tools(
         0,
         "Processes per rank that run tools. 0: each runs in a thread of the trainer's process. An environment's "
         "methods always do, and `async` tools on an event loop.",
+        at_least=0,
     )
-    tool_timeout: float | None = knob(
+    tool_timeout: float | None = tools(
         None,
         "Seconds that one call of a tool may take. The answer to a late one is an error, which the model sees; its "
         "worker is replaced, its thread left to itself.",
+        **SECONDS,
     )
-    max_tool_calling_iterations: int | None = knob(
-        None, "Rounds of tool calls in one completion; default: as many as its tokens allow."
+    max_tool_calling_iterations: int | None = tools(
+        None, "Rounds of tool calls in one completion; default: as many as its tokens allow.", at_least=1
     )
-    main_thread_tools: list[str] | None = knob(
+    main_thread_tools: list[str] | None = tools(
         None,
         "Names of tools, and of environment classes or factories, that only work in the main thread (a `signal.alarm`, "
         "a connection opened there): they run there, between two steps of the engine.",
     )
 
-    agent_timeout: float | None = knob(
-        1800.0, "Seconds that one session of an agent may take. A command is killed then; a function's thread is left."
+    agent_timeout: float | None = agents(
+        1800.0,
+        "Seconds that one session of an agent may take. A command is killed then; a function's thread is left.",
+        **SECONDS,
     )
-    agent_sessions: int | None = knob(
-        None, "Sessions of an agent that run at once on a rank; default: as many as the engine decodes at once."
+    agent_sessions: int | None = agents(
+        None,
+        "Sessions of an agent that run at once on a rank; default: as many as the engine decodes at once.",
+        at_least=1,
     )
-    agent_requests: int = knob(256, "Requests that one session of an agent may make.")
-    agent_parallel: int = knob(64, "Completions that one session of an agent may have open at once.")
-    agent_sampling: str = knob(
+    agent_requests: int = agents(256, "Requests that one session of an agent may make.", at_least=1)
+    agent_parallel: int = agents(64, "Completions that one session of an agent may have open at once.", at_least=1)
+    agent_sampling: str = agents(
         "refuse",
         "What becomes of an agent's requests with another temperature, top_p or the like, whose tokens would bias the "
         "update: HTTP 400 (`refuse`), or an answer that isn't trained on (`untrained`).",
+        one_of=("refuse", "untrained"),
     )
-    agent_on_error: str = knob(
+    agent_on_error: str = agents(
         "raise",
         "A session that raises, dies or is late ends the run (`raise`), or its group isn't trained on (`abstain`).",
+        one_of=("raise", "abstain"),
     )
-    agent_tool_parser: str | None = knob(
+    agent_tool_parser: str | None = agents(
         None, "vLLM's parser of tool calls for an agent; default: by the chat template; empty: none."
     )
-    agent_reasoning_parser: str | None = knob(
+    agent_reasoning_parser: str | None = agents(
         None, "vLLM's parser of reasoning for an agent; default: by the chat template; empty: none."
     )
-
-    def _check_rewards(self) -> None:
-        one_of(self, "reward_on_error", ("raise", "abstain"))
-        one_of(self, "reward_call", ("group", "all"))
-        at_least(self, 0, "reward_workers", "tool_workers")
-        at_least(self, 1, "max_tool_calling_iterations", "agent_sessions", "agent_requests", "agent_parallel")
-        one_of(self, "agent_sampling", ("refuse", "untrained"))
-        one_of(self, "agent_on_error", ("raise", "abstain"))
-        for name in ("reward_timeout", "tool_timeout", "agent_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise ValueError(
-                    f"{name} is {seconds}, but must be a positive number of seconds: leave it out for no limit."
-                )

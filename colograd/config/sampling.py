@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import BARE_FLAG, at_least, knob
+from .conflicts import OF_LOSS
+from .knob import BARE_FLAG, knob
 from .steps import StepKnobs
 
 # vLLM's parameters that change the distribution from the model's at the temperature. `NEUTRAL` has their values without
@@ -39,9 +39,11 @@ NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,), "thi
 class SamplingKnobs:
     """Sampling."""
 
-    max_completion_length: int | None = knob(512, "Tokens a completion may have.")
+    max_completion_length: int | None = knob(512, "Tokens a completion may have.", at_least=1)
     temperature: float = knob(1.0, "Sampling temperature; the loss uses the same.")
-    top_p: float = knob(1.0, "Nucleus sampling; 1.0 is off.")
+    top_p: float = knob(
+        1.0, "Nucleus sampling; 1.0 is off.", above=0, at_most=1, must_be="in (0, 1]", remedy="1.0 turns it off"
+    )
     top_k: int = knob(0, "Top-k sampling; 0 is off.")
     min_p: float | None = knob(None, "Minimum probability relative to the top token's.")
     repetition_penalty: float = knob(1.0, "Penalty on tokens already present; 1.0 is off.")
@@ -55,18 +57,6 @@ class SamplingKnobs:
     )
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
-    def _check_sampling(self) -> None:
-        at_least(self, 1, "max_completion_length")
-        if self.max_completion_length is None:
-            raise ValueError("max_completion_length is None, but memory is planned by it: give a number of tokens.")
-        if self.temperature <= 0:
-            raise ValueError(
-                f"temperature is {self.temperature}, but completions of a group must differ: set it above 0 (1.0 is "
-                "usual). For greedy evaluation use temperature_eval: 0."
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, but must be in (0, 1]: 1.0 turns it off.")
-
     def _drop_what_is_done_anyway(self) -> list[str]:
         """Drop the entries of ``generation_kwargs`` that change nothing here.
 
@@ -76,13 +66,13 @@ class SamplingKnobs:
         Raises:
             ValueError: a parameter of transformers has another value.
         """
-        given = self.generation_kwargs
-        if not isinstance(given, dict):
+        kwargs = self.generation_kwargs
+        if not isinstance(kwargs, dict):
             return []
         length, temperature = self.max_completion_length, self.temperature
         anyway = ANYWAY | {"max_new_tokens": (length,), "max_tokens": (length,), "temperature": (temperature,)}
-        dropped = [name for name, value in given.items() if value is None or value in anyway.get(name, ())]
-        self.generation_kwargs = {name: value for name, value in given.items() if name not in dropped} or None
+        needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
+        self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
             if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names are checked later
                 raise ValueError(
@@ -90,21 +80,17 @@ class SamplingKnobs:
                     f"{anyway[name][0]!r}: remove it. (Lengths are max_completion_length; greedy evaluation is "
                     "temperature_eval: 0.)"
                 )
-        return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in dropped]
+        return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that change the distribution from the model's at the temperature."""
     own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
-    given = {name: settings.get(name) for name in own}
+    values = {name: settings.get(name) for name in own}
     more = settings.get("generation_kwargs")
-    given |= {name: more[name] for name in SHAPING if name in more} if isinstance(more, dict) else {}
-    neutral: dict[str, tuple[Any, ...]] = {name: (*NEUTRAL.get(name, (0, [], {})), None) for name in given}
-    return {name: value for name, value in given.items() if value not in neutral[name]}
-
-
-# Metrics that need the policy's forward.
-OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
+    values |= {name: more[name] for name in SHAPING if name in more} if isinstance(more, dict) else {}
+    neutral: dict[str, tuple[Any, ...]] = {name: (*NEUTRAL.get(name, (0, [], {})), None) for name in values}
+    return {name: value for name, value in values.items() if value not in neutral[name]}
 
 
 @dataclass
@@ -112,9 +98,13 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     """Evaluation."""
 
     num_generations_eval: int | None = knob(
-        None, "Completions per prompt in `evaluate`; default `num_generations`, or 1 where evaluation is greedy."
+        None,
+        "Completions per prompt in `evaluate`; default `num_generations`, or 1 where evaluation is greedy.",
+        at_least=1,
     )
-    temperature_eval: float | None = knob(None, "Temperature in `evaluate`; default `temperature`, 0 is greedy.")
+    temperature_eval: float | None = knob(
+        None, "Temperature in `evaluate`; default `temperature`, 0 is greedy.", at_least=0
+    )
     max_completion_length_eval: int | None = knob(
         None, "Tokens a completion may have in `evaluate`; default `max_completion_length`."
     )
@@ -146,25 +136,8 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
             )
         self.metric_for_best_model: str | None = "reward"
 
-    def _check_evaluation(self) -> None:
-        at_least(self, 1, "num_generations_eval")
-        at_least(self, 0, "temperature_eval")
-        if self.temperature_eval == 0 and (self.num_generations_eval or 1) > 1:
-            raise ValueError(
-                f"num_generations_eval is {self.num_generations_eval}, but with temperature_eval 0 all completions of "
-                "a prompt are equal: set it to 1, or raise temperature_eval."
-            )
-        of_loss = OF_LOSS.search(str(self.metric_for_best_model or ""))
-        if of_loss and self.loss_eval is False:
-            raise ValueError(
-                f"metric_for_best_model is {self.metric_for_best_model!r}, but with loss_eval: false `evaluate` "
-                "computes no loss: use `reward`, or leave loss_eval out."
-            )
-        at_same_temperature = self.temperature_eval in (None, self.temperature)
+    def _resolve_evaluation(self) -> None:
+        """Resolve ``loss_eval``: evaluate the loss at the training's temperature, or for a metric that needs it."""
         if self.loss_eval is None:
-            self.loss_eval = at_same_temperature or bool(of_loss)
-        if self.loss_eval and not at_same_temperature:
-            raise ValueError(
-                f"temperature_eval is {self.temperature_eval}, but loss_eval compares the sampler's probabilities with "
-                f"the trainer's, at temperature {self.temperature}: leave temperature_eval out, or loss_eval."
-            )
+            needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
+            self.loss_eval = needed or self.temperature_eval in (None, self.temperature)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import UNUSED, knob, names_checked
+from .knob import UNUSED, check_values, knob, names_checked
 
 
 @names_checked
@@ -50,9 +50,9 @@ class ScriptArguments:
         "The reward functions: names of built-in rewards, import paths (`package.module:function` or "
         "`package.module.function`), or reward models (a folder or a Hub id). Their weights are `reward_weights`.",
     )
-    tools: list[str] = knob([], "Functions that the model may call while it writes, by import path.")
+    tools: list[str] = knob([], "Functions that the model may call while it writes, by import path.", extension="tools")
     environment_factory: str | None = knob(
-        None, "What makes environments (a class, mostly) or a dict of such, by import path."
+        None, "What makes environments (a class, mostly) or a dict of such, by import path.", extension="tools"
     )
     rollout_func: str | None = knob(
         None, "A function that writes completions in the engine's place, or a class (a rollout source), by import path."
@@ -62,8 +62,12 @@ class ScriptArguments:
         None,
         "A program that calls the model over HTTP while it is trained, once per completion: a function's import path, "
         "or a command line.",
+        extension="agents",
     )
     ignore_bias_buffers: bool = knob(False, f"No effect: {UNUSED['ignore_bias_buffers']}.")
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
     def all_rewards(self) -> list[str]:
         """Return the reward functions with the reward model before them, as in TRL's script."""

@@ -1,176 +1,20 @@
-"""Sharding, as requested by the configuration, accelerate's FSDP2 files and DeepSpeed's configurations.
-
-Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a sharding strategy, which keeps the policy's
-weights where the engine reads them.
-"""
+"""The knobs of sharding."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
+from ..parallel.launched import from_deepspeed, launched, take_launcher
 from ..runtime import process
-from .knob import knob, one_of
+from .knob import knob
 
-FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# The variable that hides the launcher's request from accelerate and transformers, which would wrap the policy
-# themselves and load it on one rank only.
-KEPT = "COLOGRAD_LAUNCHED"
-STAGES = ("none", "optimizer", "gradients", "fsdp")  # the index is the stage of ZeRO
 # A policy that is cut as the engine's ranks cut it. Ranks with the same part share out nothing, ZeRO-1's or ZeRO-2's
 # part.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-# Sections of a DeepSpeed configuration, and Colograd's keys for the same setting.
-OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """The sharding that a launcher or a DeepSpeed configuration requests."""
-
-    sharding: str
-    name: str  # the method's name, such as FSDP2
-    reshard_after_forward: bool | None = None  # None: not set
-    offload_params: bool | None = None
-    offload_optimizer: bool | None = None
-
-    def describe(self) -> str:
-        """Format a line for the start of a run."""
-        return f"sharding: {self.name}, as it was asked for, is sharding: {self.sharding} here"
-
-
-def take_launcher() -> None:
-    """Move the launcher's request from its variables to `KEPT`. Called first.
-
-    Raises:
-        ValueError: the request has no counterpart here.
-    """
-    if _is_on(MEGATRON):
-        raise ValueError(
-            f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
-            "recipes/accelerate_configs/ddp.yaml` or `torchrun`, and set sharding."
-        )
-    asked = [read() for variable, read in ((FSDP, _fsdp), (DEEPSPEED, _deepspeed)) if _is_on(variable)]
-    if len(asked) > 1:
-        raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one of them.")
-    for found in asked:
-        os.environ[KEPT] = json.dumps(asdict(found))
-        os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
-
-
-def launched() -> Launched | None:
-    """Return the launcher's request, if there is one."""
-    kept = os.environ.get(KEPT)
-    return Launched(**json.loads(kept)) if kept else None
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on")
-
-
-def _fsdp() -> Launched:
-    version = os.environ.get("FSDP_VERSION") or "1"
-    if version != "2":
-        raise ValueError(
-            f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's "
-            "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
-        )
-
-    def asked(variable: str) -> bool | None:
-        return _is_on(variable) if os.environ.get(variable) else None
-
-    return Launched("fsdp", "FSDP2", asked("FSDP_RESHARD_AFTER_FORWARD"), asked("FSDP_OFFLOAD_PARAMS"))
-
-
-def _deepspeed() -> Launched:
-    prefix = "ACCELERATE_DEEPSPEED_"
-    if (path := os.environ.get(f"{prefix}CONFIG_FILE", "none")).lower() not in ("", "none"):
-        return from_deepspeed(path)
-    zero: dict[str, Any] = {"stage": os.environ.get(f"{prefix}ZERO_STAGE") or 2}
-    for part in ("optimizer", "param"):
-        if device := os.environ.get(f"{prefix}OFFLOAD_{part.upper()}_DEVICE"):
-            zero[f"offload_{part}"] = {"device": device}
-    return from_deepspeed({"zero_optimization": zero})
-
-
-def from_deepspeed(given: str | dict[str, Any]) -> Launched:
-    """Convert a DeepSpeed configuration, a file or a mapping.
-
-    Raises:
-        ValueError: it can't be read, or has settings that belong to other keys or aren't supported.
-    """
-    config, origin = (given, "deepspeed") if isinstance(given, dict) else (_read(given), given)
-    for section, key in OWN_KEYS.items():
-        if config.get(section):
-            raise ValueError(
-                f"{origin} has a section {section!r}, but it is {key} that says which is used: remove the section and "
-                f"set {key}."
-            )
-    if (config.get("fp16") or {}).get("enabled") in (True, "true"):
-        raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove the section.")
-    zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if str(stage) not in ("0", "1", "2", "3"):
-        raise ValueError(f"{origin} has the ZeRO stage {stage!r}, but it must be 0, 1, 2 or 3: change it.")
-    offload = {part: str((zero.get(f"offload_{part}") or {}).get("device", "none")) for part in ("optimizer", "param")}
-    for part, device in offload.items():
-        if device not in ("none", "cpu"):
-            raise ValueError(
-                f"{origin} has offload_{part} on {device!r}, but only host memory is available: set its device to cpu "
-                "or none."
-            )
-    sharding = STAGES[int(stage)]
-    if offload["param"] == "cpu" and sharding != "fsdp":
-        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it goes with stage 3: remove it.")
-    return Launched(
-        sharding,
-        f"DeepSpeed's ZeRO-{stage}",
-        offload_params=offload["param"] == "cpu" if sharding == "fsdp" else None,
-        offload_optimizer=offload["optimizer"] == "cpu" or None,
-    )
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"The DeepSpeed configuration {path!r} can't be read ({error}): give a JSON file.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"The DeepSpeed configuration {path!r} is no mapping: give one with zero_optimization.")
-    return found
-
-
-# Settings that exclude ranks sharing out a row's tokens.
-NOT_IN_SEQUENCES = ("torch_compile", "router_replay", "teacher_model_name_or_path", "offload_gradients")
-
-# Optimizers that update each element by itself, so that a slice of a parameter is updated as within the whole.
-ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
-
-
-def check_beside_sequences(settings: Any) -> None:
-    """Raise a ValueError if ranks share out a row's tokens and another setting excludes this.
-
-    Args:
-        settings: a `GRPOConfig`, or the options of `colograd plan`, which have some of its fields.
-    """
-    size = settings.sequence_parallel_size
-    if size > 1 and getattr(settings, "sharding", "none") == "fsdp":
-        raise ValueError(
-            f"sequence_parallel_size is {size} and sharding is 'fsdp', which don't go together in this version: "
-            "set sharding: gradients, or tensor+gradients for a policy that no rank has room for."
-        )
-    names = [name for name in NOT_IN_SEQUENCES if getattr(settings, name, False)]
-    if size > 1 and names:
-        raise ValueError(
-            f"sequence_parallel_size is {size} and {names[0]} is {getattr(settings, names[0])}, which isn't available "
-            f"where ranks share out a row's tokens in this version: remove {names[0]}, or sequence_parallel_size."
-        )
 
 
 @dataclass
@@ -187,6 +31,9 @@ class ShardingKnobs(TrainingArguments):
         "by block: FSDP2); `auto`: the first of these that leaves room for the planned KV cache and micro-batch. "
         "accelerate's files for FSDP2 and DeepSpeed, and `deepspeed`, mean the way that does the same. See "
         "docs/guide/several-gpus.md.",
+        one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
+        note=" in this version",
+        extension=dict.fromkeys(TENSOR, "tensor_parallel"),
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
@@ -203,8 +50,8 @@ class ShardingKnobs(TrainingArguments):
         False,
         "On a GPU, add each gradient to float32 sums in page-locked host memory as soon as a backward has made it, and "
         "free it: the GPU never holds all of them. The optimizer (`adamw_split`) takes them from there, to the same "
-        "bits. Not with `optim: muon`, `sharding: fsdp` or `tensor`, or `sequence_parallel_size` above 1. Does nothing "
-        "on a CPU.",
+        "bits. Does nothing on a CPU.",
+        extension="offload",
     )
 
     sequence_parallel_size: int = knob(
@@ -215,6 +62,7 @@ class ShardingKnobs(TrainingArguments):
         "that part, for sequences that no GPU has room for. Each samples for itself as ever. With `sharding: none`, "
         "`optimizer`, `gradients` or the three of `tensor`, whose ranks of an engine have a part of the policy each. "
         "See docs/guide/several-gpus.md.",
+        extension="sequence_parallel",
     )
 
     def _take_sharding(self) -> None:
@@ -224,59 +72,27 @@ class ShardingKnobs(TrainingArguments):
             ValueError: the request contradicts ``sharding``, or the other request.
         """
         take_launcher()
-        given = (launched(), from_deepspeed(self.deepspeed) if self.deepspeed else None)
-        asked = [found for found in given if found is not None and found.sharding != "none"]
-        for found in asked:
-            if self.sharding not in ("none", "auto", found.sharding):
+        sources = (launched(), from_deepspeed(self.deepspeed) if self.deepspeed else None)
+        requests = [request for request in sources if request is not None and request.sharding != "none"]
+        for request in requests:
+            if self.sharding not in ("none", "auto", request.sharding):
                 raise ValueError(
-                    f"sharding is {self.sharding!r}, but {found.name}, which the launcher or deepspeed asks for, is "
-                    f"{found.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml asks for nothing)."
+                    f"sharding is {self.sharding!r}, but {request.name}, which the launcher or deepspeed asks for, is "
+                    f"{request.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml asks for nothing)."
                 )
-            self.sharding = found.sharding
+            self.sharding = request.sharding
             for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
-                if (value := getattr(found, name.removeprefix("fsdp_"))) is not None:
+                if (value := getattr(request, name.removeprefix("fsdp_"))) is not None:
                     setattr(self, name, value)
         self.deepspeed: Any = None  # DeepSpeed itself doesn't run
-        self.sharding_note = asked[0].describe() if asked else ""
-
-    def _check_sharding(self) -> None:
-        one_of(self, "sharding", ("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"), " in this version")
-        if self.fsdp:
-            raise ValueError(
-                f"fsdp is {self.fsdp!r}, with which accelerate would wrap the policy itself: remove fsdp and "
-                "fsdp_config, and set sharding: fsdp."
-            )
-        if self.parallelism_config is not None:
-            raise ValueError(
-                "parallelism_config is set, but accelerate shards nothing here: remove it, and set sharding, "
-                "vllm_tensor_parallel_size or sequence_parallel_size."
-            )
-        if self.offload_gradients and self.sharding == "fsdp":
-            raise ValueError(
-                "offload_gradients is true and sharding is 'fsdp', whose gradients go to the host together with its "
-                "rows: set fsdp_offload_params: true in its place, or sharding: gradients."
-            )
-        if self.sharding == "none":
-            return
-        if self.optim not in ELEMENTWISE:
-            raise ValueError(
-                f"sharding is {self.sharding!r} and optim is {self.optim!r}, but a rank updates slices of parameters, "
-                f"which that optimizer can't: choose one of {', '.join(ELEMENTWISE)}, or set sharding: none."
-            )
-        checkpoints: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-        if self.sharding != "optimizer" and checkpoints.get("use_reentrant"):
-            raise ValueError(
-                f"sharding is {self.sharding!r} and gradient_checkpointing_kwargs has use_reentrant: true, but then a "
-                "gradient may come after its parameter was exchanged: remove use_reentrant (it is false by default)."
-            )
+        self.sharding_note = requests[0].describe() if requests else ""
 
     def _check_sequences(self) -> None:
         """Check the settings that sharing out a row's tokens requires."""
         size = self.sequence_parallel_size
         if size == 1:
             return
-        asked: Any = self  # fields of other groups
-        parts = asked.vllm_tensor_parallel_size if self.tensor_parallel else 1
+        parts = self.vllm_tensor_parallel_size if self.tensor_parallel else 1
         per_node = process.local_world_size()
         for ranks, where in ((self.world_size, "the number of ranks"), (per_node, "the ranks of a machine")):
             if size < 1 or ranks % (size * parts):
@@ -287,7 +103,6 @@ class ShardingKnobs(TrainingArguments):
                     f"sequence_parallel_size is {size}, but it{of_parts} must divide {where}, {ranks}: choose one of "
                     f"{', '.join(able)}."
                 )
-        check_beside_sequences(self)
 
     def resolve_sharding(self, strategy: str) -> None:
         """Resolve ``auto``, once the policy and the prompts are known."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .knob import at_least, knob, one_of
+from .knob import Rules, knob
 
 
 @dataclass
@@ -33,7 +33,7 @@ class StepKnobs(TrainingArguments):
     generation_batch_size: int | None = knob(
         None, "TRL's alternative to `steps_per_generation`: completions sampled together."
     )
-    num_iterations: int = knob(1, "Times each generation's batches are trained on.")
+    num_iterations: int = knob(1, "Times each generation's batches are trained on.", at_least=1)
     max_tokens_per_microbatch: int | str | None = knob(
         "auto",
         "Tokens in one forward and backward. `auto`: on a GPU measured before the first step, on a CPU 4096. It is "
@@ -53,6 +53,9 @@ class StepKnobs(TrainingArguments):
         "(`sharding: gradients`, `fsdp`): a line at start says why. Which micro-batches a rank trains then depends on "
         "clocks, and with them the last bits of a step; the rollout log has them, so that a resumed or replayed step "
         "has the same bits. `off`: training begins when all ranks have sampled.",
+        one_of=("auto", "off"),
+        spellings={"false": "off"},  # YAML reads a bare `off` as False
+        extension="overlap",
     )
     rank_timeout: float | None = knob(
         1500.0,
@@ -62,47 +65,43 @@ class StepKnobs(TrainingArguments):
         "vLLM's start with its compilation, a call of a reward function, tool or `rollout_func`, a file of a "
         "checkpoint on a slow disk; and below `ddp_timeout` (1,800), after which exchanges give up without knowing "
         "why. `null`: never.",
+        above=0,
+        must_be="a positive number of seconds",
+        remedy="set it to null for no limit",
+    )
+    curriculum: dict[str, Any] | str | None = knob(
+        None,
+        "Draw prompts by what was learnt of them, such as `{solved_at: 1.0, revisit_after: 2}`: keys `solved_at`, "
+        "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
+        "docs/guide/distillation.md.",
+        extension="curriculum",
     )
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
     max_prompt_tokens: int | None = knob(
         None, "Longest prompt; default: the engine's context less `max_completion_length`."
     )
-    overlong_prompts: str = knob("drop", "Prompts over the limit: `drop` (counted, said once) or `error`.")
+    overlong_prompts: str = knob(
+        "drop", "Prompts over the limit: `drop` (counted, said once) or `error`.", one_of=("drop", "error")
+    )
     chat_template_path: str | None = knob(
         None, "A file with a chat template to use in place of the tokenizer's; saved with the model."
     )
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
 
-    def _check_steps(self) -> None:
-        if self.num_generations is None or self.num_generations < 2:
-            raise ValueError(
-                f"num_generations is {self.num_generations}, but a group needs at least 2 completions: an advantage "
-                "compares completions of the same prompt. Set num_generations to 2 or more (8 is common)."
-            )
-        at_least(self, 1, "num_iterations")
-        one_of(self, "overlong_prompts", ("drop", "error"))
-        if self.overlap is False:  # YAML reads a bare `off` as False
-            self.overlap = "off"
-        one_of(self, "overlap", ("auto", "off"))
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."
-            )
-
     def _resolve_budget(self, on_cpu: bool) -> None:
         """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` on a GPU until it is measured."""
-        given = self.max_tokens_per_microbatch
-        if given is None or given == "auto":
+        budget = self.max_tokens_per_microbatch
+        if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
             return
         try:
-            self.max_tokens_per_microbatch = int(given)
+            self.max_tokens_per_microbatch = int(budget)
         except ValueError:
             raise ValueError(
-                f"max_tokens_per_microbatch is {given!r}, but must be a number of tokens or `auto`: remove it for "
+                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove it for "
                 "`auto`."
             ) from None
-        at_least(self, 1, "max_tokens_per_microbatch")
+        Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
 
     @property
     def token_budget(self) -> int:
@@ -155,13 +154,13 @@ class StepKnobs(TrainingArguments):
         """Refuse factors of TRL's product that the user set, unless their product is the ``completions`` of
         ``prompts_per_step``."""
         factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        given = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
-        if given and per_rank * ranks != completions:
+        factors_set = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
+        if factors_set and per_rank * ranks != completions:
             raise ValueError(
                 f"prompts_per_step is {self.prompts_per_step}, which is {completions} completions per step, but "
                 "per_device_train_batch_size * gradient_accumulation_steps * ranks = "
                 f"{self.per_device_train_batch_size} * {self.gradient_accumulation_steps} * {ranks} = "
-                f"{per_rank * ranks}: remove prompts_per_step or {' and '.join(given)}."
+                f"{per_rank * ranks}: remove prompts_per_step or {' and '.join(factors_set)}."
             )
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
@@ -173,18 +172,18 @@ class StepKnobs(TrainingArguments):
             completions: of one optimizer step over all ranks.
         """
         if self.generation_batch_size is None:
-            name, given, whole = "steps_per_generation", self.steps_per_generation, accumulation
+            name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
         else:
             if self.steps_per_generation is not None:
                 raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
-            name, given, whole = "generation_batch_size", self.generation_batch_size, completions
+            name, count, whole = "generation_batch_size", self.generation_batch_size, completions
             rule, reason = f"the completions of one optimizer step over all ranks ({whole})", ""
-        if given is None:
+        if count is None:
             return 1
-        if given >= 1 and given % whole == 0:
-            return given // whole
-        if given >= 1 and whole % given == 0 and self.num_iterations == 1:
+        if count >= 1 and count % whole == 0:
+            return count // whole
+        if count >= 1 and whole % count == 0 and self.num_iterations == 1:
             return 1
         divisor = ", or a divisor" if self.num_iterations == 1 else ""
-        raise ValueError(f"{name} is {given}, but must be a multiple of {rule}{divisor}{reason}.")
+        raise ValueError(f"{name} is {count}, but must be a multiple of {rule}{divisor}{reason}.")

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .knob import REFUSED, RENAMED, UNUSED, check_refused, knob, one_of
+from .knob import REFUSED, RENAMED, UNUSED, Rules, check_refused, knob
 
 _HELP = {name: f"No effect: {reason}." for name, reason in UNUSED.items()}
 _HELP |= {name: f"Another value is an error: {reason}." for name, reason in REFUSED.items()}
@@ -58,4 +58,6 @@ class TRLKnobs(TrainingArguments):
     def _check_trl(self) -> None:
         """Check fields that may change after construction: a trainer checks them again."""
         check_refused(self)
-        one_of(self, "vllm_mode", ("colocate",), " (there is no server: each rank has its own engine)")
+        Rules(one_of=("colocate",), note=" (there is no server: each rank has its own engine)").check(
+            "vllm_mode", self.vllm_mode
+        )

@@ -15,7 +15,8 @@ def check_dataset(dataset: Any, name: str) -> None:
     """Raise ValueError if ``dataset`` is neither a Dataset nor an IterableDataset."""
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
-            f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset, or an IterableDataset."
+            f"{name} is of type {type(dataset).__name__}, but must be a datasets.Dataset or an IterableDataset: "
+            "convert it (`Dataset.from_list`, say)."
         )
 
 

@@ -24,8 +24,8 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
-            f"Exactly one of dataset_name and datasets says what to train on; {given}. dataset_name is a Hub id, a "
-            "local file or folder, or an import path `package.module:function`; datasets is a mixture of such."
+            f"One of dataset_name and datasets must be set, but {given}: give dataset_name (a Hub id, a local file or "
+            "folder, or an import path `package.module:function`), or a mixture of these in datasets."
         )
     train, test = _load_mixture(script) if script.datasets else _load_named(script)
     train = _with_prompts(train, script, "the train split")
@@ -67,8 +67,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     except ValueError as error:
         columns = "; ".join(f"{i}: {listed(columns_of(part))}" for i, part in enumerate(parts))
         raise ValueError(
-            f"The parts of `datasets` don't fit together ({error}). Their columns are {columns}. Keep what they "
-            "share with `columns`."
+            f"The parts of `datasets` don't fit together ({error}): keep the columns that they share with `columns`. "
+            f"They have {columns}."
         ) from error
     if script.test_split_size is None:
         return whole, None
@@ -99,7 +99,8 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
         raise ValueError(
-            f"{where} is {entry!r}; it must be a mapping with `path` and any of {', '.join(MIXTURE_KEYS[1:])}."
+            f"{where} is {entry!r}, but must be a mapping with `path` and any of {', '.join(MIXTURE_KEYS[1:])}: write "
+            "one."
         )
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}
@@ -114,7 +115,7 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     present = columns_of(loaded)
     wanted = entry.get("columns") or present
     if missing := [column for column in wanted if column not in present]:
-        raise ValueError(f"{where}: {path} has no column {listed(missing)}; it has {listed(present)}.")
+        raise ValueError(f"{where}: {path} has no column {listed(missing)}: name some of {listed(present)}.")
     kept = loaded.select_columns(list(wanted))
     if (source := entry.get("source")) is None:
         return kept
@@ -135,7 +136,7 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
         raise ValueError(f"{name} is {value!r}, which isn't JSON ({error}); write it as in {example}") from error
     if parsed is None or isinstance(parsed, kind):
         return parsed
-    raise ValueError(f"{name} is {value!r}; it must be a {kind.__name__}, as in {example}")
+    raise ValueError(f"{name} is {value!r}, but must be a {kind.__name__}: write it as in {example}")
 
 
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:

@@ -232,7 +232,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
-        raise ValueError(f"{name} has no rows: there is nothing to sample from.")
+        raise ValueError(f"{name} has no rows, and so there is nothing to sample from: add some.")
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])

@@ -50,10 +50,10 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
             return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
         if path.is_file():
             if builder is None:
-                raise ValueError(f"it ends in {path.suffix!r}; files may be {', '.join(FILE_BUILDERS)}")
+                raise ValueError(f"it ends in {path.suffix!r}: convert it to one of {', '.join(FILE_BUILDERS)}")
             return load_dataset(builder, data_files=name, **kwargs)
         if builder is not None and not path.is_dir():
-            raise ValueError(f"there is no such file (looked from {os.getcwd()})")
+            raise ValueError(f"there is no such file: give its path, from {os.getcwd()} on")
         if not path.is_dir():
             check_dataset_name(name, kwargs.get("cache_dir"))
         return load_dataset(name, config, **kwargs)
@@ -63,9 +63,8 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
             raise ValueError(f"The dataset {name!r} can't be loaded: {problem}.") from error
         why = (error.__cause__ or error) if isinstance(error, DatasetsError) else error
         raise ValueError(
-            f"The dataset {name!r} can't be loaded: {why}. It may be a local file or folder, an import path "
-            "`package.module:function`, or the id of a dataset on the Hub (which needs a connection or a filled "
-            "cache)."
+            f"The dataset {name!r} can't be loaded: {why}. Give a local file or folder, an import path "
+            "`package.module:function`, or an id on the Hub, which needs a connection or a filled cache."
         ) from error
 
 
@@ -107,7 +106,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     if callable(found):
         return found
     raise ValueError(
-        f"The dataset {name!r} is of type {type(found).__name__}; it must be a function returning a Dataset."
+        f"The dataset {name!r} is of type {type(found).__name__}, but must be a function: return the Dataset from one."
     )
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..batch import ModelInput, Prompt
 from ..config import GRPOConfig
+from ..config.conflicts import check_conflicts
 from .columns import by_column, check_columns, check_no_images, check_prompt_column
 from .order import seed_of
 from .prompts import PromptRules
@@ -47,16 +48,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 f"max_steps is {config.max_steps}, but a streamed dataset has no length that could say when training "
                 "ends: set max_steps."
             )
-        if config.dynamic_sampling:
-            raise ValueError(
-                "dynamic_sampling draws further rows of the dataset at random, which a streamed one hasn't: load it "
-                "whole, or set dynamic_sampling: false."
-            )
-        if config.carry_over is not None:
-            raise ValueError(
-                f"carry_over is {config.carry_over}, which draws further rows of the dataset at random, and a streamed "
-                "one hasn't these: load it whole, or leave carry_over out."
-            )
+        check_conflicts(config, {"the dataset": "a stream"}, about="the dataset")
         self.per_step, self.round_steps = int(config.prompts_per_step or 1), int(config.steps_per_generation or 1)
         self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:
@@ -73,7 +65,10 @@ class PromptStream(torch.utils.data.IterableDataset):
         """
         found = list(itertools.islice(self._pass(0, counts=False), count))
         if not found:
-            raise ValueError(f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens.")
+            raise ValueError(
+                f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens: add prompts, or "
+                "raise max_prompt_tokens."
+            )
         return _prompts(found, 0)
 
     def expect(self, state: dict[str, Any]) -> None:

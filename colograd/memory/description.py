@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from ..config.engine import NOT_IN_PARTS
+from ..config.conflicts import conflict
 from ..config.policy import resolve_optimizer
-from ..config.sharding import NOT_IN_SEQUENCES, TENSOR
+from ..config.sharding import TENSOR
 from ..engine.arguments import MOST_SEQUENCES, check_parts, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.layers import largest_dropout
@@ -201,8 +201,8 @@ def describe_run(
 
 
 def _can_share_rows(settings: Any, model: Any) -> bool:
-    refused = any(getattr(settings, name, False) for name in NOT_IN_SEQUENCES)
-    return not (refused or why_rows_stay_whole(model, obstacle(model)))
+    size = {"sequence_parallel_size": 2}
+    return not (conflict(settings, size, "sequence_parallel_size") or why_rows_stay_whole(model, obstacle(model)))
 
 
 def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) -> tuple[str, ...]:
@@ -212,7 +212,8 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
     found = {*WHOLE}
     if whole and not settings.offload_gradients and weights in ("auto", "gathered") and size == 1:
         found.add("fsdp")
-    refused = any(getattr(settings, name, False) for name in NOT_IN_PARTS) or largest_dropout(model)
+    cut = {"sharding": "tensor", "vllm_tensor_parallel_size": per_engine}
+    refused = conflict(settings, cut, "sharding") or largest_dropout(model)
     in_parts = per_engine > 1 and whole and weights in ("auto", "shared") and devices.takes_rows_of(size * per_engine)
     if in_parts and not refused and can_be_cut(model.config) and engine_dtype(settings, model.dtype) == model.dtype:
         found |= {*TENSOR} if getattr(settings, "vllm_model_impl", "auto") != "transformers" else set()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config import GRPOConfig
+from ..config.conflicts import OF_LOSS
 from ..config.objective import LOSSES
-from ..config.sampling import OF_LOSS
 from ..rewards import RewardFunction
 from ..rewards.calling import parameters_of
 from .prompts import Benchmark
@@ -44,7 +44,7 @@ def check_best_metric(
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"metric_for_best_model is {best!r}, but no evaluation of this run has a metric of that name (they have "
-        f"{', '.join(names)}): the nearest is {near!r}."
+        f"{', '.join(names)}): name one of these; the nearest is {near!r}."
     )
 
 
@@ -72,7 +72,7 @@ def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) ->
     near = difflib.get_close_matches(name, list(metrics), n=1, cutoff=0.0)
     raise ValueError(
         f"metric_for_best_model is {args.metric_for_best_model!r}, but the evaluation has no metric of that name (it "
-        f"has {', '.join(metrics)}): the nearest is {(near or ['none'])[0]!r}."
+        f"has {', '.join(metrics)}): name one of these; the nearest is {(near or ['none'])[0]!r}."
     )
 
 

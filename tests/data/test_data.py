@@ -93,8 +93,8 @@ def test_a_function_with_a_split_is_asked_for_both(module: str) -> None:
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "{n: 1}"}, "isn't JSON"),
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "[1]"}, "must be a dict"),
         ({"dataset_name": "MODULE:plain", "test_split_size": 0.1}, "holds rows of a mixture out"),
-        ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is of type list; it must be a datasets.Dataset"),
-        ({"dataset_name": "MODULE:number"}, "is of type int; it must be a function"),
+        ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is of type list, but must be a datasets.Dataset"),
+        ({"dataset_name": "MODULE:number"}, "is of type int, but must be a function"),
         ({"dataset_name": "MODULE:absent"}, "has no attribute 'absent'"),
         ({"dataset_name": "no_module_here:f"}, "module 'no_module_here' can't be imported"),
         ({"dataset_name": "MODULE:strange"}, "no split 'train'; it has 'dev'"),
@@ -130,7 +130,7 @@ def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     train, test = load(dataset_name=str(tmp_path / "two"))
     assert test is not None and test["answer"][:] == [2]
     (tmp_path / "rows.txt").touch()
-    with pytest.raises(ValueError, match=r"ends in '\.txt'; files may be"):
+    with pytest.raises(ValueError, match=r"ends in '\.txt': convert it to one of"):
         load(dataset_name=str(tmp_path / "rows.txt"))
 
 
@@ -334,7 +334,7 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
         ([{"prompt": []}], r"row 0: the prompt is \[\]; it must be a text"),
         ([{"prompt": [{"role": "user"}]}], "row 0: the prompt is .* it must be a text"),
         ([IterableDataset.from_generator(lambda: iter([{"question": "a"}]))], "no column 'prompt'; it has 'question'"),
-        ([3], "it must be a datasets.Dataset"),
+        ([3], "must be a datasets.Dataset"),
         ([Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda rows: rows)], "has a transform .* with map"),
         ([{"prompt": "a", "image": "a.png"}], "has the column 'image', but the model reads text alone"),
         (
@@ -556,7 +556,7 @@ def test_a_stream_s_rows_have_their_own_keys(tokenizer: Any, first: int) -> None
     ("changes", "message"),
     [
         ({"max_steps": -1}, "max_steps is -1, but a streamed dataset has no length"),
-        ({"dynamic_sampling": True}, "dynamic_sampling draws further rows"),
+        ({"dynamic_sampling": True}, "dynamic_sampling is true and the dataset is a stream"),
         ({"size": 0}, "train_dataset has no rows"),
         ({"limit": 1}, "all are over the limit of 1 tokens"),
         ({"size": 1}, "ended after 1 prompts, but one generation takes 2"),

@@ -310,7 +310,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a way of publishing whole weights to parts of them": (
         split(2, weights="shared"),
         "weights is 'shared'",
-        "an engine over 2 ranks holds parts",
+        "an engine over several ranks holds parts",
         "weights: auto, or vllm_tensor_parallel_size: 1",
     ),
     "heads that the ranks of an engine can't share": (

@@ -174,8 +174,6 @@ def test_the_installation_page_names_every_extra() -> None:
 
 
 REFUSALS = [  # page, a passage's beginning, what it must name
-    ("configuration.md", "| `offload_gradients`", ("muon", "fsdp", "tensor", "sequence_parallel_size")),
-    ("guide/out-of-memory.md", "| | `offload_gradients: true`", ("muon", "fsdp", "tensor", "sequence_parallel_size")),
     ("guide/distillation.md", "- **Place**", (*WHOLE, "fsdp", *TENSOR, "sequence_parallel_size")),
 ]
 

@@ -101,7 +101,10 @@ def test_stages_come_from_agreements_and_phases() -> None:
     ("given", "said"),
     [
         ({"rank_timeout": 0}, "rank_timeout is 0, but must be a positive number of seconds"),
-        ({"rank_timeout": 60, "reward_timeout": 90}, "set rank_timeout above 90, or lower reward_timeout"),
+        (
+            {"rank_timeout": 60, "reward_timeout": 90},
+            "reward_timeout is 90 .* raise rank_timeout above it, or lower",
+        ),
         ({"rank_timeout": 60, "tool_timeout": 60}, "tool_timeout is 60 and rank_timeout is 60"),
     ],
 )

@@ -224,7 +224,7 @@ def test_nothing_exists_without_beta(tmp_path) -> None:
 
 
 def test_a_reference_that_is_to_follow_has_to_be_there(tiny_model, tmp_path) -> None:
-    with pytest.raises(ValueError, match="sync_ref_model is true, but beta is 0"):
+    with pytest.raises(ValueError, match=r"sync_ref_model is true and beta is 0\.0, but then there is no reference"):
         made(tmp_path, beta=0.0, sync_ref_model=True)
     with pytest.raises(ValueError, match=r"ref_model_mixup_alpha is 0.0, but .* in \(0, 1\]"):
         made(tmp_path, sync_ref_model=True, ref_model_mixup_alpha=0.0)

@@ -47,7 +47,7 @@ def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
     from datasets import Dataset
 
     if size < 1:
-        raise ValueError(f"products: size is {size}; it must be at least 1")
+        raise ValueError(f"products: size is {size}, but must be at least 1: raise it.")
     draw = random.Random(seed)
     shown = [message for _ in range(examples) for message in _solved(*_numbers(draw))]
     rows = []

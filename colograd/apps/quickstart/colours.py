@@ -38,7 +38,7 @@ def colours(size: int = 512, seed: int = 0) -> Dataset:
     from PIL import Image
 
     if size < 1:
-        raise ValueError(f"colours: size is {size}; it must be at least 1")
+        raise ValueError(f"colours: size is {size}, but must be at least 1: raise it.")
     draw, rows = random.Random(seed), []
     for _ in range(size):
         name, grey, side = draw.choice([*COLOURS]), draw.randint(90, 170), draw.randint(12, 24)

@@ -72,7 +72,7 @@ def sums(size: int = 4096, seed: int = 0) -> Dataset:
     from datasets import Dataset
 
     if size < 1:
-        raise ValueError(f"sums: size is {size}; it must be at least 1")
+        raise ValueError(f"sums: size is {size}, but must be at least 1: raise it.")
     draw = random.Random(seed)
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(size)]
     prompts = [[{"role": "user", "content": f"What is {a} + {b}? Give only the number."}] for a, b in pairs]

@@ -74,7 +74,7 @@ def orders(size: int = 2048, seed: int = 0) -> Dataset:
     from datasets import Dataset
 
     if size < 1:
-        raise ValueError(f"orders: size is {size}; it must be at least 1")
+        raise ValueError(f"orders: size is {size}, but must be at least 1: raise it.")
     draw, rows = random.Random(seed), []
     for _ in range(size):
         item, count = draw.choice(sorted(PRICES)), draw.randint(12, 98)

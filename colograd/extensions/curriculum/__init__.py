@@ -1,6 +1,8 @@
 """Prompts in an order that depends on their pass rates (`curriculum`)."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "check_settings": "settings:read_curriculum",
+    "conflicts": "conflicts:CONFLICTS",
     "tally": "curriculum:pass_rates",
     "train_prompts": "curriculum:add_curriculum",
 }

@@ -19,12 +19,12 @@ import torch
 
 from ...batch import SampledStep
 from ...config import GRPOConfig
-from ...config.curriculum import LEVELS, Curriculum
 from ...data import PromptDataset, PromptStream
 from ...data.columns import listed
 from ...data.order import StepOrder, seed_of
 from ...parallel.ranks import gather, on_all_ranks
 from ...rollout.rounds import Tally
+from .settings import LEVELS, Curriculum
 
 HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
 
@@ -287,5 +287,7 @@ def _numbers(dataset: Any, column: str) -> np.ndarray:
 
 def _column(dataset: Any, column: str | None) -> list[Any]:
     if column not in dataset.column_names:
-        raise ValueError(f"curriculum: the dataset has no column {column!r}; it has {listed(dataset.column_names)}.")
+        raise ValueError(
+            f"curriculum: the dataset has no column {column!r}; it has {listed(dataset.column_names)}: name one."
+        )
     return list(dataset[column])

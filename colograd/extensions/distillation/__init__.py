@@ -1,6 +1,7 @@
 """A teacher model, whose reverse KL divergence joins the loss."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
     "context": "teacher:check_teacher_context",
     "loaded_policy": "run:check_policy",
     "loss_term": "losses:teacher_term",

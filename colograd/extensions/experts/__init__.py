@@ -1,6 +1,7 @@
 """Mixtures of experts: routing, the load-balancing loss, replayed routing."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
     "engine_feature": ("engine.kernels:mixture_build", "engine.routed:router_log"),
     "loaded_policy": "engine.lora:merged_beside_experts",
     "loss_term": ("losses:balance_term", "losses:replay_term"),

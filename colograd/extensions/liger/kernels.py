@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...config import GRPOConfig
-from ...config.policy import LIGER_LOSSES
+from ...config.conflicts import LIGER_LOSSES
 from ...policy.attention import autocast_dtype
 from ...policy.logprobs import evaluation_mode
 from ...policy.lora import unwrap

@@ -1,6 +1,7 @@
 """Bases of 4 or 8 bits below an adapter."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
     "engine_feature": "engine.layers:served_layers",
     "model_feature": "model:Quantized",
     "packed_weight": "layers:packed_weight",

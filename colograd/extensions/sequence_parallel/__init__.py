@@ -1,6 +1,7 @@
 """Rows whose tokens are divided among ranks."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
     "loaded_policy": "run:check_policy",
     "model_feature": "model:SharedTokens",
     "sharding_variant": "shared_rows:over_rows",

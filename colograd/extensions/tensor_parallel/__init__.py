@@ -1,6 +1,7 @@
 """Layers that are divided among the ranks of an engine, for training as for sampling."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
     "loaded_policy": "run:check_policy",
     "model_feature": "model:InEngineLayout",
     "sharding": ("strategy:TensorParallel", "strategy:TensorOptimizer", "strategy:TensorGradients"),

@@ -1,3 +1,6 @@
 """Python functions and environments that completions call."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"source": "feature:ToolFeature"}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
+    "source": "feature:ToolFeature",
+}

@@ -33,7 +33,7 @@ def test_sums_are_right_and_repeat_with_the_seed() -> None:
 
 
 def test_sums_want_at_least_one_row() -> None:
-    with pytest.raises(ValueError, match="size is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="size is 0, but must be at least 1"):
         quickstart.sums(0)
 
 

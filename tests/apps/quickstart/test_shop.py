@@ -62,5 +62,5 @@ def test_orders_repeat_with_the_seed() -> None:
     rows = shop.orders(20, seed=3)
     assert all(int(row["answer"]) == row["count"] * shop.PRICES[row["item"]] for row in rows)
     assert rows.to_list() == shop.orders(20, seed=3).to_list() != shop.orders(20, seed=4).to_list()
-    with pytest.raises(ValueError, match="size is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="size is 0, but must be at least 1"):
         shop.orders(0)

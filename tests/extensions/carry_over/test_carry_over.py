@@ -304,13 +304,16 @@ def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
     [
         ({"carry_over": 0.3}, "carry_over is 0.3, but must be a share from 0.5"),
         ({"carry_over_max_age": 0}, "carry_over_max_age"),
-        ({"dynamic_sampling": True}, "dynamic_sampling: true chooses"),
-        ({"overlap": "auto"}, "overlap: auto trains"),
+        ({"dynamic_sampling": True}, "dynamic_sampling is true, but dynamic_sampling chooses"),
+        ({"overlap": "auto"}, "overlap is 'auto', but overlap trains"),
         ({"curriculum": {}}, "curriculum draws"),
-        ({"router_replay": True}, "router_replay: true needs"),
-        ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false leaves"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty, which changes .* uncorrected"),
-        ({"generation_kwargs": {"stop": ["."]}}, "generation_kwargs has stop, which a completion in parts"),
+        ({"router_replay": True}, "router_replay is true, but router_replay needs"),
+        (
+            {"vllm_importance_sampling_correction": False},
+            "correction is false, but that leaves",
+        ),
+        ({"repetition_penalty": 1.1}, "changed by repetition_penalty 1.1, .* uncorrected"),
+        ({"generation_kwargs": {"stop": ["."]}}, r"generation_kwargs is {'stop'.*, but a completion in parts"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:

@@ -12,9 +12,9 @@ import pytest
 import tiny
 from datasets import Dataset
 
-from colograd.config.curriculum import Curriculum, Schedule
 from colograd.data.loading import load_datasets
 from colograd.extensions.curriculum.curriculum import CurriculumOrder, CurriculumState
+from colograd.extensions.curriculum.settings import Curriculum, Schedule
 
 PER_STEP = 4
 

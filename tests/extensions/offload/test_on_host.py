@@ -172,8 +172,11 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"offload_gradients is true and sharding is 'fsdp'.*fsdp_offload_params"):
         tiny.config(tmp_path, offload_gradients=True, sharding="fsdp")
     monkeypatch.setattr(GRPOConfig, "offloads_gradients", property(lambda self: self.offload_gradients))
-    config = tiny.config(tmp_path, offload_gradients=True, optim="adamw_torch")
-    with pytest.raises(ValueError, match=r"offload_gradients is true, but optim is 'adamw_torch'.*adamw_split"):
+    said = r"offload_gradients is true and optim is 'adamw_torch'.*adamw_split"
+    with pytest.raises(ValueError, match=said):
+        tiny.config(tmp_path, offload_gradients=True, optim="adamw_torch")
+    config = tiny.config(tmp_path, offload_gradients=True, optim="auto")
+    with pytest.raises(ValueError, match=said):  # `auto` for a float32 policy
         config.resolve_precision(torch.float32)
 
 

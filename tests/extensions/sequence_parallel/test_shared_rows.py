@@ -20,6 +20,7 @@ from engine_ranks import (
 )
 from paths import SCRIPTS
 
+from colograd.config.conflicts import check_conflicts
 from colograd.policy.supported import check_shared_rows
 
 SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees", "lfm2", "qwen3_5", "granitemoehybrid")
@@ -151,9 +152,9 @@ def test_ranks_that_lack_memory_alike_pack_smaller_rows(tiny_model: Path, tmp_pa
     [
         ({}, r"sequence_parallel_size is 3, but it must divide the number of ranks, 4: choose one of 1, 2, 4\."),
         ({"sequence_parallel_size": 4, "tensor": 2}, r"it times vllm_tensor_parallel_size \(2\) must divide .*1, 2"),
-        ({"sequence_parallel_size": 2, "sharding": "fsdp"}, "sharding is 'fsdp', which don't .* set sharding"),
-        ({"sequence_parallel_size": 2, "torch_compile": True}, "torch_compile is True, .* remove torch_compile"),
-        ({"sequence_parallel_size": 2, "router_replay": True}, "router_replay is True, .* remove router_replay"),
+        ({"sequence_parallel_size": 2, "sharding": "fsdp"}, "sharding is 'fsdp', but they don't .* set sharding"),
+        ({"sequence_parallel_size": 2, "torch_compile": True}, "torch_compile is true, .* remove torch_compile"),
+        ({"sequence_parallel_size": 2, "router_replay": True}, "router_replay is true, .* remove router_replay"),
     ],
 )  # fmt: skip
 def test_incompatible_settings_are_named_at_start(
@@ -169,6 +170,7 @@ def test_incompatible_settings_are_named_at_start(
         setattr(config, name, value)
     with pytest.raises(ValueError, match=said):
         config._check_sequences()
+        check_conflicts(config)
 
 
 def test_models_with_undividable_rows_are_named_at_start() -> None:

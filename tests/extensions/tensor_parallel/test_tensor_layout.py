@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
+from colograd.config.conflicts import check_conflicts
 from colograd.parallel.balance import plan, share_out
 from colograd.parallel.shards import Shard
 from colograd.policy.lora import Adapter, wrap
@@ -201,9 +202,9 @@ def test_merged_adapter_is_named_at_start() -> None:
             {"weights": "copied"},
             "weights is 'copied', but .* is the engine's weights: set weights: auto",
         ),
-        ({"torch_compile": True}, "torch_compile is True, which isn't available .* remove torch_compile"),
-        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model is True, which isn't available"),
-        ({"vllm_engine_kwargs": {"dtype": "float16"}}, "vllm_engine_kwargs sets dtype 'float16', .* remove it"),
+        ({"torch_compile": True}, "torch_compile is true, but that isn't available .* remove torch_compile"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model is true, but that isn't available"),
+        ({"vllm_engine_kwargs": {"dtype": "float16"}}, "vllm_engine_kwargs has dtype: 'float16', .* remove it"),
         (
             {"vllm_model_impl": "transformers"},
             "vllm_model_impl is 'transformers', .* set vllm_model_impl: auto",
@@ -214,7 +215,7 @@ def test_incompatible_settings_are_named_at_start(changes: dict[str, Any], said:
     config = tiny.config(tmp_path, **changes)
     config.sharding, config.vllm_tensor_parallel_size = "tensor", 2  # without another rank
     with pytest.raises(ValueError, match=f"sharding is 'tensor' and {said}"):
-        config._check_tensor_parallel()
+        check_conflicts(config)
 
 
 # -- parts of a tensor

@@ -1,4 +1,4 @@
-"""The choice of a run's prompts by their earlier pass rates."""
+"""The settings of a curriculum: the parsed `GRPOConfig.curriculum`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
-from .knob import knob
-from .steps import StepKnobs
+from ...config import GRPOConfig
 
 LEVELS = ("new", "hard", "medium", "easy")  # levels by the last pass rate, if no column names the pools
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
@@ -38,7 +37,9 @@ class Schedule:
                 f"{name} is {value!r}, but must be a number, or numbers by optimizer step: {{0: 1.0, 200: 0.2}}."
             ) from None
         if any(step < 0 or math.isnan(number) for step, number in points):
-            raise ValueError(f"{name} is {value!r}, but its steps must be at least 0, and its values numbers.")
+            raise ValueError(
+                f"{name} is {value!r}, but its steps must be at least 0 and its values numbers: correct them."
+            )
         return cls(tuple(points))
 
     def at(self, step: int) -> float:
@@ -78,12 +79,14 @@ class Curriculum:
         """
         known = [field.name for field in fields(cls)]
         if unknown := [key for key in given if key not in known]:
-            raise ValueError(f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: {EXAMPLE}.")
+            raise ValueError(
+                f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: write it as {EXAMPLE}."
+            )
         found: dict[str, Any] = dict(given)
         for name in ("pass_threshold", "solved_at", "revisit_after"):
             value = found.get(name, 0.0)
             if not (_is_number(value) or (value is None and name == "solved_at")):
-                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number.")
+                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number: give one.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
                 raise ValueError(
@@ -104,12 +107,14 @@ class Curriculum:
                 "completion of the last draw solved, null skips nothing."
             )
         if self.revisit_after < 0:
-            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but epochs are at least 0.")
+            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but epochs are at least 0: raise it.")
         if self.column is not None and self.shares is None:
             raise ValueError(f"curriculum: column is {self.column!r}, but nothing shares out its values: set shares.")
         if self.shares is not None:
             if any(not 0 <= value < math.inf for share in self.shares.values() for _, value in share.points):
-                raise ValueError("curriculum: a share is negative or infinite, but shares are numbers from 0 on.")
+                raise ValueError(
+                    "curriculum: a share is negative or infinite, but shares are numbers from 0 on: correct it."
+                )
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
                 raise ValueError(
                     f"curriculum: shares has the pool {other[0]!r}, but without a column the pools are "
@@ -119,29 +124,12 @@ class Curriculum:
             raise ValueError("curriculum: difficulty names a column and difficulty_until its limit: set both or none.")
 
 
-@dataclass
-class CurriculumKnobs(StepKnobs):
-    """Curriculum."""
-
-    curriculum: dict[str, Any] | str | None = knob(
-        None,
-        "Draw prompts by what was learnt of them, such as `{solved_at: 1.0, revisit_after: 2}`: keys `solved_at`, "
-        "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
-        "docs/guide/distillation.md.",
-    )
-
-    def read_curriculum(self) -> Curriculum | None:
-        """Parse the curriculum; None: each prompt once per epoch."""
-        given = json.loads(self.curriculum) if isinstance(self.curriculum, str) else self.curriculum
-        return None if given is None else Curriculum.of(given)
-
-    def _check_curriculum(self, dynamic_sampling: bool) -> None:
-        if self.curriculum is None:
-            return
-        if not isinstance(self.curriculum, str | dict):
-            raise ValueError(f"curriculum is {self.curriculum!r}, but must be a mapping: {EXAMPLE}.")
-        self.read_curriculum()
-        if dynamic_sampling:
-            raise ValueError(
-                "curriculum and dynamic_sampling both choose further prompts, by different rules: remove one of them."
-            )
+def read_curriculum(config: GRPOConfig) -> Curriculum | None:
+    """Parse the curriculum; None: each prompt once per epoch."""
+    text = config.curriculum
+    settings = json.loads(text) if isinstance(text, str) else text
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise ValueError(f"curriculum is {text!r}, but must be a mapping: write it as {EXAMPLE}.")
+    return Curriculum.of(settings)

@@ -1,0 +1,65 @@
+"""Settings that exclude completions that go on in the next round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...config import GRPOConfig
+from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
+
+# Sampling parameters that a completion can keep when it goes on as a request of its own. Others (`stop`, `min_tokens`)
+# depend on a whole request.
+OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
+LEAVE = "leave one of the two out"
+UNCORRECTED = "that leaves tokens of older weights uncorrected"
+
+
+def _of_requests(kwargs: Any) -> bool:
+    """Return whether an entry of `generation_kwargs` depends on a whole request."""
+    return bool({*(kwargs or {})} - {*OF_A_TOKEN})
+
+
+CONFLICTS = (
+    Conflict(
+        "carry_over", ANY, "dynamic_sampling", SET,
+        "dynamic_sampling chooses a round's groups among all that were sampled", LEAVE,
+    ),
+    Conflict("carry_over", ANY, "curriculum", ANY, "curriculum draws prompts by the pass rates of whole rounds", LEAVE),
+    Conflict(
+        "carry_over", ANY, "overlap", other_than("off"),
+        "overlap trains groups of a round whose groups aren't known yet", LEAVE,
+    ),
+    Conflict(
+        "carry_over", ANY, "router_replay", SET,
+        "router_replay needs the experts of completions that were stopped", LEAVE,
+    ),
+    Conflict("carry_over", ANY, "vllm_importance_sampling_correction", equal(False), UNCORRECTED, LEAVE),
+    Conflict(
+        "carry_over", ANY,
+        "the sampler's distribution", When("changed (a `top_k` with `top_p` or `min_p` may stay)", bool),
+        f"{UNCORRECTED} (a top_k alone doesn't)", LEAVE,
+    ),
+    Conflict(
+        "carry_over", ANY, "generation_kwargs", When(f"with others than {', '.join(OF_A_TOKEN)}", _of_requests),
+        f"a completion in parts may have only {', '.join(OF_A_TOKEN)} of these", LEAVE,
+    ),
+    Conflict(
+        "carry_over", ANY, "the dataset", equal("a stream"),
+        "further rows are drawn at random, which a stream hasn't", "load it whole, or leave carry_over out",
+    ),
+)  # fmt: skip
+
+
+def advice(config: GRPOConfig) -> Iterator[str]:
+    """Yield the lines of a start with `carry_over`."""
+    if config.carry_over is None:
+        return
+    takes, holds = config.groups_per_round, config.groups_in_flight
+    yield f"carry_over: an engine has {holds} groups in flight; a round takes {takes} ({takes / holds:.0%})"
+    mode = config.vllm_importance_sampling_mode
+    if mode.startswith("sequence"):
+        yield (
+            f"carry_over: vllm_importance_sampling_mode {mode} multiplies the ratios of all old tokens of a "
+            "completion, so that long ones hardly count: token_truncate weighs each apart."
+        )

@@ -1,0 +1,40 @@
+"""Settings that exclude a policy in the engine's layout."""
+
+from __future__ import annotations
+
+from ...config.conflicts import ANY, SET, Conflict, equal, other_than
+from ...config.sharding import TENSOR
+
+IN_PARTS = equal(*TENSOR)
+
+CONFLICTS = (
+    Conflict(
+        "sharding", IN_PARTS, "vllm_tensor_parallel_size", equal(1),
+        "the policy is cut as the ranks of an engine cut it",
+        "set vllm_tensor_parallel_size to 2 or more, or sharding to none, optimizer or gradients",
+    ),
+    Conflict(
+        "sharding", IN_PARTS, "weights", other_than("auto", "shared", "adapter"),
+        "a policy in the engine's layout is the engine's weights", "set weights: auto",
+    ),
+    Conflict(
+        "sharding", IN_PARTS, "vllm_model_impl", equal("transformers"),
+        "it isn't known how vLLM cuts a model of transformers'", "set vllm_model_impl: auto",
+    ),
+    Conflict(
+        "sharding", IN_PARTS, "vllm_engine_kwargs.dtype", ANY,
+        "the engine's tensors are the policy's, which have another dtype", "remove it",
+        lambda settings: str(settings.vllm_engine_kwargs["dtype"]).removeprefix("torch.") != settings.policy_dtype,
+    ),
+    *(
+        Conflict(
+            "sharding", IN_PARTS, name, SET,
+            "that isn't available for a policy in the engine's layout in this version",
+            f"remove {name}, or set sharding: gradients",
+        )
+        for name in (
+            "torch_compile", "use_liger_kernel", "sync_ref_model", "router_replay", "teacher_model_name_or_path",
+            "offload_gradients",
+        )
+    ),
+)  # fmt: skip
