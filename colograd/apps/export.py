@@ -121,13 +121,14 @@ def _merge(source: Path, folder: Path) -> str:
 
     from ..extensions.images import towers as images
     from ..extensions.quantized import checkpoints as quantized
+    from ..policy import towers
 
     hf.utils.logging.disable_progress_bar()
     base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
     noted, base_config = quantized.beside(source), hf.AutoConfig.from_pretrained(base)
-    seeing = images.takes_images(base_config)
+    seeing = towers.takes_images(base_config)
     kind: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
-    has_processor = base_config.model_type not in images.TEXT_FIRST or (source / hf.utils.PROCESSOR_NAME).is_file()
+    has_processor = base_config.model_type not in towers.TEXT_FIRST or (source / hf.utils.PROCESSOR_NAME).is_file()
     reader: Any = hf.AutoProcessor if seeing and has_processor else hf.AutoTokenizer
     if seeing:
         images.find_processors()
@@ -157,9 +158,9 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
     import torch
     from transformers.core_model_loading import WeightRenaming
 
-    from ..extensions.images.towers import has_tower
     from ..extensions.quantized.layers import packed_weights
     from ..policy.lora import adapted_layers, base_name, trained_copies
+    from ..policy.towers import has_tower
 
     if hasattr(base_config, "quantization_config"):
         del base_config.quantization_config

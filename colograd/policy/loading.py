@@ -25,13 +25,6 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
 from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
-from ..extensions.images.towers import (
-    freeze_unread,
-    has_tower,
-    hears,
-    reads_text_alone,
-    set_text_alone,
-)
 from ..parallel.ranks import world_size
 from ..parallel.shards import parts_of
 from ..runtime import cpu_products, registry
@@ -49,6 +42,13 @@ from .lora import (
 )  # fmt: skip
 from .row_proof import choose_rows, expect_rows
 from .supported import features
+from .towers import (
+    freeze_unread,
+    has_tower,
+    hears,
+    reads_text_alone,
+    set_text_alone,
+)
 
 
 @dataclass(frozen=True, slots=True)

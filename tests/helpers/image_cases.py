@@ -17,6 +17,7 @@ from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
+from colograd.policy import towers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
@@ -77,7 +78,7 @@ def check_alike(
             large and layers have no float64, float32 rounds them by their size.
     """
     assert one[0] == pytest.approx(other[0], abs=1e-4)
-    assert one[1].keys() == other[1].keys() and any(images.sees(name) for name in one[1])
+    assert one[1].keys() == other[1].keys() and any(towers.sees(name) for name in one[1])
     for name, gradient in one[1].items():
         apart, largest = float((gradient - other[1][name]).abs().max()), float(gradient.abs().max())
         most = by_size * max(largest, 1.0) or 1e-4

@@ -24,25 +24,20 @@ from ...data.columns import listed
 from ...data.order import StepOrder, seed_of
 from ...parallel.ranks import gather, on_all_ranks
 from ...rollout.rounds import Tally
-from .settings import LEVELS, Curriculum
+from .settings import LEVELS, Curriculum, read_curriculum
 
 HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
 
 
 def add_curriculum(prompts: PromptDataset | PromptStream, config: GRPOConfig) -> None:
-    """Let the curriculum choose among the prompts, if the run has one.
+    """Let the curriculum choose among the prompts, if the run has one. A stream has refused it.
 
     Raises:
-        ValueError: the prompts are a stream; or see `CurriculumState`.
+        ValueError: see `CurriculumState`.
     """
-    if (curriculum := config.read_curriculum()) is None:
-        return
-    if isinstance(prompts, PromptStream):
-        raise ValueError(
-            "curriculum chooses among all prompts, but a streamed dataset is read one after the other: load it "
-            "whole, or remove curriculum."
-        )
-    prompts.curriculum = CurriculumState(curriculum, prompts.dataset, config)
+    curriculum = read_curriculum(config)
+    if curriculum is not None and isinstance(prompts, PromptDataset):
+        prompts.curriculum = CurriculumState(curriculum, prompts.dataset, config)
 
 
 class CurriculumState:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...policy import attention
+from ...policy import towers as core_towers
 from ...policy.logprobs import ForwardStep, Pass, run_body
 from ...policy.packing import PackedSequence
 from ...policy.padded import PaddedInputs
@@ -20,7 +21,7 @@ class ImageStep(ForwardStep):
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         model, batch = row.model, row.batch
         if not towers.embeds(model, batch):
-            return run_body(row, model.get_decoder()) if towers.reads_text_alone(model) else inner(row)
+            return run_body(row, model.get_decoder()) if core_towers.reads_text_alone(model) else inner(row)
         if model.config._attn_implementation == attention.NAME:
             with attention.packed_rows():
                 return towers.packed_hidden_states(model, batch)
@@ -29,7 +30,7 @@ class ImageStep(ForwardStep):
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
         """Set the attention of the language model and of a vision tower. The tower's rows are images."""
-        if not towers.takes_images(model.config):
+        if not core_towers.takes_images(model.config):
             return name
         tower = name if name in ("eager", "sdpa") else towers.tower_attention_of(model)
         return {"": name, "text_config": name, "vision_config": tower}
@@ -54,4 +55,4 @@ class ImageStep(ForwardStep):
 
 def step_of(model: Any) -> ForwardStep | None:
     """Return the forward's step of a model that could read more than text."""
-    return ImageStep() if towers.has_tower(model.config) else None
+    return ImageStep() if core_towers.has_tower(model.config) else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...memory.shape import Lengths, Shape, kept_by_layers
-from .towers import has_tower, in_tower
+from ...policy.towers import has_tower, in_tower
 
 
 @dataclass(frozen=True, slots=True)

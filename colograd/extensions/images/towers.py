@@ -18,54 +18,7 @@ import torch
 from ...batch import MicroBatch
 from ...policy import attention
 from ...policy.sending import to_device_async
-from ...policy.towers import (
-    FAMILIES as FAMILIES,
-)
-from ...policy.towers import (
-    HEARS as HEARS,
-)
-from ...policy.towers import (
-    PROJECTORS as PROJECTORS,
-)
-from ...policy.towers import (
-    TEXT_FIRST as TEXT_FIRST,
-)
-from ...policy.towers import (
-    TOWERS as TOWERS,
-)
-from ...policy.towers import (
-    freeze_unread as freeze_unread,
-)
-from ...policy.towers import (
-    has_tower as has_tower,
-)
-from ...policy.towers import (
-    hears as hears,
-)
-from ...policy.towers import (
-    in_tower as in_tower,
-)
-from ...policy.towers import (
-    keep_gradients_out as keep_gradients_out,
-)
-from ...policy.towers import (
-    read_parameters as read_parameters,
-)
-from ...policy.towers import (
-    reads_text_alone as reads_text_alone,
-)
-from ...policy.towers import (
-    sees as sees,
-)
-from ...policy.towers import (
-    set_text_alone as set_text_alone,
-)
-from ...policy.towers import (
-    takes_images as takes_images,
-)
-from ...policy.towers import (
-    tower_layers as tower_layers,
-)
+from ...policy.towers import in_tower, keep_gradients_out, reads_text_alone, tower_layers
 from .rider import PER_TOKEN, Images
 
 

@@ -44,7 +44,7 @@ from colograd.extensions.images.engine.features import check_expanded
 from colograd.extensions.images.memory import Tower
 from colograd.extensions.images.rider import Images
 from colograd.memory.shape import Lengths
-from colograd.policy import attention, merged_attention, row_proof
+from colograd.policy import attention, merged_attention, row_proof, towers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
@@ -230,7 +230,7 @@ def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monke
         model.zero_grad()
         features, deeper = images._features(model, [seen])
         sum((part**2).sum() for part in (features, *deeper)).backward()
-        return [features, *(p.grad for name, p in model.named_parameters() if images.sees(name))]
+        return [features, *(p.grad for name, p in model.named_parameters() if towers.sees(name))]
 
     row_proof.set_attention(model, attention.NAME)
     assert model.config.vision_config._attn_implementation == "sdpa", "no GPU, nothing else"
@@ -286,7 +286,7 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
     for family in PACKED:
         model, _ = tiny_images.random_model(family)
         assert images.freeze_tower(model) > 0
-        trained = {name for name, p in model.named_parameters() if p.requires_grad and images.sees(name)}
+        trained = {name for name, p in model.named_parameters() if p.requires_grad and towers.sees(name)}
         assert trained and all({*name.split(".")} & {*images.PROJECTORS} for name in trained), trained
 
 
@@ -322,7 +322,7 @@ def test_a_family_trains(
 
     assert trainer.engine.vllm_config.scheduler_config.disable_chunked_mm_input == (family == "gemma3_vl")
     trainer.weights.publish = publish_and_compare
-    tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
+    tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if towers.sees(name)}
     trainer.train()
     trainer.publish()
     assert trainer.policy.why_padded == "" and all(len(of) == 2 for of in pictures)

@@ -15,9 +15,9 @@ from peft import LoraConfig
 from transformers import AutoModelForImageTextToText
 
 from colograd import GRPOTrainer
-from colograd.extensions.images.towers import set_text_alone
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import wrap
+from colograd.policy.towers import set_text_alone
 
 FAMILIES = tuple(seeing_families.FAMILIES)
 

@@ -18,7 +18,7 @@ from peft import LoraConfig
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from colograd import GRPOTrainer
-from colograd.extensions.images import towers as images
+from colograd.policy import towers
 from colograd.weights.adapter import AdapterWeights
 from colograd.weights.copied import MergedWeights
 
@@ -62,7 +62,7 @@ def test_it_trains_resumes_and_is_saved(
         )
         pictures = 1 if family == "internvl_vl" else 2  # of up to three tiles
         trainer = closing(GRPOTrainer(str(model), tiny.vowels, config, tiny_images.prompts(8, images=pictures)))
-        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if towers.sees(name)}
         heard = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "audio" in name}
         assert bool(heard) == (family == "gemma4_vl")
         assert not any("audio" in part.name for part in trainer.weights.slices)
