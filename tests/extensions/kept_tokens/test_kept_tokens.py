@@ -12,11 +12,11 @@ import tiny
 import torch
 
 from colograd import GRPOConfig, GRPOTrainer
-from colograd.batch import FinishReason, Group, KeptTokens, Logged, ModelInput, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.extensions.agents.feature import AgentFeature
 from colograd.extensions.distillation.head import TeacherHead
 from colograd.extensions.kept_tokens.engine.kept_tokens import KeptTokensRecord
-from colograd.extensions.kept_tokens.rider import Candidates
+from colograd.extensions.kept_tokens.rider import Candidates, KeptTokens
 from colograd.policy import head as policy_head
 from colograd.policy.head import Head
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
