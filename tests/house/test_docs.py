@@ -238,7 +238,7 @@ def test_the_architecture_names_files_that_are_there() -> None:
         name for name in named.findall(text) if not any((ROOT / of / name).exists() for of in ("colograd", "."))
     ] == []
     assert len(text.splitlines()) <= 200
-    rows = text.partition("## Where do I add")[2].strip().splitlines()[3:13]
+    rows = text.partition("## Where do I add")[2].strip().splitlines()[4:14]
     assert [row.split(" | ")[0].strip("| ").removeprefix("a ").removeprefix("an ") for row in rows][:6] == [
         "loss", "reward", "rider", "engine", "sharding strategy", "extension",
     ]  # fmt: skip
