@@ -12,6 +12,7 @@ from PIL import Image
 
 from colograd.batch import ModelInput
 from colograd.extensions.images.rider import Images
+from colograd.policy.row_proof import install_steps
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -84,6 +85,7 @@ def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
                 buffer.fill_(2.0 if name.endswith("max") else -2.0)
             elif name.endswith(("std_bias", "std_scale", "layer_scalar")):
                 buffer.add_(torch.rand_like(buffer) * 0.1)
+    install_steps(model)
     return model.eval(), tokenizer
 
 

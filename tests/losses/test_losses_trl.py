@@ -36,7 +36,8 @@ CORRECTIONS: list[tuple[str, float | None, float | None] | None] = [
     None, ("token_truncate", 0.8, 1.2), ("token_mask", 0.7, 1.2), ("sequence_truncate", 0.7, 1.3),
     ("sequence_mask", 0.6, 2.0),
 ]  # fmt: skip
-ONE_BOUND = [(mode, *bounds) for mode in objective_knobs.CORRECTIONS for bounds in ((0.8, None), (None, 1.2))]
+OF_TRL_TOO = [mode for mode in objective_knobs.CORRECTIONS if mode != "geometric_mask"]
+ONE_BOUND = [(mode, *bounds) for mode in OF_TRL_TOO for bounds in ((0.8, None), (None, 1.2))]
 NO_BOUND = [(mode, None, None) for mode in ("token_mask", "sequence_mask")]
 KL = ((0.0, False), (0.4, False), (0.4, True))  # beta, use_bias_correction_kl
 BONUS = ("none", "fixed", "adaptive")

@@ -43,7 +43,7 @@ def _of_its_groups(
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
-    values = getattr(row, field)
+    values = row.values(field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
     own = [part.teacher == name for part in row.parts]
     if any(own):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...config import GRPOConfig
-from ...policy.loading import Policy
 from ...policy.supported import ModelFeature, Wanted
 from ...runtime.sizes import num_experts
 from .router_replay import SHARES
+
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
 
 # Mixtures of experts that tests train, see docs/models.md. Others are proved when a run starts.
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")

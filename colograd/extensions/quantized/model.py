@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
 from ...config import GRPOConfig
-from ...policy.loading import Policy
 from ...policy.packed_weights import packed_weights
 from ...policy.supported import ModelFeature, Wanted
 from .checkpoints import Quantization, asked_for, check_fits, check_quantized, load_arguments, saved_in
 from .layers import settle
+
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
 
 
 class Quantized(ModelFeature):

@@ -287,7 +287,7 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
         model, _ = tiny_images.random_model(family)
         assert images.freeze_tower(model) > 0
         trained = {name for name, p in model.named_parameters() if p.requires_grad and towers.sees(name)}
-        assert trained and all({*name.split(".")} & {*images.PROJECTORS} for name in trained), trained
+        assert trained and all({*name.split(".")} & {*towers.PROJECTORS} for name in trained), trained
 
 
 # -- runs

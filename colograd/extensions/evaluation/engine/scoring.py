@@ -30,8 +30,8 @@ def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> 
                 if output.finished:
                     index = waiting.pop(output.request_id)
                     scores[index] = _sum(output, len(parts[index][0]))
-            if engine.after_step is not None:
-                engine.after_step()
+            for listener in engine.after_step:
+                listener()
     finally:
         engine.abort(names)
     return [scores[index] for index in range(len(parts))]
