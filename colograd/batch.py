@@ -270,8 +270,6 @@ class Prompt(_Asked):
 
 
 TEACHER = "teacher"  # the dataset's column that names a prompt's teacher, in a run with several
-UNKNOWN = -1  # value of an expert's index if the engine didn't record it
-UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +506,7 @@ class PackedGroup:
     ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
     advantages: tuple[torch.Tensor, ...]  # one tensor per rollout, () or [C]
-    teacher: str = ""  # name of the teacher that scores these rollouts, in a run with several
+    example: Mapping[str, Any] = field(default_factory=dict)  # the group's
 
     @property
     def num_tokens(self) -> int:
@@ -639,13 +637,6 @@ class StepBatch:
     counted: bool = True  # False: another rank has the same rows, and sums over ranks count them there
     trained: int = 0  # number of first rows with gradients made before sampling ended
     trained_metrics: Any = None  # their `Metrics`
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether the weights that the step trains sampled all of its rollouts."""
-        return all(
-            rollout.policy_version == self.version for scored in self.groups for rollout in scored.group.rollouts
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
+from .batch import FinishReason, Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .config import GRPOConfig
 from .config.policy import KEEPS_MASTER
 from .data import PromptLoader, StreamLoader
@@ -37,7 +37,6 @@ from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
 from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
-from .rollout.texts import completion_texts
 from .runtime import process, registry
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
@@ -270,15 +269,27 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
-        """Return the completions' texts, for rewards and logs."""
+        """Return the completions' texts without the special token at the end, for rewards and logs."""
         options: Any = self.args.generation_kwargs or {}
-        return completion_texts(group, self.policy.tokenizer, options.get("skip_special_tokens", True))
+        tokenizer, ids = self.policy.tokenizer, [list(rollout.completion_ids) for rollout in group.rollouts]
+        if not (skips := options.get("skip_special_tokens", True)):
+            special = {*tokenizer.all_special_ids}
+            ended = [rollout.finish_reason is FinishReason.STOP for rollout in group.rollouts]
+            ids = [own[:-1] if end and own and own[-1] in special else own for own, end in zip(ids, ended, strict=True)]
+        texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skips)
+        return texts
 
     # -- training
 
     @ends_together("training")
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as transformers does; see `SeamTrainer.train` for resuming."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train as transformers does; ``"auto"`` resumes from a complete checkpoint, and SIGTERM writes one and ends.
+
+        A run at its last step is loaded, but not trained further.
+
+        Args:
+            resume_from_checkpoint: default: the configuration's value; False starts anew.
+        """
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.forget_round()
         self._unlogged = []
@@ -287,7 +298,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if self.engine is not None:
             self.engine.invalidate()  # steps are counted from 0 again, or other weights are loaded
         with self.recorder.run():
-            return super().train(*args, **kwargs)
+            checkpoint, finished = self._begin_training(resume_from_checkpoint)
+            if finished is not None:
+                return finished
+            with self.checkpointer.during_training():
+                output = super().train(checkpoint, *args, **kwargs)
+            self._end_records()
+            return output
 
     def _inner_training_loop(
         self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: str | None = None,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..batch import Group, ModelInput, Prompt, with_shared_riders
+from ..batch import Group, ModelInput, Prompt, Rollout, with_shared_riders
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
@@ -282,13 +282,29 @@ class VLLMEngine:
         """
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
-        waiting = {self.submit(p.input, sampling, own): p for p, own in zip(prompts, seeds, strict=True)}
+        waiting = {
+            self._enqueue(prompt.input, self.parameters(prompt.input.ids, sampling, own, sampling.n)): prompt
+            for prompt, own in zip(prompts, seeds, strict=True)
+        }
         try:
             while waiting:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
-                    rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
-                    yield Group(prompt.example, with_shared_riders(rollouts), prompt.position)
+                    rollouts = tuple(
+                        Rollout(
+                            prompt.input,
+                            completion.ids,
+                            sampler_logprobs=torch.frombuffer(completion.logprobs, dtype=torch.float32),
+                            sampled=torch.ones(len(completion.ids), dtype=torch.bool),
+                            finish_reason=completion.finish_reason,
+                            policy_version=version,
+                            riders=completion.riders,
+                        )
+                        for completion in completions
+                    )
+                    if rollouts[0].riders:
+                        rollouts = with_shared_riders(rollouts)
+                    yield Group(prompt.example, rollouts, prompt.position)
         finally:
             self.abort(waiting)
 

@@ -178,10 +178,6 @@ class Objective:
         terms = bool(self.needs) or self.entropy_bonus or any(term.every_group for term in self.terms)
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
-    def needs_entropy_gradient(self, batch: MicroBatch) -> bool:
-        """Return whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
-        return self.entropy_bonus and batch.step_constants.coefficient != 0
-
     @property
     def needs_constants(self) -> bool:
         """Whether a term, or a loss of the user's, may read values of the whole step (`entropy.with_step_entropy`)."""
@@ -191,9 +187,6 @@ class Objective:
     def in_loss(self, metrics: Mapping[str, float]) -> float:
         """Return the part of a step's loss that isn't the policy's, from its metrics."""
         return sum(term.in_loss(metrics) for term in self.terms)
-
-    def denominator(self, step: StepBatch) -> float:
-        return self.loss.denominator(step)
 
     def __call__(
         self,
@@ -212,7 +205,12 @@ class Objective:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
             batch = term.before(old, batch)
-        tokens = self._tokens(logprobs, old, batch)
+        # A tool's token may be so unlikely that its log-ratio would move a completion's mean.
+        log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
+        of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
+        of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
+        correction = None if self.correction is None else self.correction.weights(old, batch)
+        tokens = Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
             raise ValueError(
@@ -235,7 +233,7 @@ class Objective:
             if (of_tokens := term.of_tokens(batch, values)) is not None:
                 per_token = per_token + of_tokens
         loss = (per_token * self.loss.token_weights(batch)).sum()
-        if self.needs_entropy_gradient(batch):
+        if batch.step_constants.coefficient != 0:
             of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
@@ -245,14 +243,6 @@ class Objective:
                 loss = loss + of_row
             sums = sums | term.observe(old, batch, values)
         return LossOutput(loss, sums, minima, maxima)
-
-    def _tokens(self, logprobs: torch.Tensor, old: torch.Tensor, batch: MicroBatch) -> Tokens:
-        # A tool's token may be so unlikely that its log-ratio would move a completion's mean.
-        log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
-        of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
-        of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
-        correction = None if self.correction is None else self.correction.weights(old, batch)
-        return Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return (N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's

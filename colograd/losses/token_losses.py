@@ -29,8 +29,8 @@ MOST_LOG_RATIO = (
 
 
 def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Sum over each completion's tokens: (N,) -> (num_sequences,)."""
-    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values)
+    """Sum over each completion's tokens: (N,) -> (completions,)."""
+    return values.new_zeros(len(batch.rollouts)).index_add(0, batch.sequence, values)
 
 
 def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Tokens:
         return (values * weights).sum(), weights.sum()
 
     def of_completions(self, values: torch.Tensor, otherwise: float) -> torch.Tensor:
-        """Average over each completion, (N,) -> (num_sequences,); ``otherwise`` for one without a loss token."""
+        """Average over each completion, (N,) -> (completions,); ``otherwise`` for one without a loss token."""
         counted = per_sequence_sum(self.batch.loss_mask, self.batch) > 0
         return per_sequence_sum(values * sequence_mean_weights(self.batch), self.batch).where(counted, otherwise)
 

@@ -117,13 +117,8 @@ class PolicyForward:
     entropy_gradient: bool = False
     steps: tuple[ForwardStep, ...] = ()  # wrap the model's own steps
 
-    @staticmethod
-    def prepare(row: PackedRow) -> MicroBatch:
-        """Return the row's tensors on the device. Rows are laid out nowhere else."""
-        return collate(row)
-
     def of_row(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        return self(self.prepare(row))
+        return self(collate(row))
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Compute `policy_logprobs`, and the steps' further values by name."""

@@ -75,7 +75,7 @@ def keywords_for(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         names = {name: None for name in names if name in parameters}
     keywords: dict[str, Any] = {name: shared.get(name, []) for name in names}
-    own_names = [name for name in names if name not in shared]
+    own_names = [name for name in names if name not in shared and name not in PER_TOKEN]
     for group, of_group in zip(groups, texts, strict=True):
         prompt = group.example["prompt"]
         for rollout, text in zip(group.rollouts, of_group, strict=True):
@@ -86,26 +86,18 @@ def keywords_for(
                 "completions": messages if isinstance(prompt, list) else text,
                 **rollout.columns,
             }
+            # A worker gets arrays or bytes, together 5 bytes per token, and makes the lists.
+            if "completion_ids" in names:
+                ids = rollout.completion_ids
+                keywords["completion_ids"].append(list(ids) if log is not None else ids)
+            if "completion_mask" in names:  # 1 for each token that the model wrote
+                mask = rollout.sampled.to(torch.uint8)
+                keywords["completion_mask"].append(mask.tolist() if log is not None else mask.numpy().tobytes())
             for name in own_names:
-                keywords[name].append(
-                    _per_token(rollout, name, log is not None) if name in PER_TOKEN else own_copy(row.get(name))
-                )
+                keywords[name].append(own_copy(row.get(name)))
     if problem := _lacking(reward, keywords, groups[0].example):
         raise RewardError(reward.name, groups[0].position, None, problem)
     return keywords
-
-
-def _per_token(rollout: Rollout, name: str, as_list: bool) -> Any:
-    """Return a completion's ids, or its mask: 1 for each token that the model wrote.
-
-    Args:
-        as_list: whether to return a list. False: return an array or bytes (together 5 bytes per token) for a worker,
-            which makes the lists.
-    """
-    if name == "completion_ids":
-        return list(rollout.completion_ids) if as_list else rollout.completion_ids
-    mask = rollout.sampled.to(torch.uint8)
-    return mask.tolist() if as_list else mask.numpy().tobytes()
 
 
 def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
 from ..engine.sampling import Sampling
+from ..rewards import Ready
 from .store import RewardedGroup, RolloutStore
 
 
@@ -56,31 +57,6 @@ def _nothing(position: int) -> Logged:
     return Logged({}, {})
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """The functions that lead from prompts to scored groups, in training or in an evaluation."""
-
-    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
-    begin_score: BeginScore
-    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
-    take_logged: Callable[[int], Logged] = _nothing  # position -> logged values of the group with rewards
-    take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
-    journal: RolloutStore | None = None
-
-    def scoring(self, prompts: Sequence[Prompt]) -> InScoring:
-        """Begin a round or an evaluation of these prompts."""
-        return InScoring(self, prompts)
-
-    def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
-        """Write a group with its rewards [G, R] into the journal."""
-        if self.take_turns is not None:
-            group = self.take_turns(group)
-        recorded = RewardedGroup(group, rewards, self.take_logged(group.position))
-        if self.journal is not None:
-            self.journal.add(recorded)
-        return recorded
-
-
 class InScoring:
     """The rewards of a round's groups: recorded rewards, and pending ones.
 
@@ -102,29 +78,38 @@ class InScoring:
         yield from recorded
         positions = {group.position for group in recorded}
         if rest := [prompt for prompt in prompts if prompt.position not in positions]:
-            with contextlib.closing(checked_groups(self.stages.generate(rest), rest)) as groups:
+            generated: Any = self.stages.generate(rest)
+            with contextlib.closing(checked_groups(generated, rest) if self.stages.checks else generated) as groups:
                 yield from groups
 
     def begin(self, group: Group) -> None:
+        """Begin to score a group, and `take`."""
         self._pending[group.position] = (group, self.stages.begin_score([group]))
+        self.take()
 
     def score_together(self, groups: Sequence[Group]) -> None:
         """Score groups in one call, and wait for the rewards."""
         if groups:
             rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-            for group, of_group in zip(groups, rewards, strict=True):
-                self.rewarded[group.position] = self.stages.record(group, of_group)
+            self._pending |= {g.position: (g, Ready(own)) for g, own in zip(groups, rewards, strict=True)}
+            self.take()
 
-    def take_finished(self) -> None:
-        """Record the groups that have their rewards."""
-        for position in [position for position, (_, pending) in self._pending.items() if pending.done()]:
-            self._take(position)
+    def take(self, position: int | None = None) -> None:
+        """Write the groups that have their rewards into the journal, after waiting for the one at ``position``."""
+        stages = self.stages
+        for at, (group, pending) in [*self._pending.items()]:
+            if at == position or pending.done():
+                del self._pending[at]
+                rewards = pending.result()
+                group = group if stages.take_turns is None else stages.take_turns(group)
+                self.rewarded[at] = RewardedGroup(group, rewards, stages.take_logged(at))
+                if stages.journal is not None:
+                    stages.journal.add(self.rewarded[at])
 
     def scored(self, position: int) -> ScoredGroup:
         """Wait for the rewards of the group at a position. Return the group with its advantages."""
         if position not in self.rewarded:
-            self._take(position)
-            self.take_finished()
+            self.take(position)
         recorded = self.rewarded.pop(position)
         return dataclasses.replace(self.stages.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
@@ -133,9 +118,19 @@ class InScoring:
         for _, pending in self._pending.values():
             pending.cancel()
 
-    def _take(self, position: int) -> None:
-        group, pending = self._pending.pop(position)
-        self.rewarded[position] = self.stages.record(group, pending.result())
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The functions that lead from prompts to scored groups, in training or in an evaluation."""
+
+    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
+    begin_score: BeginScore
+    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
+    take_logged: Callable[[int], Logged] = _nothing  # position -> logged values of the group with rewards
+    take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
+    journal: RolloutStore | None = None
+    checks: bool = True  # whether ``generate`` is the user's, so that its groups are checked
+    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # an extension may derive its own
 
 
 # -- checks of replaced stages, which may return anything: each check raises a ValueError

@@ -52,7 +52,7 @@ def evaluation_metrics(
     Args:
         groups: groups of this rank.
         counts: sums of rewards and tools since the evaluation began.
-        combine: [G, R] rewards -> [G], see `RolloutStatistics.add`.
+        combine: [G, R] rewards -> [G], see `RolloutStatistics.of`.
     """
     own = RolloutStatistics.of(groups, combine, config.mask_truncated_completions)
     own.counts.update(counts)

@@ -23,18 +23,25 @@ from ..memory.shape import left_on_device
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
-from ..policy.logprobs import ForwardStep, PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
-from ..policy.packing import PackingRules
+from ..policy.logprobs import (
+    ForwardStep,
+    PolicyForward,
+    evaluation_mode,
+    label_values,
+    policy_logprobs,
+    with_old_logprobs,
+)
+from ..policy.packing import PackingRules, collate
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..policy.supported import check_shared_rows
 from ..reporting.events import Events
-from ..reporting.metrics import AllocRetries, Metrics
+from ..reporting.metrics import AllocRetries
 from ..rewards import RewardFunction
 from ..rollout.sampler import SampledRound
 from ..rollout.statistics import RolloutStatistics
 from ..sharding import ShardingStrategy
-from .loss_pass import loss_pass
+from .loss_pass import checked_loss, loss_pass
 from .step_batches import schedule, step_batch
 
 EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
@@ -101,30 +108,28 @@ class Learner:
 
     def _add_logprobs(self, steps: list[StepBatch]) -> list[StepBatch]:
         """Add the second models' log-probabilities, and old_logprobs to off-policy steps."""
-        while True:
-            try:
-                return self._forward_others(steps)
-            except torch.OutOfMemoryError as error:
-                reason = str(error)
-            steps = self._back_off(steps, reason, among=len(steps))
-
-    def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         config, autocast = self.config, self.hooks.compute_loss_context_manager
-        for field, second in self.second_models.items():
-            phase = self.events.times.phase(field.partition(OF)[0])
-            with on_all_ranks("the second models' log-probabilities"), phase, autocast():
-                steps = with_second_logprobs({field: second}, steps, config.temperature)
-        if self.objective.terms:
-            with on_all_ranks("the advantages"):
-                for term in self.objective.terms:
-                    steps = [term.with_scores(step, self.hooks.estimator) for step in steps]
 
         def add_old(step: StepBatch) -> StepBatch:
             with self.events.times.phase("old_logprobs"), autocast():
                 return with_old_logprobs(self.model, step, config.temperature)
 
-        with on_all_ranks("the old log-probabilities"):
-            return schedule(steps, self.hooks.state.global_step, config.num_iterations, add_old)
+        while True:
+            try:
+                filled = steps
+                for field, second in self.second_models.items():
+                    phase = self.events.times.phase(field.partition(OF)[0])
+                    with on_all_ranks("the second models' log-probabilities"), phase, autocast():
+                        filled = with_second_logprobs({field: second}, filled, config.temperature)
+                if self.objective.terms:
+                    with on_all_ranks("the advantages"):
+                        for term in self.objective.terms:
+                            filled = [term.with_scores(step, self.hooks.estimator) for step in filled]
+                with on_all_ranks("the old log-probabilities"):
+                    return schedule(filled, self.hooks.state.global_step, config.num_iterations, add_old)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            steps = self._back_off(steps, reason, among=len(steps))
 
     # -- an optimizer step
 
@@ -139,8 +144,12 @@ class Learner:
             try:
                 if self._reads_constants:
                     step = self._with_constants(step)
-                with on_all_ranks("training"), self.events.recorder.trains(step), self.events.times.phase("train"):
-                    metrics = self._loss_pass(step, self.sharding, step.trained_metrics if step.trained else None)
+                earlier = step.trained_metrics if step.trained else None
+                bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
+                recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
+                with on_all_ranks("training"), recorded, timed, contextlib.closing(bar):
+                    given = self.row_loss(), self.hooks.compute_loss_context_manager, self.sharding, bar.update
+                    metrics = loss_pass(step, *given, earlier)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
@@ -148,7 +157,7 @@ class Learner:
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.events.times.phase("sync"):
             self.sharding.sum_gradients()
-            denominator = self.objective.denominator(step)
+            denominator = self.objective.loss.denominator(step)
             self.sharding.divide_gradients(denominator)
             reduced = metrics.reduce(step.counted)
         loss = self.figures["loss"] = reduced.pop("loss") / denominator
@@ -183,9 +192,9 @@ class Learner:
 
     def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
         """Compute the objective on one micro-batch, as an unnormalised sum, for `GRPOTrainer.compute_loss`."""
-        entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
+        entropy_gradient = micro_batch.step_constants.coefficient != 0
         forward = PolicyForward(model, self.config.temperature, entropy_gradient, self._forward_steps)
-        logprobs, entropy, values = forward(micro_batch)
+        (logprobs, entropy), values = forward.run(label_values, micro_batch)
         self.events.recorder.keep(micro_batch, logprobs)
         return self.objective(logprobs, entropy, micro_batch, values)
 
@@ -209,17 +218,12 @@ class Learner:
         timed = self.events.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None, metrics: Metrics | None = None) -> Metrics:
-        """Pass this rank's micro-batches through the loss, and backward if there is a ``sharding``.
-
-        Their metrics are added to ``metrics`` of the rows that are trained already."""
+    def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
+        """Return the function that computes a row's loss, with a check if a subclass has replaced it."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
-        given = compute_loss, self.hooks.compute_loss_context_manager, sharding
-        bar = self.events.console.progress(
-            len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch"
-        )
-        with contextlib.closing(bar):
-            return loss_pass(step, *given, bar.update, metrics)
+        if not self.hooks.replaces("compute_loss"):
+            return compute_loss
+        return lambda row: checked_loss(compute_loss(row), differentiable)
 
     # -- an evaluation
 
@@ -241,10 +245,12 @@ class Learner:
         with evaluation_mode(self.model):
             if self._reads_constants:
                 step = self._with_constants(step)
-            with on_all_ranks("the evaluation's forward"), torch.no_grad():
-                metrics = self._loss_pass(step, sharding=None)
+            bar = self.events.console.progress(len(step.rows), "evaluate", "micro-batch")
+            with on_all_ranks("the evaluation's forward"), torch.no_grad(), contextlib.closing(bar):
+                given = self.row_loss(differentiable=False), self.hooks.compute_loss_context_manager, None
+                metrics = loss_pass(step, *given, bar.update)
         reduced = metrics.reduce(step.counted)
-        reduced["loss"] /= self.objective.denominator(step)
+        reduced["loss"] /= self.objective.loss.denominator(step)
         self.entropy.show(reduced, reduced["loss"] - self.objective.in_loss(reduced))
         self.mismatch.finish(reduced)
         return reduced
@@ -287,7 +293,7 @@ class Learner:
             with self.sharding.agree("measuring"), self.hooks.compute_loss_context_manager():
                 row = dataclasses.replace(row, step_constants=StepConstants(coefficient=config.entropy_coef))
                 (row,) = fill(self.second_models, [row], config.temperature)
-                loss = self.hooks.compute_loss(self.model, PolicyForward.prepare(row)).loss
+                loss = self.hooks.compute_loss(self.model, collate(row)).loss
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 

@@ -204,7 +204,8 @@ def _benchmarks(texts: dict[str, str], policy: Policy, args: GRPOConfig, context
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
     """Yield a line if the model has a chat template, but the first prompt is plain text without special tokens."""
-    prompt, tokenizer = prompts.first(1)[0].example["prompt"], policy.tokenizer
+    row = prompts[0] if isinstance(prompts, PromptDataset) else prompts.first(1)[0].example
+    prompt, tokenizer = row["prompt"], policy.tokenizer
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return
     if not any(token in prompt for token in tokenizer.all_special_tokens):

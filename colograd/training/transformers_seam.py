@@ -82,26 +82,17 @@ class SeamTrainer(Trainer):
         """Make the checkpointer. A replay overrides this to read another run's checkpoints. A collective."""
         return Checkpointer(self)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as transformers does; ``"auto"`` resumes from a complete checkpoint, and SIGTERM writes one and ends.
-
-        A run at its last step is loaded, but not trained further.
-
-        Args:
-            resume_from_checkpoint: default: the configuration's value; False starts anew.
-        """
+    def _begin_training(self, resume_from_checkpoint: str | bool | None) -> tuple[str | None, TrainOutput | None]:
+        """Find the checkpoint to resume from, and open the records. Return it, and the output of a finished run."""
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         checkpoint = self.checkpointer.find(resume_from_checkpoint)
         if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
-            return finished
+            return checkpoint, finished
         self.checkpointer.begin(checkpoint)
         self._open_records(checkpoint, search.is_wanted(resume_from_checkpoint))
         spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
-        with self.checkpointer.during_training():
-            output = super().train(checkpoint, *args, **kwargs)
-        self._end_records()
-        return output
+        return checkpoint, None
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
         """Load a checkpoint of the run's last step, because transformers would train one more; None for other steps."""
