@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from ..batch import LossOutput, MicroBatch, StepBatch
+from ..batch import LossOutput, MicroBatch
 from ..config import GRPOConfig
-from ..policy.logprobs import ForwardStep
 from ..runtime import registry
-from .advantages import AdvantageEstimator
-from .mismatch import Bounds, log_ratio_of, observe
-from .token_losses import (
-    LOSSES,
+from .correction import Bounds, SamplerCorrection, known, observe
+from .terms import LossTerm
+from .token_losses import LOSSES, find_loss
+from .tokens import (
     MOST_LOG_RATIO,
     Extremes,
     Means,
@@ -25,108 +24,12 @@ from .token_losses import (
     Tokens,
     bounded_exp,
     completion_mean,
-    find_loss,
     per_sequence_sum,
     sequence_mean_weights,
 )
 
 QUANTILE_LIMIT = 2**24  # numbers; torch.quantile fails for more
 BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerCorrection:
-    """Importance weights that undo the difference between the sampler's and the trainer's probabilities.
-
-    ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside
-    the bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
-
-    One mode is a mask alone: with `geometric_mask` a token's weight is 1 if exp(mean over its completion's tokens of
-    log trainer - log sampler) is within the bounds, else 0. Unlike the product of the ratios this doesn't depend on the
-    completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights).
-    """
-
-    mode: str
-    low: float | None
-    high: float | None
-
-    @property
-    def bounds(self) -> Bounds:
-        return Bounds(self.low, self.high)
-
-    @property
-    def per_sequence(self) -> bool:
-        return not self.mode.startswith("token")
-
-    def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Compute (N,) weights from the trainer's detached log-probabilities (N,)."""
-        difference = known(trainer - batch.sampler_logprobs, batch)
-        ratio = bounded_exp(log_ratio_of(difference, self.mode, batch))
-        if self.mode.endswith("truncate"):
-            return ratio.clamp(min=self.low, max=self.high)
-        weights = torch.ones_like(ratio) if self.mode == "geometric_mask" else ratio
-        return weights.masked_fill(self.bounds.outside(ratio), 0.0)
-
-
-def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Set the (N,) differences from the sampler's log-probabilities to 0 outside the loss and where it gave none
-    (NaN)."""
-    return difference.where(batch.loss_mask > 0, 0.0).nan_to_num(nan=0.0)
-
-
-class LossTerm:
-    """A term that an extension adds to the objective. A subclass overrides some of these methods.
-
-    The extension offers a function (configuration, policy) -> `LossTerm` or None at the seam "loss_term".
-    """
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Fields of the rows that second models fill."""
-        return ()
-
-    @property
-    def every_group(self) -> bool:
-        """Whether there is a gradient in groups without a reward difference."""
-        return False
-
-    @property
-    def waits(self) -> str:
-        """The reason why no group can be trained before its whole step is sampled; empty: it can."""
-        return ""
-
-    def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
-        """Return the forward's steps that compute the term's values."""
-        return ()
-
-    def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Change a step's advantages, once its rows have the second models' values."""
-        return step
-
-    def with_constants(self, step: StepBatch) -> StepBatch:
-        """Add the values that the term needs of the whole step to its rows' constants. A collective."""
-        return step
-
-    def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Change a micro-batch before its loss; ``old`` are the old log-probabilities (N,)."""
-        return batch
-
-    def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Compute a summand (N,) of the tokens' losses from the forward's values, before the loss averages them."""
-        return None
-
-    def of_row(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Compute a summand () of the micro-batch's loss."""
-        return None
-
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
-        """Compute metrics."""
-        return {}
-
-    def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return the term's part of a step's loss that isn't the policy's, from the step's metrics."""
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True)

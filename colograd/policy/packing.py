@@ -18,7 +18,6 @@ import torch
 from ..batch import (
     Branch,
     FinishReason,
-    Media,
     MicroBatch,
     ModelInput,
     PackedGroup,
@@ -29,6 +28,7 @@ from ..batch import (
     SegmentLayout,
 )
 from ..parallel.ranks import gather, on_all_ranks
+from ..riders import Media
 from .sending import to_device_async
 
 NOBODY = -1  # prompt position of dummies, which belong to no prompt

@@ -26,8 +26,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Logged, Rider, Rollout
+from ..batch import Group, Logged, Rollout
 from ..parallel import watchdog
+from ..riders import Rider
 from ..runtime import process
 from ..runtime.registry import hooks
 from ..usercode.calls import (

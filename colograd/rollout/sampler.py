@@ -25,8 +25,9 @@ from ..policy.loading import Policy
 from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
 from ..runtime import registry
+from .checks import checked_advantages, checked_rewards
 from .rounds import PlainRound, Steps, roll_out, unscored
-from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
+from .stages import PendingRewards, RolloutSource, Stages
 from .statistics import RolloutStatistics, round_statistics
 from .store import RolloutStore
 from .texts import has_parser, with_messages, with_prompt_text

@@ -36,8 +36,9 @@ from ..weights import (
     expects_sharing,
     weight_sync,
 )
+from .eval_prompts import Benchmark
 from .preparation import PreparedRun
-from .prompts import Benchmark, Prompts, longest_completion, proof_prompts, without_template
+from .prompts import Prompts, longest_completion, proof_prompts, without_template
 
 
 @dataclass(frozen=True, slots=True)

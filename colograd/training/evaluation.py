@@ -14,7 +14,7 @@ from ..data import PromptDataset
 from ..parallel.ranks import gather, on_all_ranks
 from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import Combine, RolloutStatistics
-from .prompts import Benchmark
+from .eval_prompts import Benchmark
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str) -> dict[str, float]:

@@ -25,9 +25,7 @@ from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import (
     ForwardStep,
-    PolicyForward,
     evaluation_mode,
-    label_values,
     policy_logprobs,
     with_old_logprobs,
 )
@@ -190,16 +188,8 @@ class Learner:
         own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
-    def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
-        """Compute the objective on one micro-batch, as an unnormalised sum, for `GRPOTrainer.compute_loss`."""
-        entropy_gradient = micro_batch.step_constants.coefficient != 0
-        forward = PolicyForward(model, self.config.temperature, entropy_gradient, self._forward_steps)
-        (logprobs, entropy), values = forward.run(label_values, micro_batch)
-        self.events.recorder.keep(micro_batch, logprobs)
-        return self.objective(logprobs, entropy, micro_batch, values)
-
     @functools.cached_property
-    def _forward_steps(self) -> tuple[ForwardStep, ...]:
+    def forward_steps(self) -> tuple[ForwardStep, ...]:
         """Steps of the forward that the objective's terms read."""
         return tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 

@@ -11,8 +11,8 @@ import torch
 
 from ...batch import MicroBatch
 from ...config import GRPOConfig
-from ...losses.objective import LossTerm
-from ...losses.token_losses import Means
+from ...losses.terms import LossTerm
+from ...losses.tokens import Means
 from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TopTokens
 from .second import UNTAUGHT

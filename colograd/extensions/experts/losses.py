@@ -11,8 +11,8 @@ import torch
 
 from ...batch import MicroBatch, StepBatch
 from ...config import GRPOConfig
-from ...losses.objective import LossTerm
-from ...losses.token_losses import Means
+from ...losses.terms import LossTerm
+from ...losses.tokens import Means
 from ...parallel.ranks import gather
 from ...policy.logprobs import Compute, ForwardStep, Pass
 from ...policy.packing import NOBODY, is_dummy
