@@ -246,7 +246,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """Compute the objective's sum over one micro-batch, before the step's denominator divides it."""
-        entropy_gradient = micro_batch.step_constants.coefficient != 0
+        entropy_gradient = self.loss.entropy_bonus and micro_batch.step_constants.coefficient != 0
         forward = PolicyForward(model, self.args.temperature, entropy_gradient, self.learner.forward_steps)
         (logprobs, entropy), values = forward.run(label_values, micro_batch)
         self.recorder.keep(micro_batch, logprobs)

@@ -61,18 +61,17 @@ class SamplerCorrection:
 
     def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Compute (N,) weights from the trainer's detached log-probabilities (N,)."""
-        difference = known(trainer - batch.sampler_logprobs, batch)
-        ratio = bounded_exp(log_ratio_of(difference, self.mode, batch))
+        ratio = bounded_exp(log_ratio_of(known(trainer - batch.sampler_logprobs, batch.loss_mask), self.mode, batch))
         if self.mode.endswith("truncate"):
             return ratio.clamp(min=self.low, max=self.high)
         weights = torch.ones_like(ratio) if self.mode == "geometric_mask" else ratio
         return weights.masked_fill(self.bounds.outside(ratio), 0.0)
 
 
-def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """Set the (N,) differences from the sampler's log-probabilities to 0 outside the loss and where it gave none
     (NaN)."""
-    return difference.where(batch.loss_mask > 0, 0.0).nan_to_num(nan=0.0)
+    return difference.where(loss_mask > 0, 0.0).nan_to_num(nan=0.0)
 
 
 def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torch.Tensor:

@@ -136,7 +136,7 @@ class Objective:
             if (of_tokens := term.of_tokens(batch, values)) is not None:
                 per_token = per_token + of_tokens
         loss = (per_token * self.loss.token_weights(batch)).sum()
-        if batch.step_constants.coefficient != 0:
+        if self.entropy_bonus and batch.step_constants.coefficient != 0:
             of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
@@ -150,7 +150,7 @@ class Objective:
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return (N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's
         tokens is above the threshold, else 1."""
-        drift = known(batch.sampler_logprobs - logprobs, batch) * sequence_mean_weights(batch)
+        drift = known(batch.sampler_logprobs - logprobs, batch.loss_mask) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
@@ -201,7 +201,7 @@ class Objective:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)
         mode, bounds = ("", Bounds()) if self.correction is None else (self.correction.mode, self.correction.bounds)
-        raw, lowest, highest = observe(tokens, known(old - batch.sampler_logprobs, batch), mode, bounds)
+        raw, lowest, highest = observe(tokens, known(old - batch.sampler_logprobs, mask), mode, bounds)
         sums, minima, maxima = sums | raw, {**minima, **lowest}, {**maxima, **highest}
         maxima = {**maxima, "sampling/sampling_logp_difference/max": difference.max()}
         if correction is not None and self.correction is not None:
