@@ -40,7 +40,7 @@ from .runtime import process, registry
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
-from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory
+from .training.assembly import Assembly, assemble, choose_kernels, prove_rows, resolve_by_memory
 from .training.learner import Learner
 from .training.preparation import PreparedRun, prepare, prepared_config
 from .training.prompts import reader_of
@@ -196,7 +196,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         # Otherwise `prepare` has proved the rows with the kernels that train.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
             with self.compute_loss_context_manager():
-                self.learner.prove_rows(task.proof_prompts)
+                prove_rows(self.learner, task.proof_prompts)
             self.policy = self.learner.policy
         self._describe(built, task)
         args.freeze()

@@ -46,16 +46,12 @@ class Pass:
     other: Callable[[Pass], OtherDistribution] | None = None  # makes a distribution for `divergence` in `values`
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # further results of the forward
 
-    def hidden_states(self) -> torch.Tensor:
-        """Compute the row's last hidden states, (1, T, hidden). Without packed attention the sequences are padded."""
+    def label_states(self) -> torch.Tensor:
+        """Compute the hidden states that predict the labels, (N, hidden)."""
         run: Callable[[Pass], torch.Tensor] = run_body
         for step in steps_of(self.model):
             run = functools.partial(step.states, run)
-        return run(self)
-
-    def label_states(self) -> torch.Tensor:
-        """Compute the hidden states that predict the labels, (N, hidden)."""
-        return self.hidden_states()[0].index_select(0, self.batch.logit_positions)
+        return run(self)[0].index_select(0, self.batch.logit_positions)
 
 
 Compute = Callable[[Pass], tuple[torch.Tensor, ...]]

@@ -41,10 +41,11 @@ from ..usercode.calls import (
 from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import SplitParts, check_log, checked_values, keywords_for, parameters_of, with_parts
+from .calling import SplitParts, checked_values, keywords_for, parameters_of
 from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
 from .outcomes import StateCopies, late_error, logged_outcome, raised_error
+from .values import check_log, with_parts
 
 MOST_WORKERS = 4  # maximum number of workers by default
 

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from ..batch import LossOutput, MicroBatch, ModelInput, PackedRow, SampledStep, StepBatch, StepConstants
+from ..batch import LossOutput, MicroBatch, PackedRow, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
@@ -21,28 +21,21 @@ from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.shape import left_on_device
 from ..parallel.ranks import on_all_ranks
-from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import (
     ForwardStep,
-    evaluation_mode,
     policy_logprobs,
     with_old_logprobs,
 )
 from ..policy.packing import PackingRules, collate
-from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
-from ..policy.supported import check_shared_rows
 from ..reporting.events import Events
 from ..reporting.metrics import AllocRetries
 from ..rewards import RewardFunction
 from ..rollout.sampler import SampledRound
-from ..rollout.statistics import RolloutStatistics
 from ..sharding import ShardingStrategy
 from .loss_pass import checked_loss, loss_pass
 from .step_batches import schedule, step_batch
-
-EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 class LearnerHooks(Protocol):
@@ -140,8 +133,8 @@ class Learner:
         self.model.train()
         while True:
             try:
-                if self._reads_constants:
-                    step = self._with_constants(step)
+                if self.reads_constants:
+                    step = self.with_constants(step)
                 earlier = step.trained_metrics if step.trained else None
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
@@ -194,11 +187,11 @@ class Learner:
         return tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     @functools.cached_property
-    def _reads_constants(self) -> bool:
+    def reads_constants(self) -> bool:
         """Whether the loss may read the step's constants. A compute_loss of the user's may."""
         return self.objective.needs_constants or self.hooks.replaces("compute_loss")
 
-    def _with_constants(self, step: StepBatch) -> StepBatch:
+    def with_constants(self, step: StepBatch) -> StepBatch:
         """Return the step with the entropy threshold and coefficient added to every row. A collective."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
@@ -214,57 +207,6 @@ class Learner:
         if not self.hooks.replaces("compute_loss"):
             return compute_loss
         return lambda row: checked_loss(compute_loss(row), differentiable)
-
-    # -- an evaluation
-
-    def evaluate(self, drawn: SampledStep) -> dict[str, float]:
-        """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective.
-
-        Args:
-            drawn: groups of this rank, with advantages.
-        """
-        tokens = self.rules.max_tokens or EVALUATION_TOKENS
-        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-        step = step_batch(drawn, RolloutStatistics(), rules, self.reward_names, self.events.times)
-        step = dataclasses.replace(step, version=self.hooks.state.global_step)
-        if self.second_models:
-            with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
-                (step,) = with_second_logprobs(self.second_models, [step], self.config.temperature)
-                for term in self.objective.terms:
-                    step = term.with_scores(step, self.hooks.estimator)
-        with evaluation_mode(self.model):
-            if self._reads_constants:
-                step = self._with_constants(step)
-            bar = self.events.console.progress(len(step.rows), "evaluate", "micro-batch")
-            with on_all_ranks("the evaluation's forward"), torch.no_grad(), contextlib.closing(bar):
-                given = self.row_loss(differentiable=False), self.hooks.compute_loss_context_manager, None
-                metrics = loss_pass(step, *given, bar.update)
-        reduced = metrics.reduce(step.counted)
-        reduced["loss"] /= self.objective.loss.denominator(step)
-        self.entropy.show(reduced, reduced["loss"] - self.objective.in_loss(reduced))
-        self.mismatch.finish(reduced)
-        return reduced
-
-    # -- the rows
-
-    def prove_rows(self, seen: Sequence[ModelInput]) -> None:
-        """Prove the rows with the kernels that will train them, compiled ones included. A collective.
-
-        Args:
-            seen: prompts with images, or none.
-        """
-        device, seconds = self.config.device, self.second_models.values()
-        others = [second.model for second in seconds if second.of_policy]
-        why = choose_rows_where_it_trains(self.model, device, others, seen)
-        for second in seconds:
-            if not second.of_policy:
-                with second.present() as model:
-                    choose_rows_where_it_trains(model, device, asked=seen)
-        check_compiled(self.config, why)
-        check_shared_rows(self.model, self.config.sequence_parallel_size, why)
-        if why != self.policy.why_padded:
-            self.policy = dataclasses.replace(self.policy, why_padded=why)
-            self.rules = dataclasses.replace(self.rules, share_prompts=not why)
 
     # -- the token budget of a micro-batch
 
