@@ -33,8 +33,8 @@ from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .reporting.events import Events
 from .rewards import weighted_sum
+from .rollout.dynamic import round_of
 from .rollout.features import TrainerArguments
-from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process, registry
 from .runtime.closing import closes_if_it_fails

@@ -130,7 +130,7 @@ class VLLMEngine(LoadedVLLM):
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
         """Add a request to vLLM's queue, and return its name."""
-        if prompt.images is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read padding rows
+        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read padding rows
             raise ValueError(
                 f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
                 "numbered from 0: use the tokenizer of the model."

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .values import weighted_sum
 
 _MODULES = {
-    "calling": ("weighted_sum",),
+    "values": ("weighted_sum",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
     "models": ("RewardModel", "with_models"),
     "scoring": ("Ready", "Scorer", "Scoring", "score_group"),

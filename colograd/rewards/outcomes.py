@@ -50,10 +50,10 @@ class StateCopies:
         return self._pickled
 
 
-def late_error(reward: RewardFunction, group: Group, timeout: float | None, completions: int) -> RewardError:
+def late_error(reward: RewardFunction, position: int, timeout: float | None, completions: int) -> RewardError:
     return RewardError(
         reward.name,
-        group.position,
+        position,
         None,
         f"it gave no answer within reward_timeout ({timeout or 0:g} s) on {completions} completions. "
         "It runs in the trainer's process, where a call can't be ended alone, so the run ends: raise "

@@ -332,7 +332,7 @@ class Scorer:
             return done
         started = time.perf_counter()
         watchdog.progress(f"reward function {reward.name!r}")
-        late = late_error(reward, groups[0], self.timeout, sum(map(len, texts)))
+        late = late_error(reward, groups[0].position, self.timeout, sum(map(len, texts)))
         try:
             with time_limit(self.timeout, str(late)):
                 value = reward.function(**keywords)

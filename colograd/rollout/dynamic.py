@@ -1,4 +1,7 @@
-"""The round of dynamic sampling: groups without a reward difference are replaced by groups of further prompts."""
+"""The choice of a run's round, and the round of dynamic sampling.
+
+There groups without a reward difference are replaced by groups of further prompts.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,29 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ..batch import Prompt, SampledStep, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
-from .rounds import MorePrompts, PlainRound, Steps, roll_out, scored_together
+from ..runtime import registry
+from .rounds import MorePrompts, PlainRound, Steps, more_prompts_of, roll_out, scored_together
 from .stages import Stages
+
+
+def round_of(trainer: Any) -> PlainRound:
+    """Choose the round object of a run. A collective.
+
+    The seam ``tally`` has functions (trainer) -> `Tally`, or None if there is nothing to count.
+    """
+    config, times = trainer.args, trainer.times
+    one_call = config.reward_call == "all"
+    chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
+    if chosen is None and config.dynamic_sampling:
+        chosen = DynamicRound(times, one_call, config.dynamic_sampling_max_rounds, more_prompts_of(trainer))
+    chosen = chosen or PlainRound(times, one_call)
+    chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))
+    return chosen
 
 
 class DynamicRound(PlainRound):

@@ -1,6 +1,6 @@
 """Rounds: prompts -> scored groups. A group is scored as soon as it is whole, while the engine decodes others.
 
-A run has one round object, chosen at start by `round_of`: `PlainRound`, `dynamic.DynamicRound`, or one of an extension.
+A run has one round object, chosen at start by `dynamic.round_of`: `PlainRound`, `DynamicRound`, or an extension's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..data import extra_prompts
 from ..reporting.metrics import PhaseTimes
-from ..runtime import registry
 from .stages import Stages
 
 Steps = Sequence[Sequence[Prompt]]  # a round's prompts, a list per optimizer step
@@ -64,23 +63,6 @@ class PlainRound:
 
     def load(self, checkpoint: str | Path) -> None:
         """Read what `save` wrote. A collective."""
-
-
-def round_of(trainer: Any) -> PlainRound:
-    """Choose the round object of a run. A collective.
-
-    The seam ``tally`` has functions (trainer) -> `Tally`, or None if there is nothing to count.
-    """
-    config, times = trainer.args, trainer.times
-    one_call = config.reward_call == "all"
-    chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
-    if chosen is None and config.dynamic_sampling:
-        from .dynamic import DynamicRound
-
-        chosen = DynamicRound(times, one_call, config.dynamic_sampling_max_rounds, more_prompts_of(trainer))
-    chosen = chosen or PlainRound(times, one_call)
-    chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))
-    return chosen
 
 
 def more_prompts_of(trainer: Any) -> MorePrompts:
