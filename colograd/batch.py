@@ -19,9 +19,12 @@ import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+from .riders import Media, Rider, RowRider, former
+from .riders import first as first_rider
 
 
 class FinishReason(enum.StrEnum):
@@ -41,154 +44,7 @@ class FinishReason(enum.StrEnum):
         return self in (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
-class Rider:
-    """Base class of data that travels with a rollout in addition to its tokens, e.g. the experts that the engine chose.
-
-    An extension derives a frozen dataclass and lists it at the seam ``riders``. `Rollout.get` finds a rollout's rider
-    by its class. A record has riders as JSON (KEY, `to_json`, `from_json`) or as a table of Arrow (MARK, `table`,
-    `with_table`).
-    """
-
-    __slots__ = ()
-    KEY: ClassVar[str] = ""  # name of the JSON values
-    MARK: ClassVar[bytes] = b""  # first bytes of the table
-    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
-    COLUMN: ClassVar[str] = ""  # column of ``log_extra``: its values become riders (`from_json`)
-
-    def for_training(self) -> Self:
-        """Return the part that another rank needs to train the rollout."""
-        return self
-
-    def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
-        """Return numbers for a round's metrics: some are summed over rollouts, of others the largest counts."""
-        return {}, {}
-
-    @classmethod
-    def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Return the riders of this class as one object for the row. Called if the row has any."""
-        return None
-
-    @classmethod
-    def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Join the riders of a completion that several requests wrote; None: there is nothing to carry.
-
-        Args:
-            parts: parts of the completion, each with its number of tokens. A tool's answer has no rider.
-            prompt: number of tokens before the first part.
-        """
-        return None
-
-    @classmethod
-    def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Let the rollouts of a group share equal parts of their riders."""
-        return rollouts
-
-    def to_json(self) -> Any:
-        """Return the rider as JSON, which isn't empty."""
-        return None
-
-    @classmethod
-    def from_json(cls, value: Any, rollout: Rollout) -> Self:
-        """Make the rider from JSON. Raise ValueError or AssertionError if it doesn't fit the rollout."""
-        return cls()
-
-    @classmethod
-    def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        """Return the riders of a group as bytes that begin with MARK; empty: none are recorded."""
-        return b""
-
-    @classmethod
-    def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """Return the rollouts with the riders of the table that comes next.
-
-        Args:
-            encoder: the run's encoder of rows that aren't only text (`data.prompts.RowEncoder`), or None.
-        """
-        return rollouts
-
-
-class Media(Rider):
-    """Base class of a prompt's content that isn't text. Equal content means equal objects and hashes."""
-
-    __slots__ = ()
-    digest: str  # digest of the content, the same in every process
-
-    def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Media:
-        """Return the media of `ModelInput.followed_by`. Called on the last of ``before.media`` and ``media``."""
-        return self
-
-    def thumbnails(self, *more: Media) -> list[bytes]:
-        """Return small JPEG files of the first pictures of these and further media, for people."""
-        return []
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        """The pictures' sizes, for people: 640x480."""
-        return ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in host memory."""
-        return 0
-
-    def shifted(self, tokens: int) -> Self:
-        """Return the media with all places ``tokens`` further back."""
-        return self
-
-
-class RowRider:
-    """Base class of data that travels with a row in addition to its tokens. `MicroBatch.get` finds it by its class."""
-
-    __slots__ = ()
-    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
-    OF_POLICY: ClassVar[bool] = False  # whether only the policy reads it, not the models that run on the same rows
-
-    def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the part that belongs to some of the row's tokens and labels (indices in host memory)."""
-        return self
-
-    def applied(self, row: MicroBatch) -> MicroBatch:
-        """Return the row as it is trained. Called once, when it is laid out."""
-        return row
-
-    def padded(self, tokens: int) -> Self:
-        """Return the rider of the row with ``tokens`` more at its end, which belong to no sequence."""
-        return self
-
-    def candidates(self, device: torch.device, first: int) -> Any:
-        """Return the labels' candidate tokens (`policy.head.Kept`), if the softmax isn't over the whole vocabulary.
-
-        Args:
-            first: token id of the head's first row, if ranks share out the vocabulary.
-        """
-        return None
-
-    def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return metrics of a training step, each as sum and count.
-
-        Args:
-            difference: (N,) absolute difference of the trainer's and the sampler's log-probabilities.
-            scored: (N,) float32, 1: the label counts.
-        """
-        return {}
-
-
 T = TypeVar("T")
-# Former fields of rollouts and rows that riders and `scores` replace, with the value of a missing one.
-FORMER = {"experts": None, "kept": None, "ages": None, "spans": ()}
-FORMER |= {"teacher_logprobs": None, "teacher_states": None, "teacher_top": None}
-
-
-def _former(holder: Any, name: str) -> Any:
-    """Return a former field, for users' hooks."""
-    if name not in FORMER:
-        raise AttributeError(f"{type(holder).__name__!r} object has no attribute {name!r}")
-    values = (getattr(rider, name, rider) for rider in holder.riders if name == rider.FIELD)
-    return next(values, getattr(holder, "scores", {}).get(name, FORMER[name]))
-
-
-def _first(riders: Sequence[Any], kind: type[T]) -> T | None:
-    return next((rider for rider in riders if isinstance(rider, kind)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +126,6 @@ class Prompt(_Asked):
 
 
 TEACHER = "teacher"  # the dataset's column that names a prompt's teacher, in a run with several
-UNKNOWN = -1  # value of an expert's index if the engine didn't record it
-UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +174,7 @@ class Rollout(_Asked):
 
     def get(self, kind: type[T]) -> T | None:
         """Return the first rider of a class, or None."""
-        return _first(self.riders, kind)
+        return first_rider(self.riders, kind)
 
     def all(self, kind: type[T]) -> tuple[T, ...]:
         """Return the riders of a class."""
@@ -332,7 +186,7 @@ class Rollout(_Asked):
         return self.all(Media)
 
     if not TYPE_CHECKING:
-        __getattr__ = _former
+        __getattr__ = former
 
     def carrying(self, *riders: Rider) -> Rollout:
         """Return the rollout with further riders."""
@@ -358,26 +212,6 @@ class Rollout(_Asked):
         within = {branch.after for branch in self.tree}
         ends = (i for i in range(len(self.tree)) if i not in within)
         return sum(self.context_lengths[i] + self.tree[i].length for i in ends)
-
-
-def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> tuple[Rider, ...]:
-    """Join the riders of a completion that several requests wrote; see `Rider.of_turns`."""
-    kinds = dict.fromkeys(type(rider) for riders, _ in parts for rider in riders)
-    joined = (kind.of_turns([(_first(riders, kind), length) for riders, length in parts], prompt) for kind in kinds)
-    return tuple(rider for rider in joined if rider is not None)
-
-
-def with_shared_riders(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Let the rollouts of a group share equal parts of their riders."""
-    for kind in dict.fromkeys(type(rider) for rider in rollouts[0].riders):
-        rollouts = kind.shared(rollouts)
-    return rollouts
-
-
-def riding(rollouts: Sequence[Rollout]) -> dict[type[Rider], None]:
-    """Return the classes of the rollouts' riders and media, each once."""
-    riders = (rider for rollout in rollouts for rider in (rollout.input.media, *rollout.riders))
-    return dict.fromkeys(type(rider) for rider in riders if rider is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +342,7 @@ class PackedGroup:
     ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
     advantages: tuple[torch.Tensor, ...]  # one tensor per rollout, () or [C]
-    teacher: str = ""  # name of the teacher that scores these rollouts, in a run with several
+    example: Mapping[str, Any] = field(default_factory=dict)  # the group's
 
     @property
     def num_tokens(self) -> int:
@@ -593,7 +427,7 @@ class MicroBatch:
 
     def get(self, kind: type[T]) -> T | None:
         """Return the rider of a class, or None."""
-        return _first(self.riders, kind)
+        return first_rider(self.riders, kind)
 
     @property
     def images(self) -> Mapping[int, tuple[Any, ...]] | None:
@@ -601,7 +435,7 @@ class MicroBatch:
         return self.media
 
     if not TYPE_CHECKING:
-        __getattr__ = _former
+        __getattr__ = former
 
     def candidates(self, device: torch.device, first: int = 0) -> Any:
         """Return the labels' candidate tokens, or None for the whole vocabulary; see `RowRider.candidates`."""
@@ -639,13 +473,6 @@ class StepBatch:
     counted: bool = True  # False: another rank has the same rows, and sums over ranks count them there
     trained: int = 0  # number of first rows with gradients made before sampling ended
     trained_metrics: Any = None  # their `Metrics`
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether the weights that the step trains sampled all of its rollouts."""
-        return all(
-            rollout.policy_version == self.version for scored in self.groups for rollout in scored.group.rollouts
-        )
 
 
 @dataclass(frozen=True, slots=True)

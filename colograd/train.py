@@ -157,7 +157,7 @@ def make_trainer(
 
 def _with_benchmarks(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
     """Add the recipe's benchmarks to the test split, if there is one."""
-    from colograd.training.prompts import benchmark_names
+    from colograd.training.eval_prompts import benchmark_names
 
     names = benchmark_names(script.exams)
     if not evaluates:

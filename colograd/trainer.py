@@ -16,37 +16,34 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_utils import PredictionOutput, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
-from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
+from .batch import FinishReason, Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .config import GRPOConfig
 from .config.policy import KEEPS_MASTER
-from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
 from .losses.objective import Objective
 from .parallel import faults, watchdog
 from .parallel.faults import ends_together
-from .parallel.ranks import on_all_ranks
 from .policy.frozen import FrozenModel
+from .policy.logprobs import PolicyForward, label_values
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .reporting.events import Events
 from .rewards import weighted_sum
+from .rollout.dynamic import round_of
 from .rollout.features import TrainerArguments
-from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
-from .rollout.texts import completion_texts
 from .runtime import process, registry
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
-from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory
-from .training.evaluation import evaluate_prompts
+from .training.assembly import Assembly, assemble, choose_kernels, prove_rows, resolve_by_memory
 from .training.learner import Learner
 from .training.preparation import PreparedRun, prepare, prepared_config
-from .training.prompts import eval_prompts_of, loader_of, reader_of, train_prompts_of
+from .training.prompts import reader_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
 from .training.transformers_seam import SeamTrainer
@@ -199,7 +196,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         # Otherwise `prepare` has proved the rows with the kernels that train.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
             with self.compute_loss_context_manager():
-                self.learner.prove_rows(task.proof_prompts)
+                prove_rows(self.learner, task.proof_prompts)
             self.policy = self.learner.policy
         self._describe(built, task)
         args.freeze()
@@ -249,7 +246,11 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """Compute the objective's sum over one micro-batch, before the step's denominator divides it."""
-        return self.learner.loss_of_row(model, micro_batch)
+        entropy_gradient = self.loss.entropy_bonus and micro_batch.step_constants.coefficient != 0
+        forward = PolicyForward(model, self.args.temperature, entropy_gradient, self.learner.forward_steps)
+        (logprobs, entropy), values = forward.run(label_values, micro_batch)
+        self.recorder.keep(micro_batch, logprobs)
+        return self.loss(logprobs, entropy, micro_batch, values)
 
     def replaces(self, stage: str) -> bool:
         """Return whether a subclass or this object overrides a stage."""
@@ -270,15 +271,27 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
-        """Return the completions' texts, for rewards and logs."""
+        """Return the completions' texts without the special token at the end, for rewards and logs."""
         options: Any = self.args.generation_kwargs or {}
-        return completion_texts(group, self.policy.tokenizer, options.get("skip_special_tokens", True))
+        tokenizer, ids = self.policy.tokenizer, [list(rollout.completion_ids) for rollout in group.rollouts]
+        if not (skips := options.get("skip_special_tokens", True)):
+            special = {*tokenizer.all_special_ids}
+            ended = [rollout.finish_reason is FinishReason.STOP for rollout in group.rollouts]
+            ids = [own[:-1] if end and own and own[-1] in special else own for own, end in zip(ids, ended, strict=True)]
+        texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skips)
+        return texts
 
     # -- training
 
     @ends_together("training")
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as transformers does; see `SeamTrainer.train` for resuming."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train as transformers does; ``"auto"`` resumes from a complete checkpoint, and SIGTERM writes one and ends.
+
+        A run at its last step is loaded, but not trained further.
+
+        Args:
+            resume_from_checkpoint: default: the configuration's value; False starts anew.
+        """
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.forget_round()
         self._unlogged = []
@@ -287,7 +300,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if self.engine is not None:
             self.engine.invalidate()  # steps are counted from 0 again, or other weights are loaded
         with self.recorder.run():
-            return super().train(*args, **kwargs)
+            checkpoint, finished = self._begin_training(resume_from_checkpoint)
+            if finished is not None:
+                return finished
+            with self.checkpointer.during_training():
+                output = super().train(checkpoint, *args, **kwargs)
+            self._end_records()
+            return output
 
     def _inner_training_loop(
         self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: str | None = None,
@@ -325,81 +344,6 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def at_boundary(self) -> bool:
         """Return whether a round has ended. Checkpoints hold no rollouts, so a run can't resume within a round."""
         return not self.learner.pending
-
-    # -- evaluation
-
-    @ends_together("the evaluation")
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with the settings ``*_eval``.
-
-        The loss is computed too, unless `loss_eval` is false.
-
-        Args:
-            eval_dataset: other prompts than the trainer's, or the name of one of its evaluation datasets.
-
-        Returns:
-            ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
-            ``<prefix>_completions/...`` and times. With a dict of datasets the prefix of each is ``<prefix>_<name>``.
-        """
-        metrics = self._evaluated(eval_dataset, metric_key_prefix)
-        self.log(metrics)
-        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    @ends_together("the evaluation")
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return the metrics of `evaluate` with another prefix, unlogged, and as in TRL no predictions or labels."""
-        metrics = self._evaluated(test_dataset, metric_key_prefix)
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
-
-    def _evaluated(self, eval_dataset: Any, prefix: str) -> dict[str, float]:
-        """Compute the metrics of one dataset, or of several by name."""
-        with on_all_ranks("the evaluation's prompts"):
-            self._follow_datasets()
-        prompts = self.eval_prompts
-        if isinstance(eval_dataset, str) and isinstance(prompts, dict) and eval_dataset in prompts:
-            prompts = prompts[eval_dataset]
-        elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
-            prompts = eval_prompts_of(eval_dataset, self.policy, self.args, self.feature, self.engine_context)
-        if prompts is None:
-            raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
-        if not self.is_in_train and self.engine is not None:
-            self.engine.invalidate()  # the user may have changed the weights since the last step
-        metrics: dict[str, float] = {}
-        for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
-            full = f"{prefix}_{name}" if name else prefix
-            metrics |= {f"{full}_{key}": value for key, value in evaluate_prompts(self, part, full).items()}
-        return metrics
-
-    # -- data
-
-    def get_train_dataloader(self) -> PromptLoader | StreamLoader:
-        """Return a loader with one item per optimizer step: the list of this rank's prompts."""
-        self._follow_datasets()
-        return loader_of(self.train_prompts, self.args)
-
-    def _follow_datasets(self) -> None:
-        """Tokenise a dataset that has replaced the trainer's."""
-        train_dataset, eval_dataset = self._tokenised
-        given = self.policy, self.args, self.feature, self.engine_context
-        if self.train_dataset is not train_dataset:
-            self.train_prompts = train_prompts_of(self.train_dataset, *given)
-        if self.eval_dataset is not eval_dataset:
-            self.eval_prompts = eval_prompts_of(self.eval_dataset, *given)
-        self._tokenised = (self.train_dataset, self.eval_dataset)
-
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute transformers' values, but end a fraction of an epoch with a whole round, so that it can be saved."""
-        *values, max_steps = super().set_initial_training_values(args, dataloader)
-        return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
-
-    @property
-    def engine_context(self) -> int | None:
-        """Maximum tokens of a sequence in the engine; None: no engine."""
-        return None if self.engine is None else self.engine.context
 
     # -- the end
 

@@ -237,7 +237,14 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
     if rules.reader is None:
-        every, token_ids = _tokenised(wanted, rules)
+        every, chunks = list[int](), [np.empty(0, dtype=np.int32)]
+        for first in range(0, len(wanted), ROWS_AT_ONCE):
+            watchdog.progress("the prompts' tokens")
+            for ids in rules.encode(wanted[first : first + ROWS_AT_ONCE], first):
+                every.append(len(ids))
+                if len(ids) <= rules.max_prompt_tokens:
+                    chunks.append(np.asarray(ids, dtype=np.int32))
+        token_ids = np.concatenate(chunks)
         kept = [row for row, tokens in enumerate(every) if tokens <= rules.max_prompt_tokens]
     else:
         every, token_ids = rules.reader.lengths(wanted, rules), None
@@ -251,18 +258,6 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     ends = np.cumsum([0, *(every[row] for row in kept)], dtype=np.int64)
     dropped = {row: tokens for row, tokens in enumerate(every) if tokens > rules.max_prompt_tokens}
     return PromptDataset(rows, token_ids, ends, dropped, rules)
-
-
-def _tokenised(wanted: Dataset, rules: PromptRules) -> tuple[list[int], np.ndarray]:
-    """Return each row's number of tokens, and the concatenated tokens of the rows that aren't too long."""
-    lengths, chunks = [], [np.empty(0, dtype=np.int32)]
-    for first in range(0, len(wanted), ROWS_AT_ONCE):
-        watchdog.progress("the prompts' tokens")
-        for ids in rules.encode(wanted[first : first + ROWS_AT_ONCE], first):
-            lengths.append(len(ids))
-            if len(ids) <= rules.max_prompt_tokens:
-                chunks.append(np.asarray(ids, dtype=np.int32))
-    return lengths, np.concatenate(chunks)
 
 
 def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:

@@ -12,9 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rider, Rollout
+from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..parallel.layout import RankLayout
 from ..policy.packed_weights import PackedWeight
+from ..riders import Rider
 from .sampling import Sampling
 
 T = TypeVar("T")

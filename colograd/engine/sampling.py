@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..batch import FinishReason, Group, Prompt
+from ..batch import FinishReason, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
@@ -178,9 +178,8 @@ class LengthHistory:
     def __init__(self) -> None:
         self._means: dict[str, float] = {}  # mean length in tokens, by `ModelInput.key`
 
-    def add(self, prompt: Prompt, group: Group) -> None:
-        lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
-        self._means[prompt.input.key] = sum(lengths) / len(lengths)
+    def add(self, prompt: ModelInput, lengths: Sequence[int]) -> None:
+        self._means[prompt.key] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Sort prompts by descending expected length. A new prompt has the mean of all; ties keep their order."""

@@ -6,12 +6,5 @@ A loss of your own derives from `TokenLoss` (docs/losses.md).
 """
 
 from .objective import Objective
-from .token_losses import (
-    LOSSES,
-    ClippedLoss,
-    OverCompletions,
-    TokenLoss,
-    Tokens,
-    per_sequence_sum,
-    sequence_mean_weights,
-)
+from .token_losses import LOSSES
+from .tokens import ClippedLoss, OverCompletions, TokenLoss, Tokens, per_sequence_sum, sequence_mean_weights

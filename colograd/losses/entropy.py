@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from ..batch import MicroBatch, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.logprobs import PolicyForward
+from ..policy.packing import collate
 from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
@@ -42,12 +42,12 @@ def with_step_entropy(
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
-            micro_batches = map(PolicyForward.prepare, step.rows)
+            micro_batches = map(collate, step.rows)
             own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
         everywhere = torch.cat(gather(own if step.counted else own[:0]))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
-    constants = StepConstants(coefficient, objective.denominator(step), threshold, tokens)
+    constants = StepConstants(coefficient, objective.loss.denominator(step), threshold, tokens)
     rows = tuple(dataclasses.replace(row, step_constants=constants) for row in step.rows)
     step = dataclasses.replace(step, rows=rows)
     for term in objective.terms:

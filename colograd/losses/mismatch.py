@@ -1,77 +1,14 @@
-"""Differences between the sampler's and the trainer's probabilities of the same tokens, and their consequences."""
+"""Standard deviations of the differences between sampler and trainer, and advice if long completions hardly count."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ..batch import MicroBatch
 from ..config import GRPOConfig
-from .token_losses import Extremes, Means, Tokens, per_sequence_sum, sequence_mean_weights
+from .correction import DIFFERENCE, RAW, SIGNED, SQUARE, Bounds
 
-DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
-MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
-MASKED_TOKENS = "sampling/masked_tokens_share"  # for a mask of whole completions, which drops long ones first
-SIGNED, SQUARE = "/signed", "/square"  # suffixes of the moments for `/std`; not logged
-LARGEST = 30.0  # log-ratios are shown up to this, so that a ratio's square stays a float32
 HALF = 0.5  # effective share of completions below which a line is due
-
-
-def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torch.Tensor:
-    """Compute the (N,) logarithm of the ratio that a correction's mode bounds, from the tokens' own (N,).
-
-    It is the token's own, or its completion's: the sum, or for `geometric_mask` the mean over its tokens in the loss.
-    """
-    if mode.startswith("geometric"):
-        difference = difference * sequence_mean_weights(batch)
-    elif not mode.startswith("sequence"):
-        return difference
-    return per_sequence_sum(difference, batch)[batch.sequence]
-
-
-def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds) -> tuple[Means, Extremes, Extremes]:
-    """Sum the ratio before it is bounded, with counts, minima and maxima; for a micro-batch with a loss token.
-
-    Args:
-        difference: (N,) trainer less sampler, nats; 0 where it isn't known.
-        mode: the correction's mode; empty: there is no correction, and the ratios are per token.
-    """
-    batch, whole = tokens.batch, mode.startswith(("sequence", "geometric"))
-    ratio = log_ratio_of(difference, mode, batch).clamp(-LARGEST, LARGEST).exp()
-    sums: Means = {
-        f"{DIFFERENCE}{SIGNED}": tokens.mean(difference, False),
-        f"{DIFFERENCE}{SQUARE}": tokens.mean(difference.square(), False),
-        f"{RAW}/mean": tokens.mean(ratio, whole),
-        f"{RAW}{SQUARE}": tokens.mean(ratio.square(), whole),
-    }
-    if mode:
-        outside = bounds.outside(ratio).to(ratio.dtype)
-        sums[MASKED if mode.endswith("mask") else TRUNCATED] = tokens.mean(outside, whole)
-        if whole and mode.endswith("mask"):
-            sums[MASKED_TOKENS] = tokens.mean(outside, False)
-    counted = batch.loss_mask > 0
-    lowest, highest = ratio.where(counted, math.inf).min(), ratio.where(counted, -math.inf).max()
-    return sums, {f"{RAW}/min": lowest}, {f"{RAW}/max": highest}
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The bounds of a correction's ratio; None: there is no bound."""
-
-    low: float | None = None
-    high: float | None = None
-
-    def outside(self, ratio: torch.Tensor) -> torch.Tensor:
-        """Return a mask of the ratios beyond the bounds, (N,) bool."""
-        outside = torch.zeros_like(ratio, dtype=torch.bool)
-        if self.low is not None:
-            outside |= ratio < self.low
-        if self.high is not None:
-            outside |= ratio > self.high
-        return outside
 
 
 def effective_share(spread: float, tokens: float, bounds: Bounds, masks: bool) -> float:

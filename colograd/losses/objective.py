@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from ..batch import LossOutput, MicroBatch, StepBatch
+from ..batch import LossOutput, MicroBatch
 from ..config import GRPOConfig
-from ..policy.logprobs import ForwardStep
 from ..runtime import registry
-from .advantages import AdvantageEstimator
-from .mismatch import Bounds, log_ratio_of, observe
-from .token_losses import (
-    LOSSES,
+from .correction import Bounds, SamplerCorrection, known, observe
+from .terms import LossTerm
+from .token_losses import LOSSES, find_loss
+from .tokens import (
     MOST_LOG_RATIO,
     Extremes,
     Means,
@@ -25,108 +24,12 @@ from .token_losses import (
     Tokens,
     bounded_exp,
     completion_mean,
-    find_loss,
     per_sequence_sum,
     sequence_mean_weights,
 )
 
 QUANTILE_LIMIT = 2**24  # numbers; torch.quantile fails for more
 BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerCorrection:
-    """Importance weights that undo the difference between the sampler's and the trainer's probabilities.
-
-    ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside
-    the bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
-
-    One mode is a mask alone: with `geometric_mask` a token's weight is 1 if exp(mean over its completion's tokens of
-    log trainer - log sampler) is within the bounds, else 0. Unlike the product of the ratios this doesn't depend on the
-    completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights).
-    """
-
-    mode: str
-    low: float | None
-    high: float | None
-
-    @property
-    def bounds(self) -> Bounds:
-        return Bounds(self.low, self.high)
-
-    @property
-    def per_sequence(self) -> bool:
-        return not self.mode.startswith("token")
-
-    def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Compute (N,) weights from the trainer's detached log-probabilities (N,)."""
-        difference = known(trainer - batch.sampler_logprobs, batch)
-        ratio = bounded_exp(log_ratio_of(difference, self.mode, batch))
-        if self.mode.endswith("truncate"):
-            return ratio.clamp(min=self.low, max=self.high)
-        weights = torch.ones_like(ratio) if self.mode == "geometric_mask" else ratio
-        return weights.masked_fill(self.bounds.outside(ratio), 0.0)
-
-
-def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Set the (N,) differences from the sampler's log-probabilities to 0 outside the loss and where it gave none
-    (NaN)."""
-    return difference.where(batch.loss_mask > 0, 0.0).nan_to_num(nan=0.0)
-
-
-class LossTerm:
-    """A term that an extension adds to the objective. A subclass overrides some of these methods.
-
-    The extension offers a function (configuration, policy) -> `LossTerm` or None at the seam "loss_term".
-    """
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Fields of the rows that second models fill."""
-        return ()
-
-    @property
-    def every_group(self) -> bool:
-        """Whether there is a gradient in groups without a reward difference."""
-        return False
-
-    @property
-    def waits(self) -> str:
-        """The reason why no group can be trained before its whole step is sampled; empty: it can."""
-        return ""
-
-    def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
-        """Return the forward's steps that compute the term's values."""
-        return ()
-
-    def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Change a step's advantages, once its rows have the second models' values."""
-        return step
-
-    def with_constants(self, step: StepBatch) -> StepBatch:
-        """Add the values that the term needs of the whole step to its rows' constants. A collective."""
-        return step
-
-    def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Change a micro-batch before its loss; ``old`` are the old log-probabilities (N,)."""
-        return batch
-
-    def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Compute a summand (N,) of the tokens' losses from the forward's values, before the loss averages them."""
-        return None
-
-    def of_row(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Compute a summand () of the micro-batch's loss."""
-        return None
-
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
-        """Compute metrics."""
-        return {}
-
-    def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return the term's part of a step's loss that isn't the policy's, from the step's metrics."""
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +81,6 @@ class Objective:
         terms = bool(self.needs) or self.entropy_bonus or any(term.every_group for term in self.terms)
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
-    def needs_entropy_gradient(self, batch: MicroBatch) -> bool:
-        """Return whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
-        return self.entropy_bonus and batch.step_constants.coefficient != 0
-
     @property
     def needs_constants(self) -> bool:
         """Whether a term, or a loss of the user's, may read values of the whole step (`entropy.with_step_entropy`)."""
@@ -191,9 +90,6 @@ class Objective:
     def in_loss(self, metrics: Mapping[str, float]) -> float:
         """Return the part of a step's loss that isn't the policy's, from its metrics."""
         return sum(term.in_loss(metrics) for term in self.terms)
-
-    def denominator(self, step: StepBatch) -> float:
-        return self.loss.denominator(step)
 
     def __call__(
         self,
@@ -212,7 +108,12 @@ class Objective:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
             batch = term.before(old, batch)
-        tokens = self._tokens(logprobs, old, batch)
+        # A tool's token may be so unlikely that its log-ratio would move a completion's mean.
+        log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
+        of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
+        of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
+        correction = None if self.correction is None else self.correction.weights(old, batch)
+        tokens = Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
             raise ValueError(
@@ -235,7 +136,7 @@ class Objective:
             if (of_tokens := term.of_tokens(batch, values)) is not None:
                 per_token = per_token + of_tokens
         loss = (per_token * self.loss.token_weights(batch)).sum()
-        if self.needs_entropy_gradient(batch):
+        if self.entropy_bonus and batch.step_constants.coefficient != 0:
             of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
@@ -246,18 +147,10 @@ class Objective:
             sums = sums | term.observe(old, batch, values)
         return LossOutput(loss, sums, minima, maxima)
 
-    def _tokens(self, logprobs: torch.Tensor, old: torch.Tensor, batch: MicroBatch) -> Tokens:
-        # A tool's token may be so unlikely that its log-ratio would move a completion's mean.
-        log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
-        of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
-        of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
-        correction = None if self.correction is None else self.correction.weights(old, batch)
-        return Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
-
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return (N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's
         tokens is above the threshold, else 1."""
-        drift = known(batch.sampler_logprobs - logprobs, batch) * sequence_mean_weights(batch)
+        drift = known(batch.sampler_logprobs - logprobs, batch.loss_mask) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
@@ -308,7 +201,7 @@ class Objective:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)
         mode, bounds = ("", Bounds()) if self.correction is None else (self.correction.mode, self.correction.bounds)
-        raw, lowest, highest = observe(tokens, known(old - batch.sampler_logprobs, batch), mode, bounds)
+        raw, lowest, highest = observe(tokens, known(old - batch.sampler_logprobs, mask), mode, bounds)
         sums, minima, maxima = sums | raw, {**minima, **lowest}, {**maxima, **highest}
         maxima = {**maxima, "sampling/sampling_logp_difference/max": difference.max()}
         if correction is not None and self.correction is not None:

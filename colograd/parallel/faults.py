@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -56,7 +55,8 @@ class Fault:
     hangs: bool = False  # the process exists, but makes no progress
 
 
-def ends_together(what: str) -> Callable[[F], F]:
+@contextlib.contextmanager
+def ends_together(what: str) -> Iterator[None]:
     """Decorate a function that all ranks run together, so that it ends on all ranks if one fails in it.
 
     A rank fails if it raises, dies, or makes no progress for `rank_timeout` seconds. The function then ends on all
@@ -66,16 +66,8 @@ def ends_together(what: str) -> Callable[[F], F]:
     Args:
         what: the name of the function in messages, such as "training".
     """
-
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with waiting(what):
-                return function(*args, **kwargs)
-
-        return run  # type: ignore[return-value]
-
-    return decorate
+    with waiting(what):
+        yield
 
 
 _present: FailureDetector | None = None

@@ -46,16 +46,12 @@ class Pass:
     other: Callable[[Pass], OtherDistribution] | None = None  # makes a distribution for `divergence` in `values`
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # further results of the forward
 
-    def hidden_states(self) -> torch.Tensor:
-        """Compute the row's last hidden states, (1, T, hidden). Without packed attention the sequences are padded."""
+    def label_states(self) -> torch.Tensor:
+        """Compute the hidden states that predict the labels, (N, hidden)."""
         run: Callable[[Pass], torch.Tensor] = run_body
         for step in steps_of(self.model):
             run = functools.partial(step.states, run)
-        return run(self)
-
-    def label_states(self) -> torch.Tensor:
-        """Compute the hidden states that predict the labels, (N, hidden)."""
-        return self.hidden_states()[0].index_select(0, self.batch.logit_positions)
+        return run(self)[0].index_select(0, self.batch.logit_positions)
 
 
 Compute = Callable[[Pass], tuple[torch.Tensor, ...]]
@@ -117,13 +113,8 @@ class PolicyForward:
     entropy_gradient: bool = False
     steps: tuple[ForwardStep, ...] = ()  # wrap the model's own steps
 
-    @staticmethod
-    def prepare(row: PackedRow) -> MicroBatch:
-        """Return the row's tensors on the device. Rows are laid out nowhere else."""
-        return collate(row)
-
     def of_row(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        return self(self.prepare(row))
+        return self(collate(row))
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Compute `policy_logprobs`, and the steps' further values by name."""

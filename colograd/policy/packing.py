@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..batch import (
-    TEACHER,
     Branch,
     FinishReason,
-    Media,
     MicroBatch,
     ModelInput,
     PackedGroup,
@@ -30,6 +28,7 @@ from ..batch import (
     SegmentLayout,
 )
 from ..parallel.ranks import gather, on_all_ranks
+from ..riders import Media
 from .sending import to_device_async
 
 NOBODY = -1  # prompt position of dummies, which belong to no prompt
@@ -163,13 +162,7 @@ def plan_rows(
 
 def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[PackedGroup]]:
     """Put sequences of similar length together, as many as the budget allows at the length of the longest."""
-    parts = [
-        PackedGroup((identity,), (rollout,), (advantage,), teacher_named(scored))
-        for scored in groups
-        for identity, rollout, advantage in zip(
-            scored.group.rollout_ids, scored.group.rollouts, advantages_of(scored), strict=True
-        )
-    ]
+    parts = [part for group in groups for part in _parts(group, 0)]  # each completion by itself
     rows: list[list[PackedGroup]] = []
     for part in sorted(parts, key=lambda p: -p.num_tokens):
         if rows and (len(rows[-1]) + 1) * rows[-1][0].num_tokens <= budget:
@@ -187,14 +180,10 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
     return group.advantages.split([len(r.completion_ids) for r in rollouts])
 
 
-def teacher_named(group: ScoredGroup) -> str:
-    """Return the teacher's name from the group's dataset column; empty: no name."""
-    return str(group.group.example.get(TEACHER) or "")
-
-
 def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
-    """Split a group where it exceeds the budget, and where its completions have different prompts (environments)."""
-    ids, rollouts, advantages = group.group.rollout_ids, group.group.rollouts, advantages_of(group)
+    """Split a group where it exceeds the budget, and where its completions have different prompts."""
+    rollouts, advantages, position = group.group.rollouts, advantages_of(group), group.group.position
+    ids = tuple(RolloutId(position, index) for index in range(len(rollouts)))
     starts, tokens = [0], len(rollouts[0].input)
     for index, rollout in enumerate(rollouts):
         over = tokens + len(rollout.completion_ids) > budget
@@ -203,7 +192,7 @@ def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
             tokens = len(rollout.input)
         tokens += len(rollout.completion_ids)
     cuts = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(rollouts)], strict=True)]
-    return [PackedGroup(ids[cut], rollouts[cut], advantages[cut], teacher_named(group)) for cut in cuts]
+    return [PackedGroup(ids[cut], rollouts[cut], advantages[cut], group.group.example) for cut in cuts]
 
 
 class _End(NamedTuple):
@@ -251,12 +240,6 @@ class _Segments:
             found.append(self._add(tokens, before))
 
 
-def _cuts(rollouts: Sequence[Rollout]) -> list[int]:
-    """Return the inner places of the prompt, in tokens, where a branch of these rollouts begins."""
-    starts = {branch.prompt for rollout in rollouts for branch in rollout.branches if branch.after is None}
-    return sorted(starts - {0, len(rollouts[0].input)})
-
-
 def collate(row: PackedRow) -> MicroBatch:
     """Lay out the row's tokens one after the other on its device.
 
@@ -271,12 +254,15 @@ def collate(row: PackedRow) -> MicroBatch:
         prompt = part.rollouts[0].input
         if prompt.media is not None:
             media[len(segments.ids)] = (prompt.media,)
-        ends = segments.add_prompt(prompt.ids, _cuts(part.rollouts))
+        # Inner places of the prompt where a branch of these rollouts begins.
+        cuts = {branch.prompt for r in part.rollouts for branch in r.branches if branch.after is None}
+        ends = segments.add_prompt(prompt.ids, sorted(cuts - {0, len(prompt)}))
         for rollout in part.rollouts:
             if rollout.riders and (own_media := rollout.all(Media)):
                 media[len(segments.ids)] = own_media
             labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
-            logit_positions += segments.add_completion(labels[-1], rollout.tree, ends)
+            branches = rollout.branches or (Branch(len(labels[-1]), prompt=len(prompt)),)
+            logit_positions += segments.add_completion(labels[-1], branches, ends)
     positions = torch.cat(logit_positions)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     by_sequence = (advantage for part in row.parts for advantage in part.advantages)
@@ -298,7 +284,7 @@ def collate(row: PackedRow) -> MicroBatch:
         old_logprobs=row.old_logprobs,
         ref_logprobs=row.ref_logprobs,
         scores={name: to_device_async(values, device) for name, values in row.scores.items()},
-        rollouts=row.rollouts,
+        rollouts=tuple(identity for part in row.parts for identity in part.ids),
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..batch import FinishReason, Group, Media, MicroBatch, ModelInput, Rollout, ScoredGroup
+from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, ScoredGroup
 from ..parallel.ranks import gather, on_all_ranks
+from ..riders import Media
 from ..runtime import registry
 from . import attention
 from .head import vocabulary_size

@@ -19,8 +19,9 @@ from ..batch import MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
 from ..runtime import registry
 from .loading import Policy
-from .logprobs import PolicyForward, install, policy_logprobs, steps_of
+from .logprobs import install, policy_logprobs, steps_of
 from .lora import unwrap
+from .packing import collate
 from .reference import reference_bytes, reference_of
 
 
@@ -42,7 +43,7 @@ class SecondModel(Protocol):
 
 def prepared(row: PackedRow) -> MicroBatch:
     """Return a row's tensors for a second model. Its own routers choose its experts."""
-    return PolicyForward.prepare(row).for_other_models()
+    return collate(row).for_other_models()
 
 
 def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: float, name: str = "") -> torch.Tensor:

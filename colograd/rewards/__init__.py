@@ -34,13 +34,13 @@ from .builtin import (
 )
 
 if TYPE_CHECKING:
-    from .calling import weighted_sum
     from .functions import RewardError, RewardFunction, resolve_rewards
     from .models import RewardModel, with_models
     from .scoring import Ready, Scorer, Scoring, score_group
+    from .values import weighted_sum
 
 _MODULES = {
-    "calling": ("weighted_sum",),
+    "values": ("weighted_sum",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
     "models": ("RewardModel", "with_models"),
     "scoring": ("Ready", "Scorer", "Scoring", "score_group"),

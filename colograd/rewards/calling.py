@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import functools
 import inspect
 import math
 import numbers
@@ -26,23 +24,6 @@ RESERVED = (
     "log_extra", "log_metric",
 )  # fmt: skip
 PARTS = "judged_turns"  # a rollout's column: name of a reward function -> rewards of the completion's parts
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative to the terms: rounding of rewards, weights and sum, twice
-# The trainer's own metrics: their names, and their families, the part before the slash.
-OWN_METRICS = (
-    "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
-    "reward_std", "frac_reward_zero_std",
-)  # fmt: skip
-OWN_FAMILIES = (
-    "carry_over",
-    "clip_ratio",
-    "completions",
-    "curriculum",
-    "dynamic_sampling",
-    "sampling",
-    "time",
-    "tools",
-    "train",
-)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -75,7 +56,7 @@ def keywords_for(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         names = {name: None for name in names if name in parameters}
     keywords: dict[str, Any] = {name: shared.get(name, []) for name in names}
-    own_names = [name for name in names if name not in shared]
+    own_names = [name for name in names if name not in shared and name not in PER_TOKEN]
     for group, of_group in zip(groups, texts, strict=True):
         prompt = group.example["prompt"]
         for rollout, text in zip(group.rollouts, of_group, strict=True):
@@ -86,26 +67,18 @@ def keywords_for(
                 "completions": messages if isinstance(prompt, list) else text,
                 **rollout.columns,
             }
+            # A worker gets arrays or bytes, together 5 bytes per token, and makes the lists.
+            if "completion_ids" in names:
+                ids = rollout.completion_ids
+                keywords["completion_ids"].append(list(ids) if log is not None else ids)
+            if "completion_mask" in names:  # 1 for each token that the model wrote
+                mask = rollout.sampled.to(torch.uint8)
+                keywords["completion_mask"].append(mask.tolist() if log is not None else mask.numpy().tobytes())
             for name in own_names:
-                keywords[name].append(
-                    _per_token(rollout, name, log is not None) if name in PER_TOKEN else own_copy(row.get(name))
-                )
+                keywords[name].append(own_copy(row.get(name)))
     if problem := _lacking(reward, keywords, groups[0].example):
         raise RewardError(reward.name, groups[0].position, None, problem)
     return keywords
-
-
-def _per_token(rollout: Rollout, name: str, as_list: bool) -> Any:
-    """Return a completion's ids, or its mask: 1 for each token that the model wrote.
-
-    Args:
-        as_list: whether to return a list. False: return an array or bytes (together 5 bytes per token) for a worker,
-            which makes the lists.
-    """
-    if name == "completion_ids":
-        return list(rollout.completion_ids) if as_list else rollout.completion_ids
-    mask = rollout.sampled.to(torch.uint8)
-    return mask.tolist() if as_list else mask.numpy().tobytes()
 
 
 def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
@@ -151,19 +124,6 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 SplitParts = Callable[[Sequence[Any], Sequence[Rollout]], tuple[list[Any], list[Any]]]
 
 
-def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
-    """Return the group with functions' rewards of its completions' parts, by name. Earlier ones are removed."""
-    if not of_parts and not any(PARTS in rollout.columns for rollout in group.rollouts):
-        return group
-    rollouts = []
-    for index, rollout in enumerate(group.rollouts):
-        columns = {name: value for name, value in rollout.columns.items() if name != PARTS}
-        if own := {name: parts for name, of_all in of_parts.items() if (parts := of_all[index]) is not None}:
-            columns[PARTS] = own
-        rollouts.append(dataclasses.replace(rollout, columns=columns))
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
-
-
 def checked_values(
     reward: RewardFunction, position: int, rollouts: Sequence[Rollout], values: Any, split_parts: SplitParts | None
 ) -> tuple[list[float], list[Any]]:
@@ -205,25 +165,6 @@ def checked_values(
     return numbers_G, parts
 
 
-def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Check the columns and metrics that a function logged for ``size`` completions.
-
-    Raises:
-        RewardError: a column doesn't have one value per completion, or a metric is one of the trainer's own.
-    """
-    columns, metrics = logged
-    fail = functools.partial(RewardError, reward.name, position, None)
-    for name, values in columns.items():
-        if len(values) != size:
-            raise fail(
-                f"it logged {len(values)} values in the column {name!r} for {size} completions: give log_extra exactly "
-                "one per completion, and None where there is none."
-            )
-    for name in metrics:
-        if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
-            raise fail(f"it logged the metric {name!r}, which is the trainer's own: rename it.")
-
-
 def _reward_number(value: Any) -> float | None:
     """Return the value as a finite number, NaN for None (an abstention), or None if it can't be a reward."""
     if value is None:
@@ -248,23 +189,3 @@ def _is_nan(value: Any) -> bool:
 
 def _value_and_type(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain.
-
-    If the totals differ only by the rounding of float32 rewards, they become equal: 0.6 + 0.1 is 0.7. Otherwise the
-    group would train on the rounding, because advantages divide it by its own deviation.
-
-    Returns:
-        [G] float32, NaN where all functions abstained.
-    """
-    weights_R = torch.as_tensor(weights, dtype=torch.float32, device=rewards.device)
-    terms = rewards.double() * weights_R.double()
-    total = terms.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
-    judged = total[~total.isnan()]
-    if terms.shape[1] > 1 and len(judged):
-        rounding = ROUNDING * terms.abs().nansum(dim=1).max()
-        if judged.max() - judged.min() <= rounding:
-            total = torch.where(total.isnan(), total, judged.mean())
-    return total.float()

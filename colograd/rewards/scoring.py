@@ -10,24 +10,21 @@ A late call becomes an abstention. But a late call in this process ends the run,
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import inspect
-import pickle
-import re
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Logged, Rider, Rollout
+from ..batch import Group, Logged, Rollout
 from ..parallel import watchdog
+from ..riders import Rider
 from ..runtime import process
 from ..runtime.registry import hooks
 from ..usercode.calls import (
@@ -35,24 +32,22 @@ from ..usercode.calls import (
     Late,
     Outcome,
     PendingCalls,
-    awaited_outcome,
     event_loop,
-    place_in,
     raised_outcome,
     time_limit,
     when_all_done,
     when_done,
 )
-from ..usercode.copies import own_copy
 from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import SplitParts, check_log, checked_values, keywords_for, parameters_of, with_parts
+from .calling import SplitParts, checked_values, keywords_for, parameters_of
 from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
+from .outcomes import StateCopies, late_error, logged_outcome, raised_error
+from .values import check_log, with_parts
 
 MOST_WORKERS = 4  # maximum number of workers by default
-TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # errors of using messages
 
 
 class Scoring(PendingCalls[Future[Outcome]]):
@@ -133,7 +128,7 @@ class Scoring(PendingCalls[Future[Outcome]]):
             self._scorer.note_late(reward.name, self._size)
             return [float("nan")] * self._size, []
         if outcome.kind == "raised":
-            raise _raised_error(reward, self._first, outcome)
+            raise raised_error(reward, self._first, outcome)
         if outcome.kind == "died":
             raise self._error(
                 reward,
@@ -219,8 +214,7 @@ class Scorer:
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self.environments: Lender | None = None  # takes a group's environments back once it is scored
         self._told_late: set[str] = set()
-        self._state: tuple[Any, Any] = ((), None)  # a key of the trainer's state, and a copy for functions
-        self._pickled: tuple[Any, bytes] = ((), b"")
+        self._state = StateCopies()
         self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # waiting calls
         sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
@@ -329,23 +323,16 @@ class Scorer:
         if reward.name in self._pool:
             keywords = keywords_for(reward, groups, texts, None)
             keywords.pop("environments", None)
-            return self._pool.submit(reward.name, keywords, self._pickled_state(trainer_state))
+            return self._pool.submit(reward.name, keywords, self._state.pickled(trainer_state))
         done: Future[Outcome] = Future()
         log = CallLog()
-        keywords = keywords_for(reward, groups, texts, self._state_copy(trainer_state)[1], log)
+        keywords = keywords_for(reward, groups, texts, self._state.copy(trainer_state)[1], log)
         if isinstance(reward.function, RewardModel):
             self._for_models.append((reward.function, keywords, done))
             return done
         started = time.perf_counter()
         watchdog.progress(f"reward function {reward.name!r}")
-        late = RewardError(
-            reward.name,
-            groups[0].position,
-            None,
-            f"it gave no answer within reward_timeout ({self.timeout or 0:g} s) on {sum(map(len, texts))} completions. "
-            "It runs in the trainer's process, where a call can't be ended alone, so the run ends: raise "
-            "reward_timeout, or set reward_workers or make it async, where a late call abstains and training goes on.",
-        )
+        late = late_error(reward, groups[0].position, self.timeout, sum(map(len, texts)))
         try:
             with time_limit(self.timeout, str(late)):
                 value = reward.function(**keywords)
@@ -357,36 +344,13 @@ class Scorer:
         except (Exception, SystemExit) as error:  # SystemExit would end this rank without a message
             done.set_result(raised_outcome(error))
             if self.on_error == "raise":
-                raise _raised_error(reward, groups[0], done.result()) from None
+                raise raised_error(reward, groups[0], done.result()) from None
             return done
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
-            return asyncio.run_coroutine_threadsafe(_logged_outcome(value, elapsed, self.timeout, log), event_loop())
+            return asyncio.run_coroutine_threadsafe(logged_outcome(value, elapsed, self.timeout, log), event_loop())
         done.set_result(Outcome("value", value, elapsed, log.content()))
         return done
-
-    def _state_copy(self, trainer_state: Any) -> tuple[Any, Any]:
-        """Return a key of the trainer's state, and a copy. The state is copied once per step, not once per call."""
-        fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
-        key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
-        if key != self._state[0]:
-            own = copy.copy(trainer_state)
-            for name, value in fields.items():
-                setattr(own, name, own_copy(value))
-            self._state = (key, own)
-        return self._state
-
-    def _pickled_state(self, trainer_state: Any) -> tuple[Any, bytes]:
-        """Return the same key, and the pickled state for workers.
-
-        transformers' state is pickled as its bare fields. Otherwise a worker would import transformers, and that would
-        use up the first call's time limit.
-        """
-        key, own = self._state_copy(trainer_state)
-        if key != self._pickled[0]:
-            bare = SimpleNamespace(**vars(own)) if dataclasses.is_dataclass(own) else own
-            self._pickled = (key, pickle.dumps(bare))
-        return self._pickled
 
 
 def score_group(
@@ -403,28 +367,3 @@ def score_group(
     scorer = Scorer(functions)
     rewards = scorer.submit([group], [completions], trainer_state).result()
     return rewards, {reward.name: scorer.counts[f"rewards/{reward.name}/seconds"] for reward in functions}
-
-
-def _raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> RewardError:
-    line, traceback = outcome.value
-    place = place_in(traceback)
-    where = f" ({place})" if place else ""
-    of_messages = isinstance(group.example["prompt"], list) and TAKEN_FOR_TEXT.match(line)
-    hint = (
-        "Completions are lists of messages here, because the prompts are (a conversational dataset, or system_prompt): "
-        'the text is `completion[0]["content"]`. '
-    )
-    return RewardError(
-        reward.name,
-        group.position,
-        None,
-        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
-        f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
-        f"it fails. Its traceback:\n{traceback}",
-    )
-
-
-async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
-    """Await an async call that returned its awaitable after ``elapsed`` seconds. Return its outcome with its log."""
-    outcome = await awaited_outcome(awaitable, timeout)
-    return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())

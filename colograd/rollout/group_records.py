@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rider, Rollout, riding
+from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from ..riders import Rider, riding
 from ..runtime.registry import hooks
 from .group_table import TABLE
 from .marked_table import comes

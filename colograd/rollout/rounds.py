@@ -1,13 +1,11 @@
 """Rounds: prompts -> scored groups. A group is scored as soon as it is whole, while the engine decodes others.
 
-A run has one round object, chosen at start by `round_of`: `PlainRound`, `DynamicRound`, or one of an extension.
+A run has one round object, chosen at start by `dynamic.round_of`: `PlainRound`, `DynamicRound`, or an extension's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +14,7 @@ from typing import Any, Protocol
 
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..data import extra_prompts
-from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
-from ..runtime import registry
 from .stages import Stages
 
 Steps = Sequence[Sequence[Prompt]]  # a round's prompts, a list per optimizer step
@@ -69,62 +65,6 @@ class PlainRound:
         """Read what `save` wrote. A collective."""
 
 
-class DynamicRound(PlainRound):
-    """A round of dynamic sampling (arXiv 2503.14476, section 3.2).
-
-    It keeps only groups with a reward difference and draws further prompts until all steps are full. Steps take kept
-    groups in the order of drawing, so a step may train groups of another step's prompts.
-
-    Args:
-        max_rounds: maximum number of further draws.
-    """
-
-    def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
-        super().__init__(times, one_call)
-        self.max_rounds, self.more_prompts = max_rounds, more_prompts
-        self.tallies.append(self.counts)
-
-    def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Count the prompts drawn and the groups that are trained."""
-        return {
-            "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
-            "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
-        }
-
-    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """See `PlainRound.draw`."""
-        prompts = [prompt for step in steps for prompt in step]
-        sampled = roll_out(prompts, stages, self.times, self.one_call)
-        for _ in range(self.max_rounds):
-            found = sum(map(has_signal, sampled))
-            if found >= len(prompts):
-                break
-            # The number of prompts that is probably enough, at most ten times the number of missing groups.
-            count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
-            more = self.more_prompts(len(sampled) - len(prompts), count)
-            sampled += roll_out(more, stages, self.times, self.one_call, enough=len(prompts) - found)
-        kept = filter(has_signal, sampled)
-        return [
-            SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
-            for index, step in enumerate(steps)
-        ]
-
-
-def round_of(trainer: Any) -> PlainRound:
-    """Choose the round object of a run. A collective.
-
-    The seam ``tally`` has functions (trainer) -> `Tally`, or None if there is nothing to count.
-    """
-    config, times = trainer.args, trainer.times
-    one_call = config.reward_call == "all"
-    chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
-    if chosen is None and config.dynamic_sampling:
-        chosen = DynamicRound(times, one_call, config.dynamic_sampling_max_rounds, more_prompts_of(trainer))
-    chosen = chosen or PlainRound(times, one_call)
-    chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))
-    return chosen
-
-
 def more_prompts_of(trainer: Any) -> MorePrompts:
     """Return a function that draws further prompts in the present round."""
     return lambda drawn, count: extra_prompts(
@@ -132,9 +72,7 @@ def more_prompts_of(trainer: Any) -> MorePrompts:
     )
 
 
-def roll_out(
-    prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool = False, enough: float = math.inf
-) -> list[ScoredGroup]:
+def roll_out(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool = False) -> list[ScoredGroup]:
     """Sample and score groups. Return them in the order of the prompts, which have ascending positions.
 
     Scoring a group begins when its source yields it, while the source continues with the others. Reward functions in
@@ -142,64 +80,34 @@ def roll_out(
 
     Args:
         one_call: score all groups in one call, after the last one.
-        enough: stop after this many groups with a reward difference, and abort the rest. They are counted in the order
-            of the prompts, not in the order of finishing.
     """
     if one_call:
-        return _first(_scored_together(prompts, stages, times), enough)
-    scoring = stages.scoring(prompts)
-    missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
-    scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap
-    signals = 0  # groups of `scored` with a reward difference
-
-    def extend_scored(wait: bool) -> None:
-        nonlocal signals
-        for prompt in prompts[len(scored) :]:
-            if signals >= enough:
-                break
-            if prompt.position not in scoring.rewarded and not wait:
-                break
-            scored.append(scoring.scored(prompt.position))
-            signals += has_signal(scored[-1])
-
+        return scored_together(prompts, stages, times)
+    scoring = stages.scoring(stages, prompts)
     try:
-        if enough < math.inf:
-            extend_scored(wait=False)
-        if missing and signals < enough:
+        if missing := [prompt for prompt in prompts if prompt.position not in scoring.rewarded]:
             groups = scoring.sample(missing)
-            # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
+            # Closing aborts the requests in flight when a reward function fails.
             with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
                     started = time.perf_counter()
                     scoring.begin(group)
-                    scoring.take_finished()
-                    if enough < math.inf:
-                        extend_scored(wait=False)
                     times.move("generate", "reward", time.perf_counter() - started)
-                    if signals >= enough:
-                        break
         with times.phase("reward"):
-            extend_scored(wait=True)
+            return [scoring.scored(prompt.position) for prompt in prompts]
     finally:
         scoring.cancel()
-    return scored
 
 
-def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
+def scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
     """Score all groups in one call. Return them in the order of the prompts. The journal has all groups, or none."""
-    scoring, groups = stages.scoring(prompts), list[Group]()
+    scoring, groups = stages.scoring(stages, prompts), list[Group]()
     if len(scoring.rewarded) < len(prompts):
         with times.phase("generate"):
             groups = sorted(scoring.sample(prompts), key=lambda group: group.position)
     with times.phase("reward"):
         scoring.score_together(groups)
         return [scoring.scored(prompt.position) for prompt in prompts]
-
-
-def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:
-    """Return the groups up to the ``enough``-th one with a reward difference."""
-    before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
-    return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
 
 
 def unscored(steps: Sequence[SampledStep]) -> str:

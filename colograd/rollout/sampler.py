@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from ..policy.loading import Policy
 from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
 from ..runtime import registry
+from .checks import checked_advantages, checked_rewards
 from .rounds import PlainRound, Steps, roll_out, unscored
-from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
+from .stages import PendingRewards, RolloutSource, Stages
 from .statistics import RolloutStatistics, round_statistics
 from .store import RolloutStore
 from .texts import has_parser, with_messages, with_prompt_text
@@ -103,7 +106,6 @@ class Sampler:
             times.move("reward", "journal", self.hooks.journal.take_seconds())
         if self._scales_steps:
             steps = scale_over_steps(steps, self.estimator)
-        self.events.warn_once("unscored", unscored(steps))  # of rank 0's completions; the metric counts all ranks'
         self.events.sampled([step.sampled for step in steps], self.hooks)
         counts = self.take_counts()
         if world_size() > 1:
@@ -119,6 +121,8 @@ class Sampler:
         with on_all_ranks("the statistics"):
             statistics = round_statistics(steps, counts, self.hooks.combine, self.config.mask_truncated_completions)
             self.events.recorder.note(steps, statistics, self.hooks.combine)
+        if any(map(math.isnan, itertools.chain.from_iterable(found.totals for found in statistics))):
+            self.events.warn_once("unscored", unscored(steps))  # of rank 0's completions; the metric counts all ranks'
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
@@ -144,7 +148,7 @@ class Sampler:
         """Call ``draw``, which samples a round, on the first rank of an engine. Other ranks get empty steps."""
         others = [SampledStep((), ())] * steps
         with self.device_turns.sampling(self.hooks.optimizer):
-            return self.engine.on_engine_leader(self.events.recorder.watching(draw), others=others)
+            return self.engine.on_engine_leader(self.events.recorder.watching()(draw), others=others)
 
     # -- the stages
 
@@ -162,6 +166,7 @@ class Sampler:
             add_advantages=_without_advantages if evaluates else self.add_advantages,
             take_logged=self.scorer.take_logged,
             journal=hooks.journal if hooks.is_in_train else None,
+            checks=hooks.replaces("generate") or self.source is not self.engine,
         )
         for change in self._changes:
             stages = change(stages)
@@ -179,7 +184,8 @@ class Sampler:
         purpose = self.purpose.value
         with contextlib.closing(bar), stepping(self.engine, bar.sampled):
             for group in self.source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
-                self.hooks.lengths.add(by_position[group.position], group)
+                lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
+                self.hooks.lengths.add(by_position[group.position].input, lengths)
                 bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
                 yield group
 
@@ -211,7 +217,9 @@ class Sampler:
     def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """Return the group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""
         advantages = self.hooks.compute_advantages(group, rewards.clone())  # a copy, as a subclass may change it
-        return ScoredGroup(group, rewards, checked_advantages(advantages, group))
+        if self.hooks.replaces("compute_advantages"):
+            advantages = checked_advantages(advantages, group)
+        return ScoredGroup(group, rewards, advantages)
 
 
 def _without_advantages(group: Group, rewards: torch.Tensor) -> ScoredGroup:

@@ -1,4 +1,4 @@
-"""The stages between prompts and scored groups, and checks of the values that a replaced stage returns."""
+"""The stages between prompts and scored groups."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
+from ..batch import Group, Logged, Prompt, ScoredGroup
 from ..engine.sampling import Sampling
+from ..rewards import Ready
+from .checks import checked_groups
 from .store import RewardedGroup, RolloutStore
 
 
@@ -56,31 +58,6 @@ def _nothing(position: int) -> Logged:
     return Logged({}, {})
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """The functions that lead from prompts to scored groups, in training or in an evaluation."""
-
-    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
-    begin_score: BeginScore
-    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
-    take_logged: Callable[[int], Logged] = _nothing  # position -> logged values of the group with rewards
-    take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
-    journal: RolloutStore | None = None
-
-    def scoring(self, prompts: Sequence[Prompt]) -> InScoring:
-        """Begin a round or an evaluation of these prompts."""
-        return InScoring(self, prompts)
-
-    def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
-        """Write a group with its rewards [G, R] into the journal."""
-        if self.take_turns is not None:
-            group = self.take_turns(group)
-        recorded = RewardedGroup(group, rewards, self.take_logged(group.position))
-        if self.journal is not None:
-            self.journal.add(recorded)
-        return recorded
-
-
 class InScoring:
     """The rewards of a round's groups: recorded rewards, and pending ones.
 
@@ -102,29 +79,38 @@ class InScoring:
         yield from recorded
         positions = {group.position for group in recorded}
         if rest := [prompt for prompt in prompts if prompt.position not in positions]:
-            with contextlib.closing(checked_groups(self.stages.generate(rest), rest)) as groups:
+            generated: Any = self.stages.generate(rest)
+            with contextlib.closing(checked_groups(generated, rest) if self.stages.checks else generated) as groups:
                 yield from groups
 
     def begin(self, group: Group) -> None:
+        """Begin to score a group, and `take`."""
         self._pending[group.position] = (group, self.stages.begin_score([group]))
+        self.take()
 
     def score_together(self, groups: Sequence[Group]) -> None:
         """Score groups in one call, and wait for the rewards."""
         if groups:
             rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-            for group, of_group in zip(groups, rewards, strict=True):
-                self.rewarded[group.position] = self.stages.record(group, of_group)
+            self._pending |= {g.position: (g, Ready(own)) for g, own in zip(groups, rewards, strict=True)}
+            self.take()
 
-    def take_finished(self) -> None:
-        """Record the groups that have their rewards."""
-        for position in [position for position, (_, pending) in self._pending.items() if pending.done()]:
-            self._take(position)
+    def take(self, position: int | None = None) -> None:
+        """Write the groups that have their rewards into the journal, after waiting for the one at ``position``."""
+        stages = self.stages
+        for at, (group, pending) in [*self._pending.items()]:
+            if at == position or pending.done():
+                del self._pending[at]
+                rewards = pending.result()
+                group = group if stages.take_turns is None else stages.take_turns(group)
+                self.rewarded[at] = RewardedGroup(group, rewards, stages.take_logged(at))
+                if stages.journal is not None:
+                    stages.journal.add(self.rewarded[at])
 
     def scored(self, position: int) -> ScoredGroup:
         """Wait for the rewards of the group at a position. Return the group with its advantages."""
         if position not in self.rewarded:
-            self._take(position)
-            self.take_finished()
+            self.take(position)
         recorded = self.rewarded.pop(position)
         return dataclasses.replace(self.stages.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
@@ -133,97 +119,16 @@ class InScoring:
         for _, pending in self._pending.values():
             pending.cancel()
 
-    def _take(self, position: int) -> None:
-        group, pending = self._pending.pop(position)
-        self.rewarded[position] = self.stages.record(group, pending.result())
 
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The functions that lead from prompts to scored groups, in training or in an evaluation."""
 
-# -- checks of replaced stages, which may return anything: each check raises a ValueError
-
-
-def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
-    """Check and pass on the groups that ``generate`` yields: one `Group` per prompt, or for ``wanted`` of the prompts.
-
-    Closing this generator closes ``groups``.
-    """
-    waiting = {prompt.position for prompt in prompts}
-    left_out = 0 if wanted is None else len(waiting) - wanted
-    try:
-        for group in groups:
-            if not isinstance(group, Group):
-                raise ValueError(
-                    f"generate yielded {shown(group)}, but must yield a colograd.batch.Group for each prompt."
-                )
-            if group.position not in waiting:
-                raise ValueError(
-                    f"generate yielded a group at position {group.position}, but must yield exactly one for each of "
-                    "its prompts: keep the prompt's position (and merge the groups of one prompt)."
-                )
-            waiting.remove(group.position)
-            _check_rollouts(group)
-            yield group
-    finally:
-        if hasattr(groups, "close"):
-            groups.close()
-    if len(waiting) != left_out:
-        raise ValueError(
-            f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (the first at position "
-            f"{min(waiting)}), but must yield one for each: keep at least one completion."
-        )
-
-
-def _check_rollouts(group: Group) -> None:
-    where = f"generate, prompt {group.position}"
-    if not group.rollouts:
-        raise ValueError(f"{where}: the group has no rollouts, but needs at least one: keep one.")
-    for index, rollout in enumerate(group.rollouts):
-        if not isinstance(rollout, Rollout):
-            raise ValueError(f"{where}: rollout {index} is {shown(rollout)}, but must be a colograd.batch.Rollout.")
-        length = len(rollout.completion_ids)
-        if not length or not rollout.input.ids:
-            raise ValueError(
-                f"{where}: rollout {index} has no tokens, but needs at least one in prompt and completion."
-            )
-        for name in ("sampler_logprobs", "sampled"):
-            value = getattr(rollout, name)
-            if not isinstance(value, torch.Tensor) or value.shape != (length,):
-                raise ValueError(
-                    f"{where}: {name} of rollout {index} is {shown(value)}, but must be a tensor with one entry for "
-                    f"each of its {length} completion tokens."
-                )
-
-
-def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """Return the rewards that ``score`` returned as [G, R] float32, and check that none is infinite."""
-    wanted = (len(group.rollouts), functions)
-    if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
-        raise ValueError(
-            f"score returned {shown(rewards)}, but must return a tensor [completions, reward functions] = "
-            f"{list(wanted)}: one column for each of reward_funcs, NaN where one has no opinion."
-        )
-    if rewards.float().isinf().any():
-        raise ValueError("score returned an infinite reward, but rewards are finite, or NaN for no opinion.")
-    return rewards.float()
-
-
-def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """Return the advantages of ``compute_advantages`` as [G] or [sum C] float32, and check that all are finite."""
-    completions = len(group.rollouts)
-    tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
-    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
-        raise ValueError(
-            f"compute_advantages returned {shown(advantages)}, but must return a tensor with one entry per completion "
-            f"([{completions}]) or one per completion token ([{tokens}])."
-        )
-    if not advantages.float().isfinite().all():
-        raise ValueError(
-            "compute_advantages returned an advantage that isn't finite: use 0 for a completion that isn't to be "
-            "trained on (rewards are NaN where a function has no opinion; `combine` leaves these out)."
-        )
-    return advantages.float()
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"
+    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
+    begin_score: BeginScore
+    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
+    take_logged: Callable[[int], Logged] = _nothing  # position -> logged values of the group with rewards
+    take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
+    journal: RolloutStore | None = None
+    checks: bool = True  # whether ``generate`` is the user's, so that its groups are checked
+    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # an extension may derive its own

@@ -35,26 +35,6 @@ class RolloutStatistics:
     distinct: int = 0  # number of completions that repeat no earlier completion of their group
     notes: list[Any] = field(default_factory=list)  # each rank's notes for the report
 
-    def add(self, group: ScoredGroup, combine: Combine, mask_truncated: bool) -> None:
-        """Add a group. ``combine`` makes one reward of several: [G, R] -> [G], NaN where all functions abstained."""
-        totals = combine(group.rewards.clone())  # a copy, as a subclass may change it in place
-        for rollout in group.group.rollouts:
-            self.lengths.append(int(rollout.sampled.sum()))
-            self.ended.append(rollout.finish_reason is FinishReason.STOP)
-            self.prompt_tokens += len(rollout.input)
-            self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
-            if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
-                self.counts["sampling/unscored_tokens"] += unscored
-            for rider in rollout.riders:
-                sums, maxima = rider.statistics(rollout)
-                self.counts.update(sums)
-                self._add_maxima(maxima)
-        self.distinct += len({rollout.completion_ids.tobytes() for rollout in group.group.rollouts})
-        self.rewards += group.rewards.tolist()
-        self.totals += totals.tolist()
-        self.flat_groups.append(bool(group_std(totals) < 1e-8))
-        self._add_logged(group.logged.metrics)
-
     def _add_maxima(self, maxima: Mapping[str, float]) -> None:
         self.maxima |= {name: max(value, self.maxima.get(name, value)) for name, value in maxima.items()}
 
@@ -65,10 +45,26 @@ class RolloutStatistics:
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
-        """Return the statistics of some groups; see `add`."""
+        """Count some groups. ``combine`` makes one reward of several: [G, R] -> [G], NaN where all abstained."""
         found = cls()
         for group in groups:
-            found.add(group, combine, mask_truncated)
+            totals = combine(group.rewards.clone())  # a copy, as a subclass may change it in place
+            for rollout in group.group.rollouts:
+                found.lengths.append(int(rollout.sampled.sum()))
+                found.ended.append(rollout.finish_reason is FinishReason.STOP)
+                found.prompt_tokens += len(rollout.input)
+                found.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
+                if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
+                    found.counts["sampling/unscored_tokens"] += unscored
+                for rider in rollout.riders:
+                    sums, maxima = rider.statistics(rollout)
+                    found.counts.update(sums)
+                    found._add_maxima(maxima)
+            found.distinct += len({rollout.completion_ids.tobytes() for rollout in group.group.rollouts})
+            found.rewards += group.rewards.tolist()
+            found.totals += totals.tolist()
+            found.flat_groups.append(bool(group_std(totals) < 1e-8))
+            found._add_logged(group.logged.metrics)
         return found
 
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..batch import FinishReason, Group
+from ..batch import Group
 from ..usercode.untrusted import clean
 
 
@@ -17,17 +17,6 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
-
-
-def completion_texts(group: Group, tokenizer: Any, skip_special_tokens: bool = True) -> list[str]:
-    """Return the texts of a group's completions, without the special token at the end."""
-    ids = [list(rollout.completion_ids) for rollout in group.rollouts]
-    if not skip_special_tokens:
-        special = {*tokenizer.all_special_ids}
-        ended = [rollout.finish_reason is FinishReason.STOP for rollout in group.rollouts]
-        ids = [own[:-1] if end and own and own[-1] in special else own for own, end in zip(ids, ended, strict=True)]
-    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens)
-    return texts
 
 
 def with_prompt_text(group: Group, tokenizer: Any) -> Group:

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.vocabulary import size_of
@@ -23,9 +24,11 @@ from ..memory.device_turns import DeviceTurns
 from ..memory.shape import CacheNeed, Shape
 from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.layers import compile_layers, forget_compiled
+from ..policy.layers import check_compiled, compile_layers, forget_compiled
 from ..policy.lora import unwrap
+from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
+from ..policy.supported import check_shared_rows
 from ..reporting.metrics import PhaseTimes
 from ..runtime import process, registry
 from ..sharding import strategy_name
@@ -36,8 +39,10 @@ from ..weights import (
     expects_sharing,
     weight_sync,
 )
+from .eval_prompts import Benchmark
+from .learner import Learner
 from .preparation import PreparedRun
-from .prompts import Benchmark, Prompts, longest_completion, proof_prompts, without_template
+from .prompts import Prompts, longest_completion, proof_prompts, without_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +293,23 @@ def choose_kernels(
                 keep_uncompiled(each)
             compile_layers(each, args.torch_compile_backend or "inductor", args.torch_compile_mode)
             closing.callback(forget_compiled, each)
+
+
+def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
+    """Prove the rows with the kernels that will train them, compiled ones included. A collective.
+
+    Args:
+        seen: prompts with images, or none.
+    """
+    device, seconds = learner.config.device, learner.second_models.values()
+    others = [second.model for second in seconds if second.of_policy]
+    why = choose_rows_where_it_trains(learner.model, device, others, seen)
+    for second in seconds:
+        if not second.of_policy:
+            with second.present() as model:
+                choose_rows_where_it_trains(model, device, asked=seen)
+    check_compiled(learner.config, why)
+    check_shared_rows(learner.model, learner.config.sequence_parallel_size, why)
+    if why != learner.policy.why_padded:
+        learner.policy = replace(learner.policy, why_padded=why)
+        learner.rules = replace(learner.rules, share_prompts=not why)

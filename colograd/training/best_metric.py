@@ -14,7 +14,7 @@ from ..config.conflicts import OF_LOSS
 from ..config.objective import LOSSES
 from ..rewards import RewardFunction
 from ..rewards.calling import parameters_of
-from .prompts import Benchmark
+from .eval_prompts import Benchmark
 
 # Names of an evaluation's metrics: of rewards, and of the loss. OF_LOSS matches the loss's other metrics.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")

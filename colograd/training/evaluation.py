@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..batch import ScoredGroup
+from ..batch import SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..parallel.ranks import gather, on_all_ranks
+from ..policy.logprobs import evaluation_mode
+from ..policy.second_models import with_second_logprobs
 from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import Combine, RolloutStatistics
-from .prompts import Benchmark
+from .eval_prompts import Benchmark
+from .learner import Learner
+from .loss_pass import loss_pass
+from .step_batches import step_batch
+
+EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str) -> dict[str, float]:
@@ -34,7 +43,7 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str
     trainer.events.evaluated(groups, name, trainer)
     metrics = evaluation_metrics(groups, counts, trainer.learner.reward_names, trainer.combine, config)
     if config.loss_eval:
-        metrics |= trainer.learner.evaluate(sampler.with_advantages(groups))
+        metrics |= loss_of(trainer.learner, sampler.with_advantages(groups))
     seconds = time.perf_counter() - started
     metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
     return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
@@ -52,7 +61,7 @@ def evaluation_metrics(
     Args:
         groups: groups of this rank.
         counts: sums of rewards and tools since the evaluation began.
-        combine: [G, R] rewards -> [G], see `RolloutStatistics.add`.
+        combine: [G, R] rewards -> [G], see `RolloutStatistics.of`.
     """
     own = RolloutStatistics.of(groups, combine, config.mask_truncated_completions)
     own.counts.update(counts)
@@ -65,6 +74,35 @@ def evaluation_metrics(
         | pass_at([entry for _, of_rank in ranks for entry in of_rank], config.eval_generations())
         | {"completions": float(len(whole.lengths))}
     )
+
+
+def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
+    """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective.
+
+    Args:
+        drawn: groups of this rank, with advantages.
+    """
+    tokens = learner.rules.max_tokens or EVALUATION_TOKENS
+    rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
+    step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)
+    step = dataclasses.replace(step, version=learner.hooks.state.global_step)
+    if learner.second_models:
+        with on_all_ranks("the second models' log-probabilities"), learner.hooks.compute_loss_context_manager():
+            (step,) = with_second_logprobs(learner.second_models, [step], learner.config.temperature)
+            for term in learner.objective.terms:
+                step = term.with_scores(step, learner.hooks.estimator)
+    with evaluation_mode(learner.model):
+        if learner.reads_constants:
+            step = learner.with_constants(step)
+        bar = learner.events.console.progress(len(step.rows), "evaluate", "micro-batch")
+        with on_all_ranks("the evaluation's forward"), torch.no_grad(), contextlib.closing(bar):
+            given = learner.row_loss(differentiable=False), learner.hooks.compute_loss_context_manager, None
+            metrics = loss_pass(step, *given, bar.update)
+    reduced = metrics.reduce(step.counted)
+    reduced["loss"] /= learner.objective.loss.denominator(step)
+    learner.entropy.show(reduced, reduced["loss"] - learner.objective.in_loss(reduced))
+    learner.mismatch.finish(reduced)
+    return reduced
 
 
 def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:

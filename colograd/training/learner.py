@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from ..batch import LossOutput, MicroBatch, ModelInput, PackedRow, SampledStep, StepBatch, StepConstants
+from ..batch import LossOutput, MicroBatch, PackedRow, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
@@ -21,23 +21,21 @@ from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.shape import left_on_device
 from ..parallel.ranks import on_all_ranks
-from ..policy.layers import check_compiled
 from ..policy.loading import Policy
-from ..policy.logprobs import ForwardStep, PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
-from ..policy.packing import PackingRules
-from ..policy.row_proof import choose_rows_where_it_trains
+from ..policy.logprobs import (
+    ForwardStep,
+    policy_logprobs,
+    with_old_logprobs,
+)
+from ..policy.packing import PackingRules, collate
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
-from ..policy.supported import check_shared_rows
 from ..reporting.events import Events
-from ..reporting.metrics import AllocRetries, Metrics
+from ..reporting.metrics import AllocRetries
 from ..rewards import RewardFunction
 from ..rollout.sampler import SampledRound
-from ..rollout.statistics import RolloutStatistics
 from ..sharding import ShardingStrategy
-from .loss_pass import loss_pass
+from .loss_pass import checked_loss, loss_pass
 from .step_batches import schedule, step_batch
-
-EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
 
 
 class LearnerHooks(Protocol):
@@ -101,30 +99,28 @@ class Learner:
 
     def _add_logprobs(self, steps: list[StepBatch]) -> list[StepBatch]:
         """Add the second models' log-probabilities, and old_logprobs to off-policy steps."""
-        while True:
-            try:
-                return self._forward_others(steps)
-            except torch.OutOfMemoryError as error:
-                reason = str(error)
-            steps = self._back_off(steps, reason, among=len(steps))
-
-    def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         config, autocast = self.config, self.hooks.compute_loss_context_manager
-        for field, second in self.second_models.items():
-            phase = self.events.times.phase(field.partition(OF)[0])
-            with on_all_ranks("the second models' log-probabilities"), phase, autocast():
-                steps = with_second_logprobs({field: second}, steps, config.temperature)
-        if self.objective.terms:
-            with on_all_ranks("the advantages"):
-                for term in self.objective.terms:
-                    steps = [term.with_scores(step, self.hooks.estimator) for step in steps]
 
         def add_old(step: StepBatch) -> StepBatch:
             with self.events.times.phase("old_logprobs"), autocast():
                 return with_old_logprobs(self.model, step, config.temperature)
 
-        with on_all_ranks("the old log-probabilities"):
-            return schedule(steps, self.hooks.state.global_step, config.num_iterations, add_old)
+        while True:
+            try:
+                filled = steps
+                for field, second in self.second_models.items():
+                    phase = self.events.times.phase(field.partition(OF)[0])
+                    with on_all_ranks("the second models' log-probabilities"), phase, autocast():
+                        filled = with_second_logprobs({field: second}, filled, config.temperature)
+                if self.objective.terms:
+                    with on_all_ranks("the advantages"):
+                        for term in self.objective.terms:
+                            filled = [term.with_scores(step, self.hooks.estimator) for step in filled]
+                with on_all_ranks("the old log-probabilities"):
+                    return schedule(filled, self.hooks.state.global_step, config.num_iterations, add_old)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            steps = self._back_off(steps, reason, among=len(steps))
 
     # -- an optimizer step
 
@@ -137,10 +133,14 @@ class Learner:
         self.model.train()
         while True:
             try:
-                if self._reads_constants:
-                    step = self._with_constants(step)
-                with on_all_ranks("training"), self.events.recorder.trains(step), self.events.times.phase("train"):
-                    metrics = self._loss_pass(step, self.sharding, step.trained_metrics if step.trained else None)
+                if self.reads_constants:
+                    step = self.with_constants(step)
+                earlier = step.trained_metrics if step.trained else None
+                bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
+                recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
+                with on_all_ranks("training"), recorded, timed, contextlib.closing(bar):
+                    given = self.row_loss(), self.hooks.compute_loss_context_manager, self.sharding, bar.update
+                    metrics = loss_pass(step, *given, earlier)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
@@ -148,7 +148,7 @@ class Learner:
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.events.times.phase("sync"):
             self.sharding.sum_gradients()
-            denominator = self.objective.denominator(step)
+            denominator = self.objective.loss.denominator(step)
             self.sharding.divide_gradients(denominator)
             reduced = metrics.reduce(step.counted)
         loss = self.figures["loss"] = reduced.pop("loss") / denominator
@@ -181,25 +181,17 @@ class Learner:
         own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
-    def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
-        """Compute the objective on one micro-batch, as an unnormalised sum, for `GRPOTrainer.compute_loss`."""
-        entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
-        forward = PolicyForward(model, self.config.temperature, entropy_gradient, self._forward_steps)
-        logprobs, entropy, values = forward(micro_batch)
-        self.events.recorder.keep(micro_batch, logprobs)
-        return self.objective(logprobs, entropy, micro_batch, values)
-
     @functools.cached_property
-    def _forward_steps(self) -> tuple[ForwardStep, ...]:
+    def forward_steps(self) -> tuple[ForwardStep, ...]:
         """Steps of the forward that the objective's terms read."""
         return tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     @functools.cached_property
-    def _reads_constants(self) -> bool:
+    def reads_constants(self) -> bool:
         """Whether the loss may read the step's constants. A compute_loss of the user's may."""
         return self.objective.needs_constants or self.hooks.replaces("compute_loss")
 
-    def _with_constants(self, step: StepBatch) -> StepBatch:
+    def with_constants(self, step: StepBatch) -> StepBatch:
         """Return the step with the entropy threshold and coefficient added to every row. A collective."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
@@ -209,66 +201,12 @@ class Learner:
         timed = self.events.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None, metrics: Metrics | None = None) -> Metrics:
-        """Pass this rank's micro-batches through the loss, and backward if there is a ``sharding``.
-
-        Their metrics are added to ``metrics`` of the rows that are trained already."""
+    def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
+        """Return the function that computes a row's loss, with a check if a subclass has replaced it."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
-        given = compute_loss, self.hooks.compute_loss_context_manager, sharding
-        bar = self.events.console.progress(
-            len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch"
-        )
-        with contextlib.closing(bar):
-            return loss_pass(step, *given, bar.update, metrics)
-
-    # -- an evaluation
-
-    def evaluate(self, drawn: SampledStep) -> dict[str, float]:
-        """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective.
-
-        Args:
-            drawn: groups of this rank, with advantages.
-        """
-        tokens = self.rules.max_tokens or EVALUATION_TOKENS
-        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-        step = step_batch(drawn, RolloutStatistics(), rules, self.reward_names, self.events.times)
-        step = dataclasses.replace(step, version=self.hooks.state.global_step)
-        if self.second_models:
-            with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
-                (step,) = with_second_logprobs(self.second_models, [step], self.config.temperature)
-                for term in self.objective.terms:
-                    step = term.with_scores(step, self.hooks.estimator)
-        with evaluation_mode(self.model):
-            if self._reads_constants:
-                step = self._with_constants(step)
-            with on_all_ranks("the evaluation's forward"), torch.no_grad():
-                metrics = self._loss_pass(step, sharding=None)
-        reduced = metrics.reduce(step.counted)
-        reduced["loss"] /= self.objective.denominator(step)
-        self.entropy.show(reduced, reduced["loss"] - self.objective.in_loss(reduced))
-        self.mismatch.finish(reduced)
-        return reduced
-
-    # -- the rows
-
-    def prove_rows(self, seen: Sequence[ModelInput]) -> None:
-        """Prove the rows with the kernels that will train them, compiled ones included. A collective.
-
-        Args:
-            seen: prompts with images, or none.
-        """
-        device, seconds = self.config.device, self.second_models.values()
-        others = [second.model for second in seconds if second.of_policy]
-        why = choose_rows_where_it_trains(self.model, device, others, seen)
-        for second in seconds:
-            if not second.of_policy:
-                with second.present() as model:
-                    choose_rows_where_it_trains(model, device, asked=seen)
-        check_compiled(self.config, why)
-        check_shared_rows(self.model, self.config.sequence_parallel_size, why)
-        if why != self.policy.why_padded:
-            self.policy = dataclasses.replace(self.policy, why_padded=why)
-            self.rules = dataclasses.replace(self.rules, share_prompts=not why)
+        if not self.hooks.replaces("compute_loss"):
+            return compute_loss
+        return lambda row: checked_loss(compute_loss(row), differentiable)
 
     # -- the token budget of a micro-batch
 
@@ -287,7 +225,7 @@ class Learner:
             with self.sharding.agree("measuring"), self.hooks.compute_loss_context_manager():
                 row = dataclasses.replace(row, step_constants=StepConstants(coefficient=config.entropy_coef))
                 (row,) = fill(self.second_models, [row], config.temperature)
-                loss = self.hooks.compute_loss(self.model, PolicyForward.prepare(row)).loss
+                loss = self.hooks.compute_loss(self.model, collate(row)).loss
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 

@@ -13,9 +13,9 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..parallel import watchdog
-from ..policy.logprobs import PolicyForward
+from ..policy.packing import collate
 from ..reporting.metrics import Metrics, numbers
-from ..rollout.stages import shown
+from ..rollout.checks import shown
 from ..sharding import ShardingStrategy
 
 
@@ -42,7 +42,6 @@ def loss_pass(
         The loss's metrics, and `loss`, the sum over all micro-batches.
 
     Raises:
-        ValueError: ``compute_loss`` didn't return a valid `LossOutput` (see `checked_loss`).
         FloatingPointError: a loss to train on isn't finite.
     """
     metrics = metrics or Metrics()
@@ -52,7 +51,7 @@ def loss_pass(
     for index, row in enumerate(step.rows[step.trained :], start=step.trained):
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
-            output = checked_loss(compute_loss(PolicyForward.prepare(row)), differentiable=sharding is not None)
+            output = compute_loss(collate(row))
         loss, output = output.loss.clone(), dataclasses.replace(output, loss=output.loss.detach())
         losses.append(output.loss)
         if sharding is not None:

@@ -34,7 +34,8 @@ from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
 from .best_metric import check_best_metric
-from .prompts import Prompts, eval_prompts_of, proof_prompts, train_prompts_of
+from .eval_prompts import eval_prompts_of
+from .prompts import Prompts, proof_prompts, train_prompts_of
 
 
 @dataclass(frozen=True, slots=True)

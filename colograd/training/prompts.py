@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,53 +28,6 @@ Prompts = PromptDataset | PromptStream
 NO_FEATURE = SourceFeature()
 
 
-class Benchmark(ABC):
-    """An evaluation with prompts, sampling and judgement of its own.
-
-    An extension makes it, at the seams `benchmark_names` (texts -> names in the log, with their texts) and
-    `benchmark` (text, policy, args, context of the engine -> `Benchmark`).
-    """
-
-    dropped: bool = False  # whether some prompts don't fit into the context, see `dropped_line`
-
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-
-    @property
-    @abstractmethod
-    def generations(self) -> int:
-        """Largest number of the engine's sequences for one question."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of questions."""
-
-    @abstractmethod
-    def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
-        """Take the benchmark with the published weights, and return its metrics. A collective."""
-
-    def dropped_line(self) -> str:
-        """Return a line for the user about prompts that don't fit into the context."""
-        return ""
-
-    @abstractmethod
-    def metric_names(self) -> list[str]:
-        """Return the usual names of metrics, without the evaluation's prefix."""
-
-
-def benchmark_names(texts: Sequence[str]) -> dict[str, str]:
-    """Map the names of benchmarks in the log to their texts in a recipe.
-
-    Raises:
-        ValueError: the extension is missing, or a text can't be read.
-    """
-    registry.require("evaluation", f"exams: {list(texts)}")
-    (names_of,) = registry.hooks("benchmark_names")
-    return dict(names_of(texts))
-
-
 def longest_completion(args: GRPOConfig) -> int:
     """Return the maximum tokens of a completion in training and evaluation."""
     return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
@@ -94,7 +46,7 @@ def train_prompts_of(
             can't be tokenised.
     """
     rules = prompt_rules(policy, args, "train", context, feature)
-    rows = _wanted(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
+    rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     prompts: Prompts
     if isinstance(rows, IterableDataset):
         prompts = PromptStream(rows, rules, args)
@@ -114,7 +66,7 @@ def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> Prompt
     return PromptLoader(prompts, StepOrder.of(args, len(prompts)) if chosen is None else chosen.order(args))
 
 
-def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
+def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
     """Apply ``remove_unused_columns``, or add empty prompts if they are written during the rollout.
 
     Columns of an extension stay: seam ``prompt_columns``, config -> names.
@@ -167,44 +119,10 @@ def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int
     return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
 
 
-def eval_prompts_of(
-    dataset: Any,
-    policy: Policy,
-    args: GRPOConfig,
-    feature: SourceFeature = NO_FEATURE,
-    context: int | None = None,
-    name: str = "eval",
-) -> Any:
-    """Return the prompts to evaluate on, in the form of ``dataset``: one, a dict, or None.
-
-    Streams are read to their end. Names of benchmarks become a dict of benchmarks."""
-    if dataset is None or isinstance(dataset, PromptDataset | Benchmark):
-        return dataset
-    if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
-        dataset = benchmark_names([dataset] if isinstance(dataset, str) else dataset)
-    if isinstance(dataset, dict):
-        texts = {name: part for name, part in dataset.items() if isinstance(part, str)}
-        made = _benchmarks(texts, policy, args, context)
-        return {
-            name: made[name] if name in made else eval_prompts_of(part, policy, args, feature, context, name)
-            for name, part in dataset.items()
-        }
-    return tokenize_prompts(
-        _wanted(dataset, policy, args, feature, name), prompt_rules(policy, args, name, context, feature)
-    )
-
-
-def _benchmarks(texts: dict[str, str], policy: Policy, args: GRPOConfig, context: int | None) -> dict[str, Benchmark]:
-    if not texts:
-        return {}
-    benchmark_names([*texts.values()])
-    (benchmark_of,) = registry.hooks("benchmark")
-    return {name: benchmark_of(text, policy, args, context) for name, text in texts.items()}
-
-
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
     """Yield a line if the model has a chat template, but the first prompt is plain text without special tokens."""
-    prompt, tokenizer = prompts.first(1)[0].example["prompt"], policy.tokenizer
+    row = prompts[0] if isinstance(prompts, PromptDataset) else prompts.first(1)[0].example
+    prompt, tokenizer = row["prompt"], policy.tokenizer
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return
     if not any(token in prompt for token in tokenizer.all_special_tokens):

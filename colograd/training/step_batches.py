@@ -65,7 +65,9 @@ def step_batch(
         groups: groups to pack, if others of the step are packed already.
     """
     with times.phase("pack"):
-        groups, moved = trainable(step.kept, rules) if groups is None else groups, 0
+        moved = 0
+        if groups is None:  # without a reward difference they have no gradient, but count in denominators and metrics
+            groups = [one for one in step.kept if has_signal(one) or not rules.skip_without_signal]
         if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
             sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
             groups, moved = balance(groups, rules.pair_cost, rules.share_prompts, *sizes)
@@ -91,14 +93,6 @@ def step_batch(
     return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted)
 
 
-def trainable(groups: Sequence[ScoredGroup], rules: PackingRules) -> list[ScoredGroup]:
-    """Return the groups to pack.
-
-    With ``skip_without_signal`` groups without a reward difference are left out, because they have no gradient. They
-    still count in the denominators and the metrics."""
-    return [group for group in groups if has_signal(group) or not rules.skip_without_signal]
-
-
 def schedule(
     steps: Sequence[StepBatch], version: int, iterations: int, with_old_logprobs: Callable[[StepBatch], StepBatch]
 ) -> list[StepBatch]:
@@ -116,7 +110,7 @@ def schedule(
         place = number % len(steps)
         trained = steps[place].trained if number < len(steps) else 0
         step = dataclasses.replace(steps[place], version=version + number, trained=trained)
-        if not step.on_policy:
+        if any(r.policy_version != step.version for scored in step.groups for r in scored.group.rollouts):
             if place not in asked:
                 asked[place] = with_old_logprobs(steps[place])
             step = dataclasses.replace(step, rows=asked[place].rows)

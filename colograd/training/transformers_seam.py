@@ -14,11 +14,12 @@ from transformers import Trainer
 from transformers.optimization import GreedyLR
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ..checkpoint import folders, search
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
+from ..data import PromptLoader, StreamLoader
 from ..engine.sampling import LengthHistory
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
@@ -36,7 +37,10 @@ from ..weights import state_dict_on_host
 from .best_metric import best_metric, lacks_best
 from .checkpoint_config import CheckpointConfig
 from .checkpointer import Checkpointer
+from .eval_prompts import eval_prompts_of
+from .evaluation import evaluate_prompts
 from .learner import Learner
+from .prompts import loader_of, train_prompts_of
 from .recording import Recorder
 
 # Schedules that step on an evaluation's metric.
@@ -52,6 +56,10 @@ class SeamTrainer(Trainer):
     round: PlainRound
     sharding: ShardingStrategy
     train_prompts: Any
+    eval_prompts: Any
+    engine: Any
+    feature: Any
+    _tokenised: tuple[Any, Any]  # datasets of the prompts, as the user gave them
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -82,26 +90,17 @@ class SeamTrainer(Trainer):
         """Make the checkpointer. A replay overrides this to read another run's checkpoints. A collective."""
         return Checkpointer(self)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as transformers does; ``"auto"`` resumes from a complete checkpoint, and SIGTERM writes one and ends.
-
-        A run at its last step is loaded, but not trained further.
-
-        Args:
-            resume_from_checkpoint: default: the configuration's value; False starts anew.
-        """
+    def _begin_training(self, resume_from_checkpoint: str | bool | None) -> tuple[str | None, TrainOutput | None]:
+        """Find the checkpoint to resume from, and open the records. Return it, and the output of a finished run."""
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         checkpoint = self.checkpointer.find(resume_from_checkpoint)
         if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
-            return finished
+            return checkpoint, finished
         self.checkpointer.begin(checkpoint)
         self._open_records(checkpoint, search.is_wanted(resume_from_checkpoint))
         spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
-        with self.checkpointer.during_training():
-            output = super().train(checkpoint, *args, **kwargs)
-        self._end_records()
-        return output
+        return checkpoint, None
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
         """Load a checkpoint of the run's last step, because transformers would train one more; None for other steps."""
@@ -117,6 +116,81 @@ class SeamTrainer(Trainer):
         self.state = state
         self.console.say(search.nothing_left(checkpoint, max_steps))
         return TrainOutput(state.global_step, 0.0, {})
+
+    # -- evaluation
+
+    @ends_together("the evaluation")
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Sample and score the evaluation prompts with the settings ``*_eval``.
+
+        The loss is computed too, unless `loss_eval` is false.
+
+        Args:
+            eval_dataset: other prompts than the trainer's, or the name of one of its evaluation datasets.
+
+        Returns:
+            ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
+            ``<prefix>_completions/...`` and times. With a dict of datasets the prefix of each is ``<prefix>_<name>``.
+        """
+        metrics = self._evaluated(eval_dataset, metric_key_prefix)
+        self.log(metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @ends_together("the evaluation")
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return the metrics of `evaluate` with another prefix, unlogged, and as in TRL no predictions or labels."""
+        metrics = self._evaluated(test_dataset, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
+
+    def _evaluated(self, eval_dataset: Any, prefix: str) -> dict[str, float]:
+        """Compute the metrics of one dataset, or of several by name."""
+        with on_all_ranks("the evaluation's prompts"):
+            self._follow_datasets()
+        prompts = self.eval_prompts
+        if isinstance(eval_dataset, str) and isinstance(prompts, dict) and eval_dataset in prompts:
+            prompts = prompts[eval_dataset]
+        elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
+            prompts = eval_prompts_of(eval_dataset, self.policy, self.args, self.feature, self.engine_context)
+        if prompts is None:
+            raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
+        if not self.is_in_train and self.engine is not None:
+            self.engine.invalidate()  # the user may have changed the weights since the last step
+        metrics: dict[str, float] = {}
+        for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
+            full = f"{prefix}_{name}" if name else prefix
+            metrics |= {f"{full}_{key}": value for key, value in evaluate_prompts(self, part, full).items()}
+        return metrics
+
+    # -- data
+
+    def get_train_dataloader(self) -> PromptLoader | StreamLoader:
+        """Return a loader with one item per optimizer step: the list of this rank's prompts."""
+        self._follow_datasets()
+        return loader_of(self.train_prompts, self.args)
+
+    def _follow_datasets(self) -> None:
+        """Tokenise a dataset that has replaced the trainer's."""
+        train_dataset, eval_dataset = self._tokenised
+        given = self.policy, self.args, self.feature, self.engine_context
+        if self.train_dataset is not train_dataset:
+            self.train_prompts = train_prompts_of(self.train_dataset, *given)
+        if self.eval_dataset is not eval_dataset:
+            self.eval_prompts = eval_prompts_of(self.eval_dataset, *given)
+        self._tokenised = (self.train_dataset, self.eval_dataset)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Compute transformers' values, but end a fraction of an epoch with a whole round, so that it can be saved."""
+        *values, max_steps = super().set_initial_training_values(args, dataloader)
+        return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
+
+    @property
+    def engine_context(self) -> int | None:
+        """Maximum tokens of a sequence in the engine; None: no engine."""
+        return None if self.engine is None else self.engine.context
 
     # -- the rollout log
 

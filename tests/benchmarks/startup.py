@@ -51,9 +51,9 @@ STAGES = {
         "load_policy": "policy: model and tokenizer",
         "train_prompts_of": "prompts: tokenised",
     },
-    "colograd.training.learner": {"Learner.prove_rows": "proof of the rows"},
     "colograd.policy.loading": {"choose_rows": "proof of the rows"},
     "colograd.training.assembly": {
+        "prove_rows": "proof of the rows",
         "VLLMEngine.__init__": "engine: vLLM is built",
         "VLLMEngine.check": "check of the sampling settings",
         "weight_sync": "weights: mapped, compared, shared",

@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 
-from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Prompt, ScoredGroup
 from colograd.engine import vllm_engine
 from colograd.engine.arguments import engine_kwargs
 from colograd.engine.load import watched
@@ -361,22 +361,16 @@ def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones
         epochs.append(sample(engine, config, history.longest_first(prompts), sampling=sampling))
         taken.append(len(steps))
         for group in epochs[-1].values():
-            history.add(prompts[group.position], group)
+            history.add(prompts[group.position].input, [len(rollout.completion_ids) for rollout in group.rollouts])
     assert [p.position for p in history.longest_first(prompts)][:2] == [11, 8]
     assert all(tokens(epochs[0][p]) == tokens(epochs[1][p]) for p in range(12)), "the same rollouts in any order"
     assert taken[1] < 0.9 * taken[0], taken
 
 
 def test_a_history_of_lengths_is_saved_by_rank_and_new_prompts_count_as_the_mean(tmp_path: Path) -> None:
-    def group(position: int, length: int) -> Group:
-        rollout = Rollout(
-            (position,), (0,) * length, torch.zeros(length), torch.ones(length).bool(), FinishReason.STOP, 0
-        )
-        return Group({}, (rollout, rollout), position)
-
     history, prompts = LengthHistory(), [Prompt({}, (p,), p) for p in range(4)]
     for position, length in ((0, 10), (1, 90), (3, 20)):
-        history.add(prompts[position], group(position, length))
+        history.add(prompts[position].input, [length, length])
     history.save(tmp_path, rank=1)
     again = LengthHistory()
     again.load(tmp_path, rank=1)

@@ -126,7 +126,7 @@ def our_loss(
     outputs = [
         objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in map(collate, batch.rows)
     ]
-    return torch.stack([output.loss for output in outputs]).sum() / objective.denominator(batch), outputs
+    return torch.stack([output.loss for output in outputs]).sum() / objective.loss.denominator(batch), outputs
 
 
 def gradients(value: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:

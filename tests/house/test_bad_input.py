@@ -24,9 +24,8 @@ from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine.arguments import check_split, engine_kwargs
-from colograd.engine.building import untested_vllm
+from colograd.engine.building import check_vllm, untested_vllm
 from colograd.engine.sampling import check_sampling
-from colograd.engine.vllm_engine import check_vllm
 from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.loading import check_tokenizer, load_policy

@@ -24,9 +24,9 @@ from colograd.losses.advantages import (
 from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready, weighted_sum
-from colograd.rollout.rounds import DynamicRound, PlainRound
+from colograd.rollout.dynamic import DynamicRound
+from colograd.rollout.rounds import PlainRound
 from colograd.rollout.stages import Stages
-from colograd.training.step_batches import trainable
 
 NAN = math.nan
 GROUP = 6  # completions
@@ -326,7 +326,7 @@ def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds
         std = float(torch.cat(rewards)[~torch.cat(rewards).isnan()].std()) + 1e-4
         differing = [r - r.mean() for r in rewards if not r.isnan().any() and r[0] != r[1]]
         expected = torch.cat(differing).repeat_interleave(2) / std
-        row = collate(*pack_step(trainable(step.kept, RULES), RULES))
+        row = collate(*pack_step([*filter(has_signal, step.kept)], RULES))
         torch.testing.assert_close(row.advantages.sort().values, expected.sort().values)
         for group in (g for part in drawn for g in part.sampled if g.group.position in positions and has_signal(g)):
             repeats = 1 if per_token else 2

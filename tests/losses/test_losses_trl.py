@@ -20,8 +20,8 @@ from loss_cases import KNOBS, Step, gradients, make_objective, make_step, our_lo
 
 from colograd.batch import PackedRow
 from colograd.config import objective as objective_knobs
+from colograd.losses.correction import DIFFERENCE, MASKED, MASKED_TOKENS, RAW, SIGNED, SQUARE, TRUNCATED
 from colograd.losses.entropy import EntropyController
-from colograd.losses.mismatch import DIFFERENCE, MASKED, MASKED_TOKENS, RAW, SIGNED, SQUARE, TRUNCATED
 from colograd.losses.objective import Objective, SamplerCorrection
 from colograd.losses.token_losses import LOSSES
 from colograd.reporting.metrics import Metrics

@@ -12,17 +12,16 @@ import torch
 from loss_cases import make_objective, make_step, our_loss
 
 from colograd.config import GRPOConfig
-from colograd.losses.mismatch import (
+from colograd.losses.correction import (
     DIFFERENCE,
     MASKED,
     MASKED_TOKENS,
     RAW,
     TRUNCATED,
     Bounds,
-    SamplerMismatch,
-    effective_share,
+    SamplerCorrection,
 )
-from colograd.losses.objective import SamplerCorrection
+from colograd.losses.mismatch import SamplerMismatch, effective_share
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
 from colograd.policy.packing import collate
 from colograd.reporting.metrics import Metrics

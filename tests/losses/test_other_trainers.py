@@ -133,7 +133,7 @@ def test_objective_equals_other_trainers(
     row = recorded_batch(advantages, on_policy=advantages is NONE)
     logprobs = torch.tensor(LOGPROBS).double().requires_grad_()
     step = StepBatch((), num_loss_tokens=6, num_sequences=4, metrics={}, groups=())
-    loss = objective(logprobs[row.labels], torch.zeros(8), row).loss / objective.denominator(step)
+    loss = objective(logprobs[row.labels], torch.zeros(8), row).loss / objective.loss.denominator(step)
     values = [loss.item(), *gradients(loss, logprobs)[0].tolist()]
     assert values == pytest.approx(expected, abs=2e-6)
 

@@ -14,7 +14,7 @@ from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.memory import shape as memory
 from colograd.memory.shape import CopiedKeys, Lengths, Shape
 from colograd.policy import attention
-from colograd.policy.logprobs import Pass
+from colograd.policy.logprobs import Pass, run_body
 from colograd.policy.merged_attention import calls_at_once
 from colograd.policy.packing import pack
 
@@ -108,7 +108,7 @@ def test_long_prompts_with_short_completions_keep_what_is_estimated(
     if copied:
         monkeypatch.setattr(attention, "_calls", lambda *given: ())
     tokens = row.layout.num_tokens
-    held = kept(model.train(), lambda: Pass(model, row, 1.0).hidden_states())
+    held = kept(model.train(), lambda: run_body(Pass(model, row, 1.0)))
     shape, joined = Shape.of(model.config), Lengths(500, 4 * memory.SHORT, 16).joined_keys(tokens)
     without, expected = (LAYERS * tokens * memory.layer_bytes(shape, 2, keys) for keys in (0.0, joined * copied))
     assert 0.75 < held / expected < 1.25 and (held > 1.4 * without) == copied

@@ -520,8 +520,9 @@ def test_nothing_is_recorded_where_nothing_is_wanted(tmp_path: Path) -> None:
     recorder = Recorder(SimpleNamespace(args=args, console=SimpleNamespace(warn=pytest.fail)), is_main=True)
     recorder.on_train_begin(args, None, None)
     recorder.on_log(args, None, None, logs={"eval_reward": 1.0})
-    work = lambda: None  # noqa: E731
-    assert recorder.watching(work) is work and not (tmp_path / FOLDER).exists()
+    with recorder.watching():
+        pass
+    assert not (tmp_path / FOLDER).exists()
     with pytest.raises(ValueError, match="report_groups is -1, but must be at least 0"):
         tiny.config(tmp_path, report_groups=-1)
 

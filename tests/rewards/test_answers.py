@@ -31,7 +31,7 @@ from colograd.rewards import (
 )
 from colograd.rewards.gsm8k import rows
 from colograd.rollout.sampler import Sampler
-from colograd.rollout.texts import completion_texts, with_prompt_text
+from colograd.rollout.texts import with_prompt_text
 
 ENDLESS = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}"
 
@@ -192,7 +192,9 @@ def test_prompt_texts_are_what_the_model_read(monkeypatch) -> None:
     tokenizer = tiny.make_tokenizer()
     scorer = Scorer(resolve_rewards([think_format_reward], None))
     hooks = SimpleNamespace(
-        decode=lambda group: completion_texts(group, tokenizer), state=None, policy=SimpleNamespace(tokenizer=tokenizer)
+        decode=lambda group: tokenizer.batch_decode([list(each.completion_ids) for each in group.rollouts]),
+        state=None,
+        policy=SimpleNamespace(tokenizer=tokenizer),
     )
     events = SimpleNamespace(decoded=lambda groups, texts: None)
     sampler = SimpleNamespace(hooks=hooks, events=events, scorer=scorer)

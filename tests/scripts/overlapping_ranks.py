@@ -169,7 +169,7 @@ def adapter() -> Any:
 def watch(trainer: Any) -> None:
     """Note what is trained early; fail there if the mode says so."""
     learner, own = trainer.learner, trainer.round
-    train, loss_of_row, beside = own.train_rows, learner.loss_of_row, own.beside_decoding
+    train, row_loss, beside = own.train_rows, learner.row_loss, own.beside_decoding
     train_rows = beside.train
 
     def noting(rows: Any, metrics: Any) -> Any:
@@ -197,13 +197,17 @@ def watch(trainer: Any) -> None:
         events.add(step, what, *positions)
         return rows
 
-    def loss(*args: Any) -> Any:
-        if any(out_of_memory):
-            raise torch.OutOfMemoryError("rank 0 has no room")
-        return loss_of_row(*args)
+    def loss() -> Any:
+        def of_row(row: Any) -> Any:
+            if any(out_of_memory):
+                raise torch.OutOfMemoryError("rank 0 has no room")
+            return compute(row)
+
+        compute = row_loss()
+        return of_row
 
     out_of_memory: list[bool] = []
-    own.train_rows, learner.loss_of_row, beside.train = noting, loss, noting_between
+    own.train_rows, learner.row_loss, beside.train = noting, loss, noting_between
 
 
 def trained(run: Path, overlap: str) -> dict[str, Any]:

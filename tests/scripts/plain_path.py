@@ -31,11 +31,12 @@ STAGES = (
     "Prompt", "Group", "Rollout", "ScoredGroup", "SampledStep", "SampledRound", "PackedGroup", "PackedRow", "StepBatch",
     "MicroBatch", "LossOutput",
 )  # fmt: skip
-# Words that name an option, in any form of the code: names, strings and comments.
+# Words that name an option, in any form of the code: names, strings and comments. An `example` is a dataset's row, and
+# functools and itertools are no tools.
 OPTIONS = re.compile(
-    r"image|picture|tower|processor|tool|environment|agent|session|overlap|early|between_steps|teacher|distil|expert|rout"
+    r"image|picture|tower|processor|(?<!func)(?<!iter)tool|environment|agent|session|overlap|early|between_steps|teacher|distil|expert|rout"
     r"(?:er|ing|ed)|carr(?:y|ied)_|in_flight|quantiz|curriculum|replay|kept|dynamic_sampling|tensor_parallel|vocabulary"
-    r"|sequence_parallel|row_part|lora|adapter|offload|liger|muon|exam|hybrid|recurrent",
+    r"|sequence_parallel|row_part|lora|adapter|offload|liger|muon|exam(?!ple)|hybrid|recurrent",
     re.IGNORECASE,
 )
 OBSERVERS = ("reporting/", "training/recording.py", "training/utilisation.py")

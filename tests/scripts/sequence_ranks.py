@@ -29,9 +29,9 @@ from peft import LoraConfig
 from row_cases import PACKED, RECURRENT, SHAPE, make, make_groups
 from saved_tensors import kept
 
-from colograd.batch import UNKNOWN, Branch, PackedRow, Rollout, ScoredGroup
+from colograd.batch import Branch, PackedRow, Rollout, ScoredGroup
 from colograd.extensions.experts.losses import RoutingStep, routing_in
-from colograd.extensions.experts.rider import RowExperts
+from colograd.extensions.experts.rider import UNKNOWN, RowExperts
 from colograd.extensions.experts.router_replay import make_replaying
 from colograd.extensions.experts.routing import tells_routing
 from colograd.extensions.kept_tokens.head import KeptStep
@@ -44,7 +44,7 @@ from colograd.parallel.ranks import gather, rank, world_size
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, install, policy_logprobs
 from colograd.policy.lora import unwrap, wrap
-from colograd.policy.packing import dummy, plan_rows
+from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.policy.row_proof import choose_rows
 from colograd.sharding import zero
 from colograd.sharding.buckets import buckets_of
@@ -125,7 +125,7 @@ def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tens
         install(model, KeptStep())
     found: list[torch.Tensor] = []
     for number, row in enumerate(rows_of(name)):
-        batch = PolicyForward.prepare(row)
+        batch = collate(row)
         count = len(batch.labels)
         if name == "kept":
             batch = dataclasses.replace(batch, riders=(some_kept(batch.labels),))
@@ -152,7 +152,7 @@ def held(groups: RowGroups) -> list[int]:
     """Bytes that autograd keeps of a row of 1,200 tokens, whole and of this rank's part, of a model whose heads of keys
     suffice for all ranks, so that none is there twice."""
     model = make(lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE | {"num_key_value_heads": 4}, head_dim=16)))
-    row = PolicyForward.prepare(dummy(CPU, [(300, (300, 300, 300))]))
+    row = collate(dummy(CPU, [(300, (300, 300, 300))]))
     model.config.max_position_embeddings = 1200
     found = []
     for prepare in (choose_rows, functools.partial(share_rows, groups=groups)):
@@ -190,7 +190,7 @@ def compare(name: str, groups: RowGroups) -> dict[str, float]:
         "forward": max(float((a - b).abs().max() / (1 + a.abs().max())) for a, b in zip(whole, parts, strict=True)),
         "gradient": float(off / size),
         "labels": sum(seen),  # whose logits this rank has computed
-        "all_labels": sum(len(PolicyForward.prepare(row).labels) for row in rows_of(name)),
+        "all_labels": sum(len(collate(row).labels) for row in rows_of(name)),
     }
 
 
@@ -212,7 +212,7 @@ def experts_without_tokens(groups: RowGroups) -> list[float]:
     for layer in model.model.layers:
         layer.mlp = SomeExperts(layer.mlp)
     share_rows(model, groups)
-    batch = PolicyForward.prepare(rows_of("llama")[0])
+    batch = collate(rows_of("llama")[0])
     policy_logprobs(model, batch, 1.0)[0].sum().backward()
     expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     for gradient in expected.values():
@@ -233,7 +233,7 @@ def walks(groups: RowGroups) -> list[int]:
         model, looked = make(CASES[name]), []
         assert choose_rows(model) == ""
         share_rows(model, groups)
-        batch = PolicyForward.prepare(rows_of("llama")[0])
+        batch = collate(rows_of("llama")[0])
         with mock.patch.object(shared_rows, "_unreached", lambda *given: looked.append(1) or unreached(*given)):  # noqa: B023
             sharding = shared_rows.rows_of(zero.SharedGradients)(model)
             for _ in range(2):

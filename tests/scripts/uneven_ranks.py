@@ -110,9 +110,9 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for row in map(collate, batch.rows):
-        loss = objective(*policy_logprobs(model, row, 1.0, objective.needs_entropy_gradient(row)), row).loss
-        (loss / objective.denominator(batch)).backward()
-        total += loss.detach() / objective.denominator(batch)
+        loss = objective(*policy_logprobs(model, row, 1.0, True), row).loss
+        (loss / objective.loss.denominator(batch)).backward()
+        total += loss.detach() / objective.loss.denominator(batch)
     sum_gradients(list(model.parameters()))
     if world_size() > 1:
         dist.all_reduce(total)

@@ -207,7 +207,7 @@ def test_failed_backward_frees_its_graph_before_answering(monkeypatch: pytest.Mo
         return LossOutput(model[1](Failing.apply(hidden)).sum(), {}, {}, {})
 
     monkeypatch.setattr(Bucket, "reduce", answer)
-    monkeypatch.setattr(loss_pass, "PolicyForward", SimpleNamespace(prepare=lambda row: row))
+    monkeypatch.setattr(loss_pass, "collate", lambda row: row)
     step: Any = SimpleNamespace(rows=[SimpleNamespace(num_tokens=1)], version=0, trained=0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         loss_pass.loss_pass(step, compute_loss, contextlib.nullcontext, sharding)

@@ -54,7 +54,7 @@ def test_train_resumes_as_the_configuration_says(argument, setting, expected) ->
         args=SimpleNamespace(resume_from_checkpoint=setting), checkpointer=SimpleNamespace(find=find)
     )
     with pytest.raises(Searched) as search:
-        SeamTrainer.train(trainer, argument)
+        SeamTrainer._begin_training(trainer, argument)
     assert search.value.args == (expected,)
 
 

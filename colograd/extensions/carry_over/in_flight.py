@@ -22,9 +22,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ...batch import FinishReason, Group, ModelInput, Prompt, Rider, Rollout, joined_riders
+from ...batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ...config import GRPOConfig
 from ...engine.protocol import Sampled
+from ...riders import Rider, joined_riders
 from ...rollout.group_records import NONSENSE, JournalError, digest_of_example, riders_bytes, with_riders
 from ...rollout.record_file import Record, RecordFile, read_records
 from ...rollout.store import RolloutStore

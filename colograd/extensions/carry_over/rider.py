@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import torch
 
-from ...batch import PackedRow, Rider, Rollout, RowRider
+from ...batch import PackedRow, Rollout
 from ...policy.sending import to_device_async
+from ...riders import Rider, RowRider
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from ...batch import Group, Prompt, SampledStep, ScoredGroup
 from ...data import prompt_at
 from ...parallel.ranks import on_all_ranks
 from ...reporting.console import LOGGER
+from ...rollout.checks import checked_groups
 from ...rollout.rounds import PlainRound, Steps, more_prompts_of
-from ...rollout.stages import InScoring, Stages, checked_groups
+from ...rollout.stages import InScoring, Stages
 from .in_flight import InFlight, RoundEnd, note_round_end, recorded_round_end
 
 
@@ -83,7 +84,7 @@ class CarriedRound(PlainRound):
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
         """Return the groups of a recorded round, or None if one of them wasn't written."""
         done = [prompt for prompt in pool if prompt.position in end.done]
-        scoring = stages.scoring(done)
+        scoring = stages.scoring(stages, done)
         assert stages.journal is not None
         samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])  # `rescore`
         if len(scoring.rewarded) + len(samples) < self.in_flight.takes:
@@ -91,7 +92,7 @@ class CarriedRound(PlainRound):
         return self._score(samples, scoring, done)
 
     def _sampled(self, pool: Sequence[Prompt], stages: Stages) -> list[ScoredGroup]:
-        scoring, done, samples = stages.scoring(pool), set[int](), list[Group]()
+        scoring, done, samples = stages.scoring(stages, pool), set[int](), list[Group]()
         groups = checked_groups(stages.generate(pool), pool, self.in_flight.takes)
         try:
             with self.times.phase("generate"), contextlib.closing(groups):
@@ -104,7 +105,6 @@ class CarriedRound(PlainRound):
                         continue
                     started = time.perf_counter()
                     scoring.begin(group)
-                    scoring.take_finished()
                     self.times.move("generate", "reward", time.perf_counter() - started)
             if done <= scoring.rewarded.keys():  # else one call scores all groups, including the rewarded ones
                 samples.clear()

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from ...batch import UNTAUGHT, MicroBatch
+from ...batch import MicroBatch
 from ...config import GRPOConfig
-from ...losses.objective import LossTerm
-from ...losses.token_losses import Means
+from ...losses.terms import LossTerm
+from ...losses.tokens import Means
 from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TopTokens
+from .second import UNTAUGHT
 
 DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the rows' field by `distillation_kl`
 

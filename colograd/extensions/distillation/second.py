@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from ...batch import UNTAUGHT, PackedRow
+from ...batch import TEACHER, PackedRow
 from ...config import GRPOConfig
 from ...policy.logprobs import PolicyForward
 from ...policy.second_models import Kind, own_logprobs, prepared
 from .head import label_states, label_top_tokens
 from .teacher import config_of, teacher_bytes, teacher_of
+
+UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
 
 Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # as `Kind.read`, without a name
 
@@ -45,7 +47,7 @@ def _of_its_groups(
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
     values = row.values(field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
-    own = [part.teacher == name for part in row.parts]
+    own = [str(part.example.get(TEACHER) or "") == name for part in row.parts]
     if any(own):
         parts = tuple(part for part, mine in zip(row.parts, own, strict=True) if mine)
         places = values.split(lengths)  # views

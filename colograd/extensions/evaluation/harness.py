@@ -19,7 +19,8 @@ import torch
 
 from ...config.sampling import SHAPING
 from ...engine.sampling import Sampling
-from ...training.prompts import Benchmark, engine_context, longest_completion
+from ...training.eval_prompts import Benchmark
+from ...training.prompts import engine_context, longest_completion
 from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 

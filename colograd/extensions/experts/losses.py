@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from ...batch import UNKNOWN, MicroBatch, StepBatch
+from ...batch import MicroBatch, StepBatch
 from ...config import GRPOConfig
-from ...losses.objective import LossTerm
-from ...losses.token_losses import Means
+from ...losses.terms import LossTerm
+from ...losses.tokens import Means
 from ...parallel.ranks import gather
 from ...policy.logprobs import Compute, ForwardStep, Pass
 from ...policy.packing import NOBODY, is_dummy
+from .rider import UNKNOWN
 from .router_replay import APART, experts_of
 from .routing import Routing, routing_of
 

@@ -11,14 +11,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ...batch import UNKNOWN, PackedRow, Rider, Rollout, RowRider
+from ...batch import PackedRow, Rollout
 from ...policy.sending import to_device_async
+from ...riders import Rider, RowRider
 from ...rollout.marked_table import read_table, table_bytes
 
 # A null `prompt` equals the row before's.
 ROWS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
+
+UNKNOWN = -1  # index of an expert that the engine didn't record
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...batch import UNKNOWN, MicroBatch
+from ...batch import MicroBatch
 from ...config import GRPOConfig
 from ...policy import attention
 from ...policy.layers import decoder_layers
 from ...policy.logprobs import Compute, ForwardStep, Pass, install
 from ...policy.lora import unwrap
 from ...policy.padded import PaddedInputs
-from .rider import RowExperts
+from .rider import UNKNOWN, RowExperts
 
 ROUTED = "routed_experts"  # argument of a layer with the experts of its tokens
 APART = "experts/apart"  # (2,) sum and count of a forward: choices unlike the trainer's, see `losses`

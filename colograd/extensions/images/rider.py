@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from ...batch import Media, ModelInput, Rollout
+from ...batch import ModelInput, Rollout
+from ...riders import Media
 from ...rollout.marked_table import read_table, table_bytes
 from .thumbnails import thumbnails
 

@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ...batch import PackedRow, Rider, Rollout, RowRider
+from ...batch import PackedRow, Rollout
 from ...policy.sending import to_device_async
+from ...riders import Rider, RowRider
 from ...rollout.marked_table import read_table, table_bytes
 
 # int32 numbers; null: all tokens of the rollout were drawn from the whole vocabulary.

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...batch import Media, ScoredGroup
+from ...batch import ScoredGroup
 from ...parallel.layout import RankLayout
+from ...riders import Media
 
 _numbers = itertools.count(1)  # numbers of this process's objects: all ranks make them in the same order
 EVERY = 0.1  # seconds between two looks for ranks that want groups

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...batch import PackedGroup, PackedRow, ScoredGroup
 from ...parallel.balance import exchange
 from ...parallel.ranks import gather, rank
-from ...policy.packing import NOBODY, PackingRules, advantages_of, dummy, teacher_named
+from ...policy.packing import NOBODY, PackingRules, advantages_of, dummy
 from ...reporting.metrics import Metrics
 from .partition import Partition, Row, fits, has_equal_counts, pieces_of
 
@@ -106,6 +106,6 @@ def _row_from(row: Row, groups: dict[int, ScoredGroup], rules: PackingRules) -> 
     for position, indices in row:
         group, advantages = groups[position].group, advantages_of(groups[position])
         ids = tuple(group.rollout_ids[index] for index in indices)
-        rollouts, teacher = tuple(group.rollouts[index] for index in indices), teacher_named(groups[position])
-        parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices), teacher))
+        rollouts = tuple(group.rollouts[index] for index in indices)
+        parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices), group.example))
     return PackedRow(tuple(parts), rules.mask_truncated, rules.device)

@@ -23,7 +23,7 @@ from ...batch import Group, PackedRow, Prompt, SampledStep, ScoredGroup, StepBat
 from ...engine.load import Load, after_each_step, load_after_each_step
 from ...parallel import watchdog
 from ...parallel.ranks import gather
-from ...policy.packing import PackingRules, plan_rows
+from ...policy.packing import PackingRules, has_signal, plan_rows
 from ...policy.second_models import fill
 from ...reporting.metrics import Metrics, PhaseTimes
 from ...rollout.rounds import PlainRound, SamplesOnLeader, Steps
@@ -31,7 +31,7 @@ from ...rollout.stages import InScoring, Stages
 from ...rollout.statistics import RolloutStatistics
 from ...rollout.store import RewardedGroup
 from ...training.loss_pass import loss_pass
-from ...training.step_batches import step_batch, trainable
+from ...training.step_batches import step_batch
 from .beside_decoding import BesideDecoding
 from .finished_groups import FinishedGroups, OwnGroups
 from .first_rows import EarlyRows, first_rows
@@ -47,11 +47,12 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
     if args.dynamic_sampling:
         return None
     round_ = OverlappedRound(trainer)
-    if not trainer.samples:  # a replay
-        return round_ if args.keeps_journal else None
-    round_.finished = finished_groups(args, why_no_overlap(trainer), round_.accepts)
-    if round_.finished is None and not (args.keeps_journal and gather(_has_recorded(trainer.journal))[0]):
+    if trainer.samples:  # otherwise a replay
+        round_.finished = finished_groups(args, why_no_overlap(trainer), round_.accepts)
+    recorded = args.keeps_journal and (not trainer.samples or gather(_has_recorded(trainer.journal))[0])
+    if round_.finished is None and not recorded:
         return None
+    trainer.learner.pack = round_.pack
     return round_
 
 
@@ -77,7 +78,6 @@ class OverlappedRound(PlainRound):
             self._rows_of, self.train_rows, self.learner.free_gradients, trainer.recorder.lanes.early_arrived,
             trainer.args.device,
         )  # fmt: skip
-        self.learner.pack = self.pack
 
     def forget(self) -> None:
         """See `PlainRound.forget`."""
@@ -86,9 +86,10 @@ class OverlappedRound(PlainRound):
     def accepts(self, scored: ScoredGroup) -> bool:
         """Return whether a group gets a gradient, and the present weights sampled it."""
         step = self.trainer.state.global_step
-        return bool(trainable([scored], self.learner.rules)) and all(
-            rollout.policy_version == step for rollout in scored.group.rollouts
-        )
+        return self._is_trained(scored) and all(rollout.policy_version == step for rollout in scored.group.rollouts)
+
+    def _is_trained(self, scored: ScoredGroup) -> bool:
+        return has_signal(scored) or not self.learner.rules.skip_without_signal
 
     # -- sampling
 
@@ -114,8 +115,7 @@ class OverlappedRound(PlainRound):
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         """See `PlainRound.draw`."""
         if self._is_shared:
-            fields = {field.name: getattr(stages, field.name) for field in dataclasses.fields(stages)}
-            stages = SharingStages(**fields, round=self)
+            stages = dataclasses.replace(stages, scoring=functools.partial(_SharedScoring, self))
         return super().draw(steps, stages)
 
     def share(self, recorded: RewardedGroup, stages: Stages) -> None:
@@ -206,9 +206,8 @@ class OverlappedRound(PlainRound):
             with self.times.phase("ref_logprobs"), autocast():
                 rows = fill(learner.second_models, rows, trainer.args.temperature)
         step = StepBatch(tuple(rows), 0, 0, {}, (), trainer.state.global_step)
-        compute_loss = functools.partial(trainer.compute_loss, learner.model)
         with trainer.recorder.trains_early(step.rows), self.times.phase("train"):
-            loss_pass(step, compute_loss, autocast, learner.sharding, metrics=metrics, unread=unread)
+            loss_pass(step, learner.row_loss(), autocast, learner.sharding, metrics=metrics, unread=unread)
         return step.rows
 
     # -- the step
@@ -228,7 +227,7 @@ class OverlappedRound(PlainRound):
         early, self.early, self._is_first = self.early, None, False
         trainer = self.trainer
         with times.phase("pack"):
-            first = first_rows(trainable(step.kept, rules), early, self.recorded, rules)
+            first = first_rows([*filter(self._is_trained, step.kept)], early, self.recorded, rules)
         if early is not None and any(first.partition) and trainer.args.layout.is_main and trainer.journal:
             record_partition(trainer.journal, trainer.state.global_step + 1, first.partition)
         batch = step_batch(step, statistics, rules, reward_names, times, tell, first.rest)
@@ -249,29 +248,21 @@ class OverlappedRound(PlainRound):
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SharingStages(Stages):
-    """The stages of a round whose finished groups are shared while the engine samples."""
-
-    round: OverlappedRound | None = None
-
-    def scoring(self, prompts: Sequence[Prompt]) -> InScoring:
-        """See `Stages.scoring`."""
-        assert self.round is not None
-        return _SharedScoring(self, prompts, self.round)
-
-
 class _SharedScoring(InScoring):
-    def __init__(self, stages: Stages, prompts: Sequence[Prompt], round_: OverlappedRound) -> None:
+    """The rewards of a round whose finished groups are shared while the engine samples."""
+
+    def __init__(self, round_: OverlappedRound, stages: Stages, prompts: Sequence[Prompt]) -> None:
         super().__init__(stages, prompts)
         self._round = round_
         for recalled in self.rewarded.values():
             round_.share(recalled, stages)
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        with self._round.between_steps(self.take_finished):
+        with self._round.between_steps(self.take):
             yield from super().sample(prompts)
 
-    def _take(self, position: int) -> None:
-        super()._take(position)
-        self._round.share(self.rewarded[position], self.stages)
+    def take(self, position: int | None = None) -> None:
+        earlier = set(self.rewarded)
+        super().take(position)
+        for at in [at for at in self.rewarded if at not in earlier]:
+            self._round.share(self.rewarded[at], self.stages)

@@ -19,8 +19,8 @@ import torch
 from ...batch import MicroBatch, PackedRow, RolloutId, ScoredGroup, StepBatch
 from ...config import GRPOConfig
 from ...losses.advantages import AdvantageEstimator, group_advantages
-from ...losses.objective import LossTerm
-from ...losses.token_losses import Means
+from ...losses.terms import LossTerm
+from ...losses.tokens import Means
 from ...policy.packing import advantages_of, places
 from ...rewards import weighted_sum
 

@@ -16,8 +16,9 @@ from typing import Any, Self
 
 import torch
 
-from ...batch import MicroBatch, PackedRow, Rider, Rollout, RowRider
+from ...batch import MicroBatch, PackedRow, Rollout
 from ...policy.sending import to_device_async
+from ...riders import Rider, RowRider
 
 
 @dataclass(frozen=True, slots=True)

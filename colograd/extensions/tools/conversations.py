@@ -16,21 +16,12 @@ from typing import Any
 
 import torch
 
-from ...batch import (
-    FinishReason,
-    Group,
-    Media,
-    ModelInput,
-    Prompt,
-    Rider,
-    Rollout,
-    joined_riders,
-    with_shared_riders,
-)
+from ...batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ...data.messages import FAILURES
 from ...data.prompts import COLUMNS, PromptRules
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
+from ...riders import Media, Rider, joined_riders, with_shared_riders
 from ...usercode.untrusted import CHARACTERS
 from .tool_calls import Answers, characters, shown_content, text_of
 from .tool_format import ToolFormat

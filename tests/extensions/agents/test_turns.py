@@ -14,9 +14,9 @@ from reward_cases import per_answer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from colograd.extensions.agents.turn_rewards import with_turn_rewards
 from colograd.losses.advantages import AdvantageEstimator
-from colograd.rewards import RewardError, Scorer
+from colograd.rewards import Ready, RewardError, Scorer
 from colograd.rewards.calling import PARTS as JUDGED
-from colograd.rollout.stages import Stages
+from colograd.rollout.stages import InScoring, Stages
 from colograd.rollout.store import RolloutStore
 
 ANSWERS = ((2, 1), (3,), ())  # tokens of each session's answers; behind each the program writes a token
@@ -72,8 +72,10 @@ def test_they_are_journaled_and_taken_from_there(scorer_of: Any, tmp_path: Path)
     store = RolloutStore(tmp_path, 0, settings)
     store.begin(0, "weights")
     rewards = score(scorer, group())
-    stages = Stages(iter, scorer.submit, scorer.submit, scorer.take_logged, scorer.take_turns, store)
-    recorded = stages.record(group(), rewards)
+    stages = Stages(iter, lambda groups: Ready(rewards), scorer.submit, scorer.take_logged, scorer.take_turns, store)
+    scoring = InScoring(stages, [])
+    scoring.begin(group())
+    (recorded,) = scoring.rewarded.values()
     store.close()
     again = RolloutStore(tmp_path, 0, settings)
     again.begin(0, "weights")

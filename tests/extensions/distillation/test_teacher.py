@@ -179,7 +179,12 @@ def test_of_several_teachers_each_scores_the_prompts_that_name_it(tiny_model, tm
     with torch.no_grad():
         theirs = {name: plain_logprobs(plain(path), row, 0.7) for name, path in config.teachers.items()}
         own, entropy = policy_logprobs(policy.model, row, 0.7)
-    named = [part.teacher for part in packed.parts for rollout in part.rollouts for _ in rollout.completion_ids]
+    named = [
+        part.example.get("teacher") or ""
+        for part in packed.parts
+        for rollout in part.rollouts
+        for _ in rollout.completion_ids
+    ]
     assert set(named) == {"small", "big", ""}
     for at, name in enumerate(named):
         expected = theirs[name][at] if name else torch.tensor(float("inf"))

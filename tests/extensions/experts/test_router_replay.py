@@ -26,11 +26,11 @@ from image_cases import needs
 from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd import GRPOTrainer
-from colograd.batch import UNKNOWN, MicroBatch, Prompt, ScoredGroup
+from colograd.batch import MicroBatch, Prompt, ScoredGroup
 from colograd.engine.sampling import Sampling
 from colograd.extensions.experts.engine import routed
 from colograd.extensions.experts.losses import ReplayTerm
-from colograd.extensions.experts.rider import RoutedExperts, RowExperts
+from colograd.extensions.experts.rider import UNKNOWN, RoutedExperts, RowExperts
 from colograd.extensions.experts.router_replay import make_replaying, routers_of
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy import attention, second_models

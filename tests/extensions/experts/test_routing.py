@@ -59,7 +59,7 @@ def outputs(model: Any, budget: int, share_prompts: bool, coefficient: float) ->
     for row in map(collate, step.rows):
         logprobs, entropy, values = forward(row)
         found.append(objective(logprobs, entropy, row, values))
-    return sum((output.loss for output in found), torch.zeros(())) / objective.denominator(step), found
+    return sum((output.loss for output in found), torch.zeros(())) / objective.loss.denominator(step), found
 
 
 def padded_batch() -> dict[str, torch.Tensor]:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ....batch import UNKNOWN, ModelInput
+from ....batch import ModelInput
 from ....config import GRPOConfig
 from ....engine.arguments import accepted, runs_v2
 from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
-from ..rider import RoutedExperts, filled
+from ..rider import UNKNOWN, RoutedExperts, filled
 
 TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's argument; not on a CPU
 

@@ -1,0 +1,85 @@
+"""Values around a call of a reward function: its log, its rewards of parts, and the sum over functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..batch import Group
+from .calling import PARTS
+from .functions import RewardError, RewardFunction
+
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative to the terms: rounding of rewards, weights and sum, twice
+# The trainer's own metrics: their names, and their families, the part before the slash.
+OWN_METRICS = (
+    "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
+    "reward_std", "frac_reward_zero_std",
+)  # fmt: skip
+OWN_FAMILIES = (
+    "carry_over",
+    "clip_ratio",
+    "completions",
+    "curriculum",
+    "dynamic_sampling",
+    "sampling",
+    "time",
+    "tools",
+    "train",
+)
+
+
+def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Check the columns and metrics that a function logged for ``size`` completions.
+
+    Raises:
+        RewardError: a column doesn't have one value per completion, or a metric is one of the trainer's own.
+    """
+    columns, metrics = logged
+    fail = functools.partial(RewardError, reward.name, position, None)
+    for name, values in columns.items():
+        if len(values) != size:
+            raise fail(
+                f"it logged {len(values)} values in the column {name!r} for {size} completions: give log_extra exactly "
+                "one per completion, and None where there is none."
+            )
+    for name in metrics:
+        if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
+            raise fail(f"it logged the metric {name!r}, which is the trainer's own: rename it.")
+
+
+def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
+    """Return the group with functions' rewards of its completions' parts, by name. Earlier ones are removed."""
+    if not of_parts and not any(PARTS in rollout.columns for rollout in group.rollouts):
+        return group
+    rollouts = []
+    for index, rollout in enumerate(group.rollouts):
+        columns = {name: value for name, value in rollout.columns.items() if name != PARTS}
+        if own := {name: parts for name, of_all in of_parts.items() if (parts := of_all[index]) is not None}:
+            columns[PARTS] = own
+        rollouts.append(dataclasses.replace(rollout, columns=columns))
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain.
+
+    If the totals differ only by the rounding of float32 rewards, they become equal: 0.6 + 0.1 is 0.7. Otherwise the
+    group would train on the rounding, because advantages divide it by its own deviation.
+
+    Returns:
+        [G] float32, NaN where all functions abstained.
+    """
+    weights_R = torch.as_tensor(weights, dtype=torch.float32, device=rewards.device)
+    terms = rewards.double() * weights_R.double()
+    total = terms.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+    judged = total[~total.isnan()]
+    if terms.shape[1] > 1 and len(judged):
+        rounding = ROUNDING * terms.abs().nansum(dim=1).max()
+        if judged.max() - judged.min() <= rounding:
+            total = torch.where(total.isnan(), total, judged.mean())
+    return total.float()
