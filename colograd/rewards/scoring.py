@@ -29,7 +29,7 @@ import torch
 from ..batch import Group, Logged, Rider, Rollout
 from ..parallel import watchdog
 from ..runtime import process
-from ..runtime.registry import hooks
+from ..runtime.registry import hooks, require
 from ..usercode.calls import (
     GRACE,
     Late,
@@ -145,6 +145,8 @@ class Scoring(PendingCalls[Future[Outcome]]):
         )
         check_log(reward, self._first.position, self._size, outcome.logged)
         columns, metrics = outcome.logged
+        if "token_weights" in columns:  # without its extension they would have no effect
+            require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
         for kind in self._scorer.logged_riders:
             for index, value in enumerate(columns.get(kind.COLUMN, ())):
                 try:
