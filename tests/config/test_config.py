@@ -353,11 +353,11 @@ def test_a_recipe_that_says_nothing_clear_is_refused(tmp_path: Path, text: str, 
 
 
 def test_lists_are_given_as_several_words(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "main_thread_tools: [alarm, Browser]\nreward_weights: [1, 0.5]\n")
-    _, made, _, _ = parse_arguments(["--config", recipe, "--reward_weights", "2", "3"])
-    assert (made.main_thread_tools, made.reward_weights) == (["alarm", "Browser"], [2.0, 3.0])
-    _, made, _, _ = parse_arguments(["--main_thread_tools", "alarm"])
-    assert made.main_thread_tools == ["alarm"] and config().main_thread_tools is None
+    recipe = write(tmp_path, "lora_target_modules: [q_proj, v_proj]\nreward_weights: [1, 0.5]\n")
+    _, made, model, _ = parse_arguments(["--config", recipe, "--reward_weights", "2", "3"])
+    assert (model.lora_target_modules, made.reward_weights) == (["q_proj", "v_proj"], [2.0, 3.0])
+    _, _, model, _ = parse_arguments(["--lora_target_modules", "q_proj"])
+    assert model.lora_target_modules == ["q_proj"] and ModelConfig().lora_target_modules is None
 
 
 def test_an_empty_recipe_leaves_every_default(tmp_path: Path) -> None:
