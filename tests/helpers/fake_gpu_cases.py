@@ -42,7 +42,7 @@ from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import keep_inputs_as_they_are, wrap
 from colograd.policy.packing import dummy
 from colograd.policy.reference import FrozenCopy
-from colograd.policy.row_proof import set_attention
+from colograd.policy.row_proof import install_steps, set_attention
 from colograd.policy.sending import to_device_async
 from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
@@ -74,6 +74,7 @@ def bfloat16(cls: Any, config: Any) -> Any:
     finally:
         torch.set_default_dtype(torch.float32)
     with mock.patch("torch.cuda.is_available", lambda: True):  # no longer, or torch asks the driver
+        install_steps(model)
         set_attention(model, attention.NAME)
     return model.train()
 
