@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..runtime import process
+from ..runtime import process, registry
 
 ADAPTER = "adapter_config.json"
 RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # a run's files in the folder of its model
@@ -119,29 +119,36 @@ def _merge(source: Path, folder: Path) -> str:
     import transformers as hf
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 
-    from ..extensions.images import towers as images
-    from ..extensions.quantized import checkpoints as quantized
     from ..policy import towers
+    from ..policy.supported import BASE_QUANTIZATION
 
     hf.utils.logging.disable_progress_bar()
     base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
-    noted, base_config = quantized.beside(source), hf.AutoConfig.from_pretrained(base)
+    base_config = hf.AutoConfig.from_pretrained(base)
     seeing = towers.takes_images(base_config)
     kind: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
     has_processor = base_config.model_type not in towers.TEXT_FIRST or (source / hf.utils.PROCESSOR_NAME).is_file()
     reader: Any = hf.AutoProcessor if seeing and has_processor else hf.AutoTokenizer
     if seeing:
-        images.find_processors()
+        registry.require("images", f"{base_config.model_type}, a model that reads images,", "export on a whole install")
+        from ..extensions.images.towers import find_processors
+
+        find_processors()
 
     def adapted(dtype: torch.dtype, **given: Any) -> Any:
         if not seeing:
             return AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, **given)
         return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype, **given), str(source))
 
-    if noted is None:
+    if not (source / BASE_QUANTIZATION).is_file():
         model, dtype = adapted(torch.float32), base_config.dtype
         merged, of_base = model.merge_and_unload().to(dtype), ""
     else:
+        registry.require("quantized", f"{source}, an adapter on a quantised base,", "export on a whole install")
+        from ..extensions.quantized import checkpoints as quantized
+
+        noted = quantized.beside(source)
+        assert noted is not None
         settings, dtype = noted
         packed = quantized.saved_in(base_config) is not None
         given = quantized.load_arguments(None if packed else settings, torch.device("cpu"))
@@ -158,8 +165,8 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
     import torch
     from transformers.core_model_loading import WeightRenaming
 
-    from ..extensions.quantized.layers import packed_weights
     from ..policy.lora import adapted_layers, base_name, trained_copies
+    from ..policy.packed_weights import packed_weights
     from ..policy.towers import has_tower
 
     if hasattr(base_config, "quantization_config"):

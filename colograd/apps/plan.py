@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     run = described(options)
     if options.offload_optimizer == "auto":
+        registry.require("offload", "offload_optimizer: auto")
         from ..extensions.offload.ways import cheapest, named
 
         kept = cheapest(run, auto(run))
@@ -311,13 +312,14 @@ def _teacher_bytes(options: argparse.Namespace) -> int:
 
 def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
     """Return the base's quantisation, as in a checkpoint's config.json; empty: none."""
+    if not options.bits and getattr(model_config, "quantization_config", None) is None:
+        return {}
+    registry.require("quantized", "a quantised base", "choose another model")
     from ..extensions.quantized.checkpoints import check_method, saved_in
 
     if saved := saved_in(model_config):
         check_method(saved, "The model's configuration")
         return saved
-    if not options.bits:
-        return {}
     return {f"load_in_{options.bits}bit": True, "bnb_4bit_use_double_quant": options.use_bnb_nested_quant}
 
 

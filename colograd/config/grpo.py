@@ -103,6 +103,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "float32 master kept as the bfloat16 parameter and a 16-bit remainder; on a GPU its step is "
         "one compiled kernel, unless `optim_args: compiled=false`. `muon`: Muon for the matrices of the layers, on "
         "such a master too, and `adamw_split` for the rest. Or any optimizer name of transformers.",
+        extension={"muon": "muon"},
     )
     torch_compile: bool = knob(
         False,
@@ -115,6 +116,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "On a GPU, Liger's Triton kernels for norms, rotary embedding and activation in the policy and the reference, "
         "checked against the model's own at start. Its losses have no part: log-probabilities are computed as ever. "
         "Needs the package liger-kernel.",
+        extension="liger",
     )
     liger_kernel_config: dict[str, Any] | str | None = knob(
         None, "Which of Liger's kernels are used, such as `{rope: false}`; unset, all that it has for the model."

@@ -193,8 +193,11 @@ class RewardPenaltyKnobs:
         0.0,
         "Coefficient of the KL divergence from the reference that is subtracted from each completion's reward; 0: "
         "none. See docs/losses.md.",
+        extension="reward_kl",
     )
-    kl_in_reward_estimator: str = knob("k1", "How a token's divergence is estimated: `k1`, `k2` or `k3`.")
+    kl_in_reward_estimator: str = knob(
+        "k1", "How a token's divergence is estimated: `k1`, `k2` or `k3`.", extension="reward_kl"
+    )
 
 
 @dataclass

@@ -36,6 +36,7 @@ class ScriptArguments:
         "Benchmarks that an evaluation takes: tasks, groups or tags of lm-evaluation-harness by name, such as `gsm8k`, "
         "or a task's YAML file; `name[:100]` the first rows, `name@4` 4 completions per question; see "
         "docs/guide/evaluation.md.",
+        extension="evaluation",
     )
     test_split_size: float | None = knob(None, "Share or number of examples of a mixture to hold out for evaluation.")
     dataset_streaming: bool = knob(False, "Read a stored dataset while training, and not before; needs `max_steps`.")

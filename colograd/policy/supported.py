@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
@@ -16,7 +17,11 @@ from transformers import AutoConfig
 from ..config import GRPOConfig
 from ..runtime import registry
 from ..runtime.hub import check_model_name
+from ..runtime.sizes import num_experts
 from .lora import adapter_folder, is_adapted, unwrap
+from .towers import TEXT_FIRST, takes_images
+
+BASE_QUANTIZATION = "base_quantization.json"  # in a saved adapter's folder: its base must be loaded in the same way
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,24 @@ class Wanted:
     name: str | None  # of the model or adapter to load; None: the model is an object
     has_adapter: bool
     has_images: bool  # whether the run has images, see `towers.TEXT_FIRST`
+
+
+def check_installed(wanted: Wanted) -> None:
+    """Raise a ValueError if the extension for the model's kind is missing: without it the model would be another."""
+    model_config, given = wanted.model_config, dict(wanted.config.model_init_kwargs or {})  # type: ignore[arg-type]
+    if model_config is None:
+        return
+    kind, in_run = model_config.model_type, wanted.has_images or model_config.model_type not in TEXT_FIRST
+    asked = any(given.get(name) for name in ("quantization_config", "load_in_4bit", "load_in_8bit"))
+    packed = asked or getattr(model_config, "quantization_config", None) is not None
+    beside = wanted.name is not None and Path(wanted.name, BASE_QUANTIZATION).is_file()
+    for extension, is_one, words in (
+        ("experts", num_experts(model_config), "a mixture of experts"),
+        ("images", takes_images(model_config) and in_run, "a model that reads images"),
+        ("quantized", packed or beside, "on a quantised base"),
+    ):
+        if is_one:
+            registry.require(extension, f"{kind}, {words},", "choose another model")
 
 
 class ModelFeature:
@@ -93,6 +116,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
     wanted = Wanted(model_config, config, str(model) if by_name else None, has_adapter, has_images)
+    check_installed(wanted)
     for feature in features():
         feature.check(wanted)
     text = None if model_config is None else model_config.get_text_config()

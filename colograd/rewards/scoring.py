@@ -26,7 +26,7 @@ from ..batch import Group, Logged, Rollout
 from ..parallel import watchdog
 from ..riders import Rider
 from ..runtime import process
-from ..runtime.registry import hooks
+from ..runtime.registry import hooks, require
 from ..usercode.calls import (
     GRACE,
     Late,
@@ -140,6 +140,8 @@ class Scoring(PendingCalls[Future[Outcome]]):
         )
         check_log(reward, self._first.position, self._size, outcome.logged)
         columns, metrics = outcome.logged
+        if "token_weights" in columns:  # without its extension they would have no effect
+            require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
         for kind in self._scorer.logged_riders:
             for index, value in enumerate(columns.get(kind.COLUMN, ())):
                 try:

@@ -33,11 +33,12 @@ def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
     return tuple(_offer(extension, path) for path in ((paths,) if isinstance(paths, str) else paths))
 
 
-def require(extension: str, setting: str) -> None:
+def require(extension: str, setting: str, instead: str = "remove the setting") -> None:
     """Check that an extension is installed.
 
     Args:
         setting: the setting and its value that need it, as in `router_replay: true`.
+        instead: the other remedy, for what is no setting.
 
     Raises:
         ValueError: its folder is missing.
@@ -45,7 +46,7 @@ def require(extension: str, setting: str) -> None:
     if extension not in installed():
         raise ValueError(
             f"{setting} needs the extension `{extension}`, but colograd/extensions/{extension} is missing: restore "
-            "that folder, or remove the setting."
+            f"that folder, or {instead}."
         )
 
 

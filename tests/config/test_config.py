@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from needs import needs
 from transformers import TrainingArguments
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
@@ -167,14 +168,9 @@ def test_checkpointing_is_resolved_where_nothing_is_said() -> None:
         assert made.gradient_checkpointing is on and made.gradient_checkpointing_kwargs.get("every_n_layers") == layers
         assert made.checkpointing == every
     assert config(gradient_checkpointing=False).checkpointing == 0
-    kept = config(gradient_checkpointing="offload")
-    assert kept.gradient_checkpointing is True and kept.offloads_activations and kept.checkpointing == 1
     assert not config(gradient_checkpointing="true").offloads_activations
     with pytest.raises(ValueError, match="gradient_checkpointing is 'host', but must be true, false or offload"):
         config(gradient_checkpointing="host")
-    undecided = config(offload_optimizer="auto")
-    undecided.resolve_offload(True, True, True)
-    assert undecided.offload_optimizer == "stream" and undecided.offload_gradients and undecided.offloads_activations
     said = config(gradient_checkpointing_kwargs={"every_n_layers": 3})
     assert said.gradient_checkpointing is True and said.checkpointing == 3
 
@@ -188,6 +184,7 @@ class LaterConfig(GRPOConfig):
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
 
 
+@needs("offload")
 def test_a_later_trainer_reads_activation_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = TrainingArguments.__post_init__
 
@@ -356,11 +353,11 @@ def test_a_recipe_that_says_nothing_clear_is_refused(tmp_path: Path, text: str, 
 
 
 def test_lists_are_given_as_several_words(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "main_thread_tools: [alarm, Browser]\nreward_weights: [1, 0.5]\n")
-    _, made, _, _ = parse_arguments(["--config", recipe, "--reward_weights", "2", "3"])
-    assert (made.main_thread_tools, made.reward_weights) == (["alarm", "Browser"], [2.0, 3.0])
-    _, made, _, _ = parse_arguments(["--main_thread_tools", "alarm"])
-    assert made.main_thread_tools == ["alarm"] and config().main_thread_tools is None
+    recipe = write(tmp_path, "lora_target_modules: [q_proj, v_proj]\nreward_weights: [1, 0.5]\n")
+    _, made, model, _ = parse_arguments(["--config", recipe, "--reward_weights", "2", "3"])
+    assert (model.lora_target_modules, made.reward_weights) == (["q_proj", "v_proj"], [2.0, 3.0])
+    _, _, model, _ = parse_arguments(["--lora_target_modules", "q_proj"])
+    assert model.lora_target_modules == ["q_proj"] and ModelConfig().lora_target_modules is None
 
 
 def test_an_empty_recipe_leaves_every_default(tmp_path: Path) -> None:
@@ -553,10 +550,6 @@ def test_the_parts_of_a_mixture_have_trl_s_keys() -> None:
         ("reward_timeout", 0, "must be a positive number of seconds"),
         ("reward_on_error", "ignore", "raise, abstain"),
         ("reward_call", "row", "group, all"),
-        ("agent_sampling", "any", "refuse, untrained"),
-        ("agent_on_error", "ignore", "raise, abstain"),
-        ("agent_parallel", 0, "agent_parallel"),
-        ("agent_timeout", 0, "agent_timeout"),
         ("dynamic_sampling_max_rounds", 0, "dynamic_sampling_max_rounds"),
         ("scale_rewards", "rank", "group, batch, batch_centered, mean, none"),
         ("multi_objective_aggregation", "sum", "sum_then_normalize, normalize_then_sum"),
@@ -666,21 +659,10 @@ def test_what_is_said_of_compiling_is_the_layers() -> None:
     assert dataclasses.replace(made).torch_compile_backend == "aot_eager"
 
 
-def test_ligers_losses_have_no_part() -> None:
-    """Not where transformers applies the kernels, either."""
-    made = config(use_liger_kernel=True, liger_kernel_config={"rope": False})
-    assert made.liger_kernel_config == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"torch_compile": True, "use_liger_kernel": True}, "both true, but each fuses the same parts of a layer: set"),
         ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode 'reduce-overhead' .* choose one of default, "),
-        (
-            {"liger_kernel_config": {"fused_linear_cross_entropy": True}},
-            "fused_linear_cross_entropy: true, but that replaces the model's own loss",
-        ),
     ],
 )
 def test_kernels_are_checked(given: dict[str, Any], said: str) -> None:
@@ -715,28 +697,6 @@ def test_kernels_are_checked(given: dict[str, Any], said: str) -> None:
 def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], said: list[str]) -> None:
     lines = list(config(**given).advice())
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))
-
-
-def test_the_coefficient_of_the_routers_is_the_configurations_or_else_the_models_own() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
-    from colograd.policy.loading import Policy
-
-    shape = {
-        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-        "num_key_value_heads": 1, "vocab_size": 8,
-    }  # fmt: skip
-    routed = MixtralConfig(**shape, num_local_experts=2, num_experts_per_tok=1, router_aux_loss_coef=0.1)
-    tokenizer = tiny.make_tokenizer()
-    experts = Policy(MixtralForCausalLM(routed), tokenizer, "", False, "")
-    plain = Policy(LlamaForCausalLM(LlamaConfig(**shape)), tokenizer, "", False, "")
-    for asked, found in ((None, 0.1), (0.0, 0.0), (0.3, 0.3)):
-        settings = config(router_aux_loss_coef=asked)
-        assert experts.router_coef(settings) == found
-        assert any("load-balancing" in line for line in experts.describe(settings, 1)) == bool(found)
-    assert plain.router_coef(config()) == plain.router_coef(config(router_aux_loss_coef=0.0)) == 0.0
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.3, but LlamaForCausalLM has no routers .*remove"):
-        plain.router_coef(config(router_aux_loss_coef=0.3))
 
 
 def test_a_frozen_configuration_refuses_what_a_trainer_has_read(tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MixtralConfig, Qwen3VLConfig
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
 from colograd.config.conflicts import tables
 from colograd.config.knob import rules_of
 from colograd.extensions import EXTENSIONS
+from colograd.policy.supported import Wanted, check_installed
 from colograd.runtime import registry
 
 GROUPS = (GRPOConfig, ModelConfig, ScriptArguments)
@@ -39,7 +42,18 @@ def without_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (lambda: GRPOConfig(gradient_checkpointing="offload"), "offload needs the extension `offload`"),
         (lambda: GRPOConfig(carry_over=0.8), "carry_over: 0.8 needs the extension `carry_over`"),
         (lambda: ModelConfig(load_in_4bit=True), "load_in_4bit: true needs the extension `quantized`"),
+        (lambda: GRPOConfig(kl_in_reward=0.1), "kl_in_reward: 0.1 needs the extension `reward_kl`"),
+        (lambda: GRPOConfig(use_liger_kernel=True), "use_liger_kernel: true needs the extension `liger`"),
+        (lambda: GRPOConfig(optim="muon"), "optim: 'muon' needs the extension `muon`"),
+        (lambda: GRPOConfig(offload_optimizer="stream"), "offload_optimizer: 'stream' needs the extension `offload`"),
+        (lambda: GRPOConfig(offload_gradients=True), "offload_gradients: true needs the extension `offload`"),
+        (lambda: GRPOConfig(curriculum={"solved_at": 1.0}), "needs the extension `curriculum`"),
+        (lambda: GRPOConfig(sequence_parallel_size=2), "needs the extension `sequence_parallel`"),
+        (lambda: GRPOConfig(freeze_vision_tower=True), "needs the extension `images`"),
+        (lambda: GRPOConfig(teacher_model_name_or_path="m"), "needs the extension `distillation`"),
+        (lambda: GRPOConfig(agent_timeout=1.0), "agent_timeout: 1.0 needs the extension `agents`"),
         (lambda: ScriptArguments(tools=["my:tool"]), "needs the extension `tools`"),
+        (lambda: ScriptArguments(exams=["gsm8k"]), r"exams: \['gsm8k'\] needs the extension `evaluation`"),
     ],
 )
 def test_settings_of_missing_extensions_are_refused(make: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +61,34 @@ def test_settings_of_missing_extensions_are_refused(make: Any, said: str, monkey
     with pytest.raises(ValueError, match=said) as raised:
         make()
     assert "is missing: restore that folder, or remove the setting." in str(raised.value)
+
+
+def settings_of(folder: Path, **options: Any) -> GRPOConfig:
+    return GRPOConfig(output_dir=str(folder), report_to="none", **options)
+
+
+@pytest.mark.parametrize(
+    ("model_config", "options", "said"),
+    [
+        (MixtralConfig(), {}, "mixtral, a mixture of experts, needs the extension `experts`"),
+        (Qwen3VLConfig(), {}, "qwen3_vl, a model that reads images, needs the extension `images`"),
+        (
+            LlamaConfig(),
+            {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}},
+            "llama, on a quantised base, needs the extension `quantized`",
+        ),
+    ],
+)
+def test_models_of_missing_extensions_are_refused(
+    model_config: Any, options: dict[str, Any], said: str, without_extensions: None, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        check_installed(Wanted(model_config, settings_of(tmp_path, **options), None, True, False))
+    assert "is missing: restore that folder, or choose another model." in str(raised.value)
+
+
+def test_plain_model_needs_no_extension(without_extensions: None, tmp_path: Path) -> None:
+    check_installed(Wanted(LlamaConfig(), settings_of(tmp_path), None, True, False))
 
 
 def test_defaults_need_no_extension(without_extensions: None) -> None:

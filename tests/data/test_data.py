@@ -194,14 +194,6 @@ def test_the_prompt_column_and_the_system_prompt(tmp_path: Path) -> None:
         load(dataset_name=str(tmp_path / "both.jsonl"), dataset_prompt_column="question")
 
 
-def test_an_agents_rows_need_no_prompts(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"item": "lamp"}\n')
-    rows, _ = load(dataset_name=str(tmp_path / "rows.jsonl"), agent="shop:run")
-    assert rows.column_names == ["item"]
-    with pytest.raises(ValueError, match="has no column 'prompt'"):
-        load(dataset_name=str(tmp_path / "rows.jsonl"))
-
-
 # -- Tokens
 
 

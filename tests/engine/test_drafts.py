@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from needs import needs
 from safetensors.torch import load_file, save_file
 
 from colograd import GRPOTrainer
@@ -162,7 +163,7 @@ def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path
     "settings, said",
     [
         ({"min_p": 0.1}, "min_p is 0.1"),
-        ({"router_replay": True}, "router_replay is true and vllm_engine_kwargs"),
+        pytest.param({"router_replay": True}, "router_replay is true and vllm_engine_kwargs", marks=needs("experts")),
         ({"generation_kwargs": {"min_tokens": 2}}, "generation_kwargs has min_tokens: 2"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 from engine_ranks import results, start
+from needs import has
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ def ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 CASES = (
-    "plain", "closed_early", "closed_by_the_clock", "left_open", "late_reward", "tools", "late_tools", "vllm_itself",
+    "plain", "closed_early", "closed_by_the_clock", "left_open", "late_reward", "vllm_itself",
+    *(("tools", "late_tools") if has("tools") else ()),
 )  # fmt: skip
 BY_THE_CLOCK = ("closed_by_the_clock", "late_tools")
 

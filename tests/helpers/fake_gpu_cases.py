@@ -35,11 +35,6 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
-from colograd.extensions.experts.losses import RoutingStep
-from colograd.extensions.offload import host_sums
-from colograd.extensions.offload.adamw import HostAdamW
-from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
-from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
@@ -47,10 +42,10 @@ from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import keep_inputs_as_they_are, wrap
 from colograd.policy.packing import dummy
 from colograd.policy.reference import FrozenCopy
-from colograd.policy.row_proof import set_attention
+from colograd.policy.row_proof import install_steps, set_attention
 from colograd.policy.sending import to_device_async
 from colograd.sharding.whole import WholeCopies
-from colograd.training.adamw_split import accumulate_in_float32
+from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 CUDA = torch.device("cuda", 0)
 PROMPT, COMPLETION, GROUP = 512, 512, 8
@@ -79,6 +74,7 @@ def bfloat16(cls: Any, config: Any) -> Any:
     finally:
         torch.set_default_dtype(torch.float32)
     with mock.patch("torch.cuda.is_available", lambda: True):  # no longer, or torch asks the driver
+        install_steps(model)
         set_attention(model, attention.NAME)
     return model.train()
 
@@ -183,6 +179,8 @@ def checkpointed(gpu: FakeGPU) -> dict[str, Any]:
 @case
 def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
     """As `checkpointed`, of more layers; and a row half as long after it."""
+    from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
+
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE | MORE_LAYERS))
     with inputs_on_host(model, LayerInputs(CUDA)):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -214,6 +212,8 @@ EXPERTS = {
 
 @case
 def mixture(gpu: FakeGPU) -> dict[str, Any]:
+    from colograd.extensions.experts.losses import RoutingStep
+
     config = Qwen3MoeConfig(**SHAPE | EXPERTS, num_experts=8, moe_intermediate_size=768)
     model = bfloat16(Qwen3MoeForCausalLM, config)
     return step(gpu, model, steps=(RoutingStep(),)) | {"plan": plan(model)}
@@ -339,13 +339,13 @@ def weight_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def optimizer_step(gpu: FakeGPU, streamed: bool, compiled: bool = False) -> dict[str, Any]:
+def optimizer_step(gpu: FakeGPU, kind: type[AdamWSplit] = AdamWSplit, **settings: bool) -> dict[str, Any]:
     """The second step, by torch's kernels: Triton's need a device."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     accumulate_in_float32(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
-    optimizer, before = HostAdamW(model.parameters(), compiled=compiled, streamed=streamed), gpu.bytes
+    optimizer, before = kind(model.parameters(), **{"compiled": False} | settings), gpu.bytes
     with mock.patch("torch.compile", lambda function, **options: function):
         optimizer.step()
     state = gpu.bytes - before
@@ -356,21 +356,26 @@ def optimizer_step(gpu: FakeGPU, streamed: bool, compiled: bool = False) -> dict
 
 @case
 def optimizer(gpu: FakeGPU) -> dict[str, Any]:
-    return optimizer_step(gpu, streamed=False)
+    return optimizer_step(gpu)
 
 
 @case
 def compiled_optimizer(gpu: FakeGPU) -> dict[str, Any]:
-    return optimizer_step(gpu, streamed=False, compiled=True)
+    return optimizer_step(gpu, compiled=True)
 
 
 @case
 def streamed_optimizer(gpu: FakeGPU) -> dict[str, Any]:
-    return optimizer_step(gpu, streamed=True)
+    from colograd.extensions.offload.adamw import HostAdamW
+
+    return optimizer_step(gpu, HostAdamW, streamed=True)
 
 
 def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
     """Three backwards of a step, the second and third of which add to sums on the host."""
+    from colograd.extensions.offload import host_sums
+    from colograd.extensions.offload.on_host import WholeOnHost
+
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=tied))
     accumulate_in_float32(model.parameters())
     forward, before = PolicyForward(model, 0.9), gpu.bytes
@@ -390,6 +395,8 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
 
 def plan_of_gradients(model: Any, checkpointing: int = 0) -> int:
     """Of a pass whose gradients go to the host, and with ``checkpointing`` the layers' inputs too."""
+    from colograd.extensions.offload import host_sums
+
     sizes = PolicySizes.of(model, "adamw_split", 2)
     on_way = host_sums.on_way(sizes.gradients, 4 * sizes.matrix)
     activations = plan(model, checkpointing, on_host=OnHost(bool(checkpointing), on_way))
@@ -418,6 +425,10 @@ def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
 
 def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
     """Of one row and of two; bytes of page-locked memory after each step."""
+    from colograd.extensions.offload.adamw import HostAdamW
+    from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
+    from colograd.extensions.offload.on_host import WholeOnHost
+
     accumulate_in_float32(model.parameters())
     sharding, locked = (WholeOnHost if offloads else WholeCopies)(model), []
     optimizer = HostAdamW(model.parameters(), compiled=False, streamed=offloads)
@@ -438,6 +449,8 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
 @case
 def all_on_host(gpu: FakeGPU) -> dict[str, Any]:
     """On a GPU with a tenth more than what is planned with all on the host; and with nothing there."""
+    from colograd.extensions.offload import host_sums
+
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     with mock.patch.object(host_sums, "LIMIT", LIMIT):
         planned = plan_of_gradients(model, 1)

@@ -162,20 +162,6 @@ def test_each_turn_gets_its_own_credit(loss_type: str, level: str) -> None:
     torch.testing.assert_close(gradients(loss, logprobs)[0], -advantages / 6)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "gmpo"}]
-)
-def test_each_token_learns_its_own_gap(settings: dict[str, Any]) -> None:
-    """A teacher's term is an advantage per token. On-policy its gradient is each token's gap, by the length."""
-    teacher = {"teacher_model_name_or_path": "some", "distillation_weight": 0.5}
-    run = config(**teacher, **settings)
-    objective = Objective.from_config(run).with_terms(run, None)
-    own, gaps = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([-1.0, 0.0, 2.0])
-    row = dataclasses.replace(one_completion([0.0] * 3), scores={"teacher_logprobs": own.detach() + gaps})
-    loss = objective(own, torch.zeros(3), row).loss
-    torch.testing.assert_close(gradients(loss, own)[0], -0.5 * gaps / 3)
-
-
 # -- The KL term, over all sequences of a tiny model
 
 VOCABULARY, LONG = 3, 3

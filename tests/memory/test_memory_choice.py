@@ -15,7 +15,6 @@ from colograd.memory.choice import (
     best_plan,
     fits,
     least_checkpointing,
-    remedies,
     too_large,
 )
 from colograd.memory.description import PLANNED_TOKENS, STRATEGIES
@@ -147,46 +146,6 @@ def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path
 
 
 # -- what would fit
-
-
-def test_what_does_not_fit_is_one_error_with_what_would(qwen: Path) -> None:
-    run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
-    plan = dataclasses.replace(best_plan(run, "none"), remedies=remedies(run, "none"))
-    said, head, *table = too_large(run, plan).splitlines()
-    assert said.startswith("Training takes ") and " GiB more than the 80.00 GiB of a GPU; what would fit: " in said
-    assert "use_peft: true (LoRA, rank 16)" in said and "2 ranks with sharding: gradients" in said
-    assert "vllm_max_model_length" not in said, "weights, gradients and state alone are too large"
-    assert head.split()[-2:] == list(PHASES) and table[-1].split()[0] == "remains"
-
-
-def test_each_remedy_is_tried(qwen: Path) -> None:
-    assert "sharding: optimizer over the 8 ranks" in remedies(large.run(qwen), "none")
-    long = large.run(qwen, length=2**20, lengths=Lengths(2**10, 2**20 - 2**10, 8), ranks=8)
-    assert not fits(long, "gradients")
-    found = remedies(long, "gradients")
-    length = int(found.partition("vllm_max_model_length: ")[2].split(",")[0])
-    shorter = Lengths(length >> 10, length - (length >> 10), 8)
-    assert fits(large.changed(long, length=length, lengths=shorter), "gradients")
-    assert not fits(large.changed(long, length=4 * length), "gradients")
-    wide = large.run(qwen, tokens=200_000)
-    assert not fits(wide, "gradients") and "max_tokens_per_microbatch: 8192" in remedies(wide, "gradients")
-    kept = large.run(qwen, checkpointing=False)
-    assert not fits(kept, "optimizer") and "gradient_checkpointing: true" in remedies(kept, "optimizer")
-    tiny = large.run(qwen, total=GIB, available=GIB)
-    assert remedies(tiny, "fsdp").startswith("no single change")
-
-
-def test_rows_are_shared_out_where_the_run_can_and_by_as_many_ranks_as_a_machine_has(qwen: Path) -> None:
-    long = large.run(qwen, length=2**18, lengths=Lengths(2**10, 2**18 - 2**10, 8), ranks=16, can_stream=True)
-    assert "sequence_parallel_size" not in remedies(long, "gradients"), "the model or the settings don't let it"
-    able = large.changed(long, can_share_rows=True)
-    size = int(remedies(able, "gradients").partition("sequence_parallel_size: ")[2].split()[0])
-    assert not fits(able, "gradients") and fits(large.changed(able, ranks_per_sequence=size), "gradients")
-    assert "sequence_parallel_size" not in remedies(large.changed(able, ranks_per_node=size // 2), "gradients")
-    shared = large.changed(able, ranks_per_sequence=2)
-    assert "offload_gradients" not in remedies(shared, "gradients")
-    offload = pytest.importorskip("colograd.extensions.offload.ways")
-    assert not any("gradients" in way.name for way in offload.ways(shared, "gradients"))
 
 
 def test_key_value_heads_that_ranks_don_t_divide_are_on_each_that_needs_them(qwen: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.memory import policy_sizes as memory
-from colograd.memory.description import STRATEGIES
 from colograd.memory.estimate import ALIVE, RankBytes
 from colograd.memory.policy_sizes import PolicySizes
 from colograd.sharding.buckets import ELEMENTS
@@ -88,20 +87,6 @@ def test_sizes_are_read_from_a_model_without_weights(qwen: Path) -> None:
         matrix=large.HIDDEN * large.INNER,
     )
     assert round(large.PARAMETERS / 1e9, 2) == 7.62
-
-
-def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
-    """And the estimate of an adapter that isn't there is what peft makes."""
-    remedies = pytest.importorskip("colograd.extensions.remedies.changes")
-    shape, sizes = large.sizes(qwen, 16)
-    assert sizes.trained == remedies.adapter_elements(shape, 16) and sizes.elements == large.PARAMETERS + sizes.trained
-    assert sizes.gradients == 4 * sizes.trained
-    guessed = large.sizes(qwen)[1].with_adapter(sizes.trained)
-    for name in ("elements", "trained", "gradients", "optimizer"):
-        assert getattr(guessed, name) == pytest.approx(getattr(sizes, name), rel=0.25), name
-    for strategy in STRATEGIES[:3]:
-        small = large.on_each_rank(strategy, sizes, 8)
-        assert small.policy == 0 and small.gradients + small.optimizer + small.exchange < GB, "the base is the engine's"
 
 
 # -- shared out

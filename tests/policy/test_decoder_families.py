@@ -14,8 +14,6 @@ import tiny
 import torch
 from paths import SCRIPTS
 from peft import LoraConfig
-from quantized_cases import NF4
-from transformers import BitsAndBytesConfig
 
 from colograd import GRPOTrainer
 
@@ -27,9 +25,6 @@ SCRIPT = SCRIPTS / "one_family.py"
 QUICK = ("gpt2", "granitemoe", "lfm2_moe", "deepseek_v3", "gpt_neox")
 # transformers can't build or run its own random model of them; its Trainer refuses a tokenizer without a first token.
 BROKEN = ("dbrx", "qwen4_exp_text", "cwm")
-# Mixtures, and those of them whose routers' logits transformers returns.
-BALANCED = ("afmoe", "flex_olmo", "mellum", "minimax_m2")
-MIXTURES = (*BALANCED, "deepseek_v3", "glm4_moe_lite", "granitemoe", "hunyuan_v1_moe", "lfm2_moe", "llama4_text")
 TRAINED = 1e-3  # nats, mean: float32; bfloat16 where a kernel of the engine wants it
 
 
@@ -87,27 +82,3 @@ def test_an_adapter_on_all_linear_layers_agrees_with_its_sampler(model_type: str
     name = "sampling/sampling_logp_difference/mean"
     differences = [entry[name] for entry in trainer.state.log_history if name in entry]
     assert len(differences) == 2 and max(differences) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", MIXTURES)
-def test_a_mixture_trains_an_adapter_on_a_base_of_4_bits(model_type: str, tmp_path: Path, closing: Any) -> None:
-    """With the load-balancing loss, or an error in a line where transformers has none."""
-    model = decoder_families.make_model(tmp_path / "model", model_type)
-    base = {"dtype": "float32", "quantization_config": BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.float32)}
-
-    def trainer(**changes: Any) -> GRPOTrainer:
-        config = tiny.config(
-            tmp_path / "run", max_steps=2, max_completion_length=8, beta=0.1, model_init_kwargs=base, **changes
-        )
-        adapter = LoraConfig(r=4, target_modules="all-linear")
-        return closing(GRPOTrainer(str(model), tiny.vowels, config, tiny.prompts(), peft_config=adapter))
-
-    if model_type not in BALANCED:
-        with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.01, but .* and so no load-balancing loss"):
-            trainer(router_aux_loss_coef=0.01)
-    found = trainer(**{"router_aux_loss_coef": 0.01} if model_type in BALANCED else {})
-    found.train()
-    steps = [entry for entry in found.state.log_history if "loss" in entry]
-    assert len(steps) == 2 and all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps)
-    assert all(("aux_loss" in step) == (model_type in BALANCED) for step in steps)

@@ -11,6 +11,7 @@ import fake_gpu
 import fake_gpu_cases
 import native_library
 import pytest
+from needs import has, needs
 from paths import HELPERS
 
 from colograd.training.adamw_split import GPU_PIECE
@@ -59,9 +60,10 @@ def check_plan(case: FIGURES) -> None:
 # hides some), and the dtype of products beside bfloat16's: of routers, and of adapters.
 PASSES = {
     "dense_tied": (8, ()), "dense_untied": (8, ()), "entropy": (8, ()), "windows": (4, ()), "several_groups": (8, ()),
-    "many_segments": (8, ()), "long_prompt": (8, ()), "mixture": (4, ("float32",)), "sinks": (3, ()),
-    "adapter": (8, ("float32",)), "packed_base": (8, ("float32",)),
+    "many_segments": (8, ()), "long_prompt": (8, ()), "sinks": (3, ()), "adapter": (8, ("float32",)),
 }  # fmt: skip
+PASSES |= {"mixture": (4, ("float32",))} if has("experts") else {}
+PASSES |= {"packed_base": (8, ("float32",))} if has("quantized") else {}
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -96,8 +98,13 @@ def check_long(case: FIGURES, calls: int, *others: str) -> None:
 def test_sequences_of_131072_tokens_take_what_is_planned(long_cases: dict[str, FIGURES]) -> None:
     """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
     check_long(found(long_cases, "long_sequences"), 2)
-    check_long(found(long_cases, "long_sequences_of_a_packed_base"), 2, "float32")
     check_long(found(long_cases, "long_windows"), 1)
+
+
+@needs("quantized")
+@pytest.mark.slow
+def test_long_sequences_of_packed_base_are_planned(long_cases: dict[str, FIGURES]) -> None:
+    check_long(found(long_cases, "long_sequences_of_a_packed_base"), 2, "float32")
 
 
 def check_soft_caps(case: FIGURES) -> None:
@@ -118,6 +125,7 @@ def test_a_long_sequence_s_soft_capped_scores_need_more_than_there_is(long_cases
     assert case["plan"] > 2**40
 
 
+@needs("offload")
 def test_inputs_of_layers_leave_the_gpu_and_come_back(cases: dict[str, FIGURES]) -> None:
     case = found(cases, "inputs_on_the_host")
     assert case["waits"] == [] and case["products"] == ["bfloat16"]
@@ -152,6 +160,7 @@ def test_a_compiled_step_s_constants_are_not_waited_for(cases: dict[str, FIGURES
     assert case["devices"] == ["cuda"] and case["waits"] == [] and 0 < case["copied"] < 2**12
 
 
+@needs("offload")
 def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: dict[str, FIGURES]) -> None:
     case = found(cases, "streamed_optimizer")
     assert case["state"] == 0 and case["waits"] == []
@@ -159,6 +168,7 @@ def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: dict[s
     assert case["peak"] < 0.11 * 5 * case["weights"]
 
 
+@needs("offload")
 @pytest.mark.parametrize("name", ["gradients_on_host", "gradients_on_host_tied", "small_vocabulary_on_host"])
 def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: dict[str, FIGURES]) -> None:
     case = found(cases, name)
@@ -171,6 +181,7 @@ def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: d
     assert case["locked_again"] == 0
 
 
+@needs("offload")
 def test_a_model_that_a_gpu_has_no_room_for_trains_with_all_that_can_be_on_the_host(cases: dict[str, FIGURES]) -> None:
     case = found(cases, "all_on_host")
     assert case["waits"] == [] and case["products"] == ["bfloat16"]
@@ -185,12 +196,14 @@ def test_a_checkpoint_s_copies_are_waited_for_once(cases: dict[str, FIGURES]) ->
     assert case["waits"] == ["synchronize"] and case["copied"] == case["weights"] and case["peak"] == 0
 
 
+@needs("images")
 def test_a_tower_s_windows_are_one_flash_call_per_layer(cases: dict[str, FIGURES]) -> None:
     case = found(cases, "tower")
     check_on_the_gpu(case)
     assert case["flash"] == {"forward": 2, "backward": 2}
 
 
+@needs("images")
 def test_fakes_run_the_places_of_their_table(cases: dict[str, FIGURES]) -> None:
     reached = sum((Counter(case.get("reached", {})) for case in cases.values()), Counter[str]())
     assert not cuda_places.listed("fake").keys() - reached.keys()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from needs import case
 from row_cases import MIXTURES, PACKED, RECURRENT, SHAPE, VOCABULARY, make, make_groups
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, SegmentLayout
@@ -100,7 +101,7 @@ def test_what_cannot_be_packed_is_padded_and_equals_the_models_own_computation(
         tried(family, padded=why)
 
 
-@pytest.mark.parametrize("kind", [*PACKED, *RECURRENT])
+@pytest.mark.parametrize("kind", [*PACKED, *(case(kind, "hybrids") for kind in RECURRENT)])
 def test_what_can_be_packed_is(kind: str, tried: Any) -> None:
     model = make({**PACKED, **RECURRENT}[kind])
     assert choose_rows(model) == "" and model.training

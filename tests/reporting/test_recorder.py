@@ -24,8 +24,6 @@ from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, RolloutId, ScoredGroup
 from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, after_each_step, load_of, watched
-from colograd.extensions.tools.tool_format import ToolCall
-from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.logprobs import policy_logprobs
 from colograd.reporting import timeline as lanes_module
 from colograd.reporting.event_log import (
@@ -39,7 +37,6 @@ from colograd.reporting.event_log import (
 )
 from colograd.reporting.group_views import TokenTexts, chosen_groups, shown_notes
 from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, tail
-from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.store import RolloutStore
 from colograd.training.recording import Recorder, group_row, shown
@@ -155,42 +152,9 @@ def test_the_tail_begins_where_fewer_than_half_run_for_good() -> None:
     assert merged(calls, most=3) == [("a", 0.0, 4.0, 4), ("a", 4.0, 8.0, 4), ("a", 8.0, 10.0, 2)]
 
 
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: a number
-        b: another
-    """
-    time.sleep(0.02)
-    return a + b
-
-
 def slow(completions: list[Any], **kwargs: Any) -> list[float]:
     time.sleep(0.02)
     return [1.0] * len(completions)
-
-
-def test_calls_of_rewards_and_tools_are_told_with_their_times() -> None:
-    """Of a tool that there isn't, too; of what nobody watches, nothing."""
-    lanes, scorer, tools = Timeline(), Scorer(resolve_rewards([slow], None)), Toolbox([add])
-    group = scored(0, [0.0, 1.0], [2, 2]).group
-    scorer.submit([group], [["a", "b"]]).result()
-    lanes.begin()
-    scorer.on_call, tools.on_call = lanes.reward, lanes.tool
-    scorer.submit([group], [["a", "b"]]).result()
-    session, _ = tools.open({})
-    answers = tools.call(session, [ToolCall("add", {"a": 1, "b": 2}), ToolCall("divide", {})])
-    while not answers.done():
-        time.sleep(0.005)
-    found = lanes.take(None)
-    ((name, start, end, completions),) = found["rewards"]
-    assert (name, completions) == ("slow", 2) and start >= 0 and end - start >= 0.019
-    assert sorted(call[0] for call in found["tools"]) == ["add", "divide"]
-    assert all(0 <= start <= end <= found["seconds"] + 0.001 for _, start, end in found["tools"])
-    assert max(end - start for _, start, end in found["tools"]) >= 0.019
-    tools.close()
-    scorer.close()
 
 
 def test_an_engine_that_cannot_be_read_is_left_alone() -> None:

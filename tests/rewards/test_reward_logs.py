@@ -29,6 +29,7 @@ from colograd.reporting.completions import columns, read_log, write_log
 from colograd.reporting.group_views import completion_rows
 from colograd.rewards import RewardError, Scorer
 from colograd.rollout.statistics import RolloutStatistics
+from colograd.runtime import registry
 from colograd.usercode.worker_process import CallLog
 
 
@@ -59,6 +60,16 @@ def test_tensors_are_logged_as_numbers() -> None:
     log.extra("list", [torch.tensor(3), None])
     log.metric("mean", torch.tensor(0.75, requires_grad=True))
     assert log.content() == ({"each": [1.5, 2.5], "list": [3, None]}, {"mean": [0.75]})
+
+
+def test_token_weights_need_their_extension(scorer_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    def weighing(completions: list[Any], log_extra: Any, **kwargs: Any) -> list[float]:
+        log_extra("token_weights", [None] * len(completions))
+        return [1.0] * len(completions)
+
+    monkeypatch.setattr(registry, "installed", lambda: ())
+    with pytest.raises(ValueError, match="token_weights, which weighing logs, needs the extension `token_weights`"):
+        score(scorer_of(weighing))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -33,12 +33,12 @@ from colograd.batch import (
     ScoredGroup,
     StepBatch,
 )
-from colograd.extensions.distillation.head import TeacherHead, TeacherStep, label_states
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.layers import compile_layers
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import collate, dummy, plan_rows
+from colograd.runtime import registry
 from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
 from colograd.sharding.fsdp import FullySharded
@@ -216,6 +216,8 @@ def frozen(model: Any, way: ShardingStrategy) -> float:
 
 def taught(model: Any, way: ShardingStrategy) -> float:
     """How far the divergence of the cut model from a teacher of another size, cut likewise, is from the whole one's."""
+    from colograd.extensions.distillation.head import TeacherHead, TeacherStep, label_states
+
     teacher, row = fresh(layers=4, hidden=64).eval(), collate(rows()[rank()])
     head = TeacherHead.of(teacher).copied_to(CPU)  # before it is cut, as `teacher_of` does
     found = []
@@ -255,7 +257,8 @@ def main() -> None:
         model = fresh()
         way = FullySharded(model)
         results["frozen"] = frozen(model, way)
-        results["taught"] = taught(model, way)
+        if "distillation" in registry.installed():
+            results["taught"] = taught(model, way)
     results["memory"] = [memory(6, 130, False), memory(2, 6000, False), memory(2, 6000, True)]
     (out / f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

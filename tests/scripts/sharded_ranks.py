@@ -22,15 +22,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.extensions.offload import adamw, host_sums
-from colograd.extensions.offload.adamw import HostAdamW
-from colograd.extensions.offload.on_host import ON_HOST
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
+from colograd.runtime import registry
 from colograd.sharding import ShardingStrategy, buckets
 from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.selection import STRATEGIES
-from colograd.training.adamw_split import accumulate_in_float32
+from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+
+ON_HOST: dict[str, type[ShardingStrategy]] = {}
+if "offload" in registry.installed():
+    from colograd.extensions.offload import adamw, host_sums
+    from colograd.extensions.offload.on_host import ON_HOST
+
+    adamw.ELEMENTS = host_sums.ELEMENTS = 1000
+    host_sums.LIMIT = 20000
 
 STEPS, ROWS, SAVED = 6, 4, 3
 WAYS = [*STRATEGIES]
@@ -109,7 +115,8 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
     way = (ON_HOST if on_host else STRATEGIES)[strategy if world_size() > 1 else "none"](model)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
-    optimizer = HostAdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2, streamed=on_host)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+    optimizer = adamw.HostAdamW(groups, lr=1e-2, streamed=True) if on_host else AdamWSplit(groups, lr=1e-2)
     way.share(optimizer)
     watch, first = Watch(model, way), 0
     all_used = name == "fsdp" and dtype == "bfloat16"  # where a gradient that one rank doesn't have is an error
@@ -159,8 +166,6 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     buckets.buckets_of.__defaults__ = (4096, None)  # several buckets, with one parameter and with many
-    adamw.ELEMENTS = host_sums.ELEMENTS = 1000
-    host_sums.LIMIT = 20000
     out = Path(sys.argv[1])
     checkpoints = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     results = {}

@@ -28,9 +28,6 @@ from colograd.batch import Group, Prompt, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
-from colograd.extensions.tools.conversations import Conversations
-from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
-from colograd.extensions.tools.toolbox import Toolbox
 from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
@@ -38,23 +35,12 @@ from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.custom import CustomRollouts
 from colograd.rollout.dynamic import DynamicRound
 from colograd.rollout.stages import Stages
-from colograd.runtime import process
+from colograd.runtime import process, registry
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 # Completions of very different lengths.
 SAMPLING = Sampling(n=4, max_tokens=40, temperature=1.0, options={"stop_token_ids": list(range(0, 256, 16))})
 Groups = Sequence[Group]
-
-
-class EachTurnCalls(ToolFormat):
-    """Reads a call out of whatever a random model writes."""
-
-    def __init__(self, tokenizer: Any, name: str) -> None:
-        super().__init__(tokenizer, {})
-        self.name = name
-
-    def read(self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Any) -> tuple[dict, list[ToolCall]]:
-        return {"role": "assistant", "content": ""}, [ToolCall(self.name, {"a": ids[0] % 10, "b": len(ids)})]
 
 
 class Cases:
@@ -126,6 +112,20 @@ class Cases:
         return self._conversations("hangs", 0.2)
 
     def _conversations(self, name: str, timeout: float | None) -> Groups:
+        from colograd.extensions.tools.conversations import Conversations
+        from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
+        from colograd.extensions.tools.toolbox import Toolbox
+
+        class EachTurnCalls(ToolFormat):
+            """Reads a call out of whatever a random model writes."""
+
+            def __init__(self, tokenizer: Any, name: str) -> None:
+                super().__init__(tokenizer, {})
+                self.name = name
+
+            def read(self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Any) -> tuple[dict, list[ToolCall]]:
+                return {"role": "assistant", "content": ""}, [ToolCall(self.name, {"a": ids[0] % 10, "b": len(ids)})]
+
         box = Toolbox([getattr(tool_cases, name)], tool_cases.Counter, workers=2, timeout=timeout)
         rules = PromptRules(self.tokenizer, 200, "drop", {}, "rows")
         talks = Conversations(self.engine, box, EachTurnCalls(self.tokenizer, name), rules, 2)
@@ -185,7 +185,8 @@ def main() -> None:
         return step()
 
     engine.core.step = counted
-    for name in CASES:
+    tooled = () if "tools" in registry.installed() else ("tools", "late_tools")
+    for name in (case for case in CASES if case not in tooled):
         before, found = steps, {}
         work: Callable[[], Groups | None] = getattr(cases, name)
         try:

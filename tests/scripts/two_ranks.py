@@ -32,7 +32,6 @@ import torch
 from datasets import Dataset
 
 from colograd import GRPOTrainer
-from colograd.extensions.images.towers import tower_layers
 
 RANK = int(os.environ.get("RANK", "0"))
 TRAFFIC = ("reduced", "gathered", "published")
@@ -90,6 +89,7 @@ def fail_in_backward(model) -> None:
 
 def raise_in(model) -> None:
     """In the middle of the tower's forward."""
+    from colograd.extensions.images.towers import tower_layers
 
     def fail(*_) -> None:
         hook.remove()

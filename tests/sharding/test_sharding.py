@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import launcher
 import pytest
 import torch
+from needs import has
 from paths import SCRIPTS
 
 from colograd.batch import LossOutput
@@ -28,7 +29,7 @@ from colograd.training.adamw_split import AdamWSplit
 
 SCRIPT = SCRIPTS / "sharded_ranks.py"
 WAYS = ("none", "optimizer", "gradients", "fsdp")
-ON_HOST = ("none on the host", "optimizer on the host", "gradients on the host")
+ON_HOST = ("none on the host", "optimizer on the host", "gradients on the host") if has("offload") else ()
 EACH = (*WAYS, *ON_HOST)
 DTYPES = ("bfloat16", "float32")
 MOMENTS = {"bfloat16": 10, "float32": 8}  # bytes of optimizer state per parameter

@@ -17,6 +17,7 @@ from typing import Any
 import engine_ranks
 import pytest
 import tiny
+from needs import case
 from paths import SCRIPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -155,8 +156,8 @@ def test_two_nodes_train_and_save_and_go_on_after_one_of_them_was_killed(nodes, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sharding": "tensor+gradients", "vllm_tensor_parallel_size": 2},
-        {"sharding": "gradients", "sequence_parallel_size": 2},
+        case({"sharding": "tensor+gradients", "vllm_tensor_parallel_size": 2}, "tensor_parallel"),
+        case({"sharding": "gradients", "sequence_parallel_size": 2}, "sequence_parallel"),
     ],
 )
 def test_the_ranks_of_each_node_share_an_engine_or_rows(

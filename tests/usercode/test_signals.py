@@ -11,7 +11,6 @@ from pathlib import Path
 
 from reward_cases import terminated
 
-from colograd.extensions.evaluation.python_runner import run_python
 from colograd.usercode.programs import CommandProgram
 from colograd.usercode.worker_pool import WorkerPool
 
@@ -86,11 +85,3 @@ def test_commands_get_the_usual_signals() -> None:
     """Python ignores SIGPIPE, which an exec'd program would inherit."""
     shell = CommandProgram(("sh", "-c", "grep SigIgn /proc/self/status | cut -f2 | sed 's/.*/\"&\"/'"), {}, {})
     assert int(shell.future.result(PATIENCE).value, 16) & 1 << (signal.SIGPIPE - 1) == 0
-
-
-def test_a_terminated_model_program_runs_again() -> None:
-    first = (
-        "import os, signal\nif not os.path.exists('x'):\n    open('x', 'w')\n    os.kill(os.getpid(), signal.SIGTERM)"
-    )
-    assert run_python(first, 60).passed
-    assert not run_python("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", 60).passed

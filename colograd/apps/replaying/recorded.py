@@ -15,7 +15,6 @@ import torch
 from ...batch import Group, Prompt, SampledStep
 from ...checkpoint.folders import complete_steps
 from ...config import GRPOConfig
-from ...extensions.images.data import ImageReader
 from ...rollout.figures import read_figures
 from ...rollout.sampler import Sampler
 from ...rollout.store import About, JournalError, RolloutStore, files_of
@@ -58,9 +57,7 @@ def steps_named(first: int, last: int) -> str:
 class ReplayStore(RolloutStore):
     """A run's store for a replay. It is read-only, and settings that only training depends on may differ."""
 
-    def __init__(
-        self, replay: Replay, rank: int, settings: Mapping[str, object], reader: ImageReader | None = None
-    ) -> None:
+    def __init__(self, replay: Replay, rank: int, settings: Mapping[str, object], reader: Any = None) -> None:
         super().__init__(replay.run, rank, settings, reader, OF_GROUPS)
         self.replay = replay
 

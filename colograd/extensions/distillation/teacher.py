@@ -31,7 +31,7 @@ from ...policy.lora import adapter_folder, unwrap
 from ...policy.outline import outline, to_pack
 from ...policy.packed_weights import packed_weights
 from ...policy.row_proof import choose_rows
-from ...policy.supported import Wanted, features
+from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead
 
@@ -198,8 +198,10 @@ def _check_one(config: GRPOConfig, policy: Policy) -> None:
             f"have to be made anew: choose a teacher of {own}."
         )
     settings = source.quantization
+    wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
+    check_installed(wanted)
     for kind in registry.hooks_of("quantized", "model_feature"):
-        kind().check(Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False))
+        kind().check(wanted)
     if settings is not None and config.offload_teacher:
         raise ValueError(
             "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."

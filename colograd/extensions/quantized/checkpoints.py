@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ...config import GRPOConfig
+from ...policy.supported import BASE_QUANTIZATION
 from .layers import is_4bit
 
 METHOD = "bitsandbytes"  # the only supported quantisation method
-FILE = "base_quantization.json"  # in a saved adapter's folder: its base must be loaded in the same way
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Quantization:
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write the settings and the policy's dtype into a saved adapter's folder: it fits only this base."""
         said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
-        Path(folder, FILE).write_text(json.dumps(said, indent=2) + "\n")
+        Path(folder, BASE_QUANTIZATION).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
     """Read the base's quantisation and the policy's dtype from a saved adapter's folder. None: nothing is recorded."""
-    file = Path(folder, FILE)
+    file = Path(folder, BASE_QUANTIZATION)
     if not file.is_file():
         return None
     said = json.loads(file.read_text())

@@ -1,0 +1,1 @@
+"""Recorded steps that are trained again, and the trainer that does it."""
