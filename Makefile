@@ -53,7 +53,7 @@ setup: $(STAMP) ## Make .venv with everything pinned; does nothing when it is up
 # The stamp is written last, so an interrupted set-up is repeated. Before that, packages pip was killed in the middle of
 # (INSTALLER is among the last files it writes) are dropped, since pip would take them for installed. What pip would
 # compile one file after another is compiled on all cores; a file that can't be (a template) is left.
-$(STAMP): $(REQUIREMENTS) setup.cfg
+$(STAMP): $(REQUIREMENTS) setup.cfg setup.py
 	@set -e; \
 	kind="$(KIND)"; \
 	if [ -z "$$kind" ]; then \
