@@ -1,4 +1,4 @@
-"""The SLURM scripts: what each task starts, and which ends queue the job again.
+"""The SLURM scripts: the program of each task, and the ends after which a job is queued again.
 
 Stand-ins for srun, scancel and scontrol start the tasks, and send the signals in SLURM's order.
 """
@@ -86,7 +86,7 @@ class Job:
                 os.killpg(int(task), number)
 
     def end(self) -> tuple[int, str]:
-        """The script's status, and what it told scontrol to queue again."""
+        """The script's status, and its request to scontrol."""
         status = self.script.wait(timeout=60)
         requeued = self.notes / "requeued"
         return status, requeued.read_text().strip() if requeued.exists() else ""
