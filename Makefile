@@ -40,7 +40,7 @@ $(error VERSION is empty, but says which vLLM is tested: make test-vllm VERSION=
 endif
 endif
 
-.PHONY: help setup model train test test-all test-v2 test-vllm lint format bench gpu-check records docs site clean distclean
+.PHONY: help setup model train test test-all test-v2 test-vllm lint format bench gpu-check records docs site dist clean distclean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -53,7 +53,7 @@ setup: $(STAMP) ## Make .venv with everything pinned; does nothing when it is up
 # The stamp is written last, so an interrupted set-up is repeated. Before that, packages pip was killed in the middle of
 # (INSTALLER is among the last files it writes) are dropped, since pip would take them for installed. What pip would
 # compile one file after another is compiled on all cores; a file that can't be (a template) is left.
-$(STAMP): $(REQUIREMENTS) setup.cfg
+$(STAMP): $(REQUIREMENTS) setup.cfg setup.py
 	@set -e; \
 	kind="$(KIND)"; \
 	if [ -z "$$kind" ]; then \
@@ -138,6 +138,11 @@ $(SITE_VENV)/.installed: requirements/site.txt
 	"$(PYTHON)" -m venv --clear "$(SITE_VENV)"
 	"$(SITE_VENV)/bin/python" -m pip --disable-pip-version-check -qq install --no-deps -r requirements/site.txt
 	touch "$@"
+
+dist: $(STAMP) ## Build the source archive, and the wheel from it, into dist/
+	rm -rf dist
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
+	$(PIP) wheel --no-deps --no-build-isolation -w dist dist/*.tar.gz
 
 clean: ## Remove builds and caches; runs, models and .venv stay
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache tests/benchmarks/out

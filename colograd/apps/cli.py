@@ -10,8 +10,9 @@ from collections.abc import Sequence
 # Each command's arguments, its help, and its function, imported only when it runs.
 COMMANDS = {
     "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init:main"),
+    "recipes": ("[NAME ...] [--to FOLDER]", "list the recipes that come with Colograd, or copy some", ".recipes:main"),
     "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train:main"),
-    "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor:main"),
+    "doctor": ("[--config recipes/X.yaml [--any_flag value]]", "check a recipe, or the installation", ".doctor:main"),
     "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "show what fits GPUs", ".plan:main"),
     "eval": ("MODEL | CHECKPOINT | RUN --tasks gsm8k ifeval ...", "take tasks of lm-evaluation-harness", ".eval:main"),
     "export": ("CHECKPOINT FOLDER [--push REPO]", "write its model as a folder, an adapter merged", ".export:main"),

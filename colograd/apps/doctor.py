@@ -6,6 +6,9 @@ Prints the versions, the devices, how weights are published and the memory plan.
 real engine, scores and prints them, and compares their log-probabilities: the sampler's with the trainer's, and the
 trainer's rows with the model's own forward of each sequence. The exit status is 0 if all is well, 1 if a check failed,
 2 for bad input.
+
+Without arguments it checks the installation alone: packages, and a compiler where there is a GPU. It opens no GPU then,
+so it can run next to a training.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -25,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..runtime import process
+from ..runtime import gpus, process
 from ..train import start
 
 if TYPE_CHECKING:
@@ -59,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
+    if not argv:
+        return check_installation()
     if int(os.environ.get("RANK") or 0) == 0:
         with process.collector_at_rest():  # while torch is imported
             print(*versions(), *devices(), sep="\n", flush=True)
@@ -71,6 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report(trainer)
         finally:
             trainer.close()
+
+
+def check_installation() -> int:
+    """Print the versions and missing parts. Return 0 if nothing is missing, else 1."""
+    print(*versions(), sep="\n")
+    lacking = [] if importlib.util.find_spec("vllm") else ["vLLM (the extra `vllm`, or `cpu`)"]
+    lacking += lacking_for_triton() if gpus.nodes() else []
+    print(f"FAILED: {' and '.join(lacking)} is missing: install it" if lacking else "all is well")
+    return 1 if lacking else 0
 
 
 def report(trainer: GRPOTrainer) -> int:

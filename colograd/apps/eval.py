@@ -250,7 +250,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
     from ..config import parse_arguments
     from ..extensions.evaluation.harness import HarnessBenchmark, Rules
     from ..parallel.ranks import gather, on_all_ranks
-    from ..policy.loading import check_tokenizer
+    from ..policy.loading import chat_template, check_tokenizer
     from ..runtime.hub import check_model_name
     from ..training.assembly import engine_alone
 
@@ -266,7 +266,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
         tokenizer = AutoTokenizer.from_pretrained(served, revision=revision, trust_remote_code=trust)
         check_tokenizer(tokenizer)
         if config.chat_template_path is not None:
-            tokenizer.chat_template = Path(config.chat_template_path).read_text()
+            tokenizer.chat_template = chat_template(config.chat_template_path)
     context = int(getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31)
     context = min(context, config.vllm_max_model_length or context)
     with on_all_ranks("the tasks' questions"):

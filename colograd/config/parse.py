@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+from ..runtime.shipped import file_or_shipped, is_shipped, near_names
 from .grpo import GRPOConfig
 from .knob import never_none, rules_of, unknown_name, unused_lines, without_nones, without_removed
 from .model import ModelConfig
@@ -24,8 +25,10 @@ MAPPINGS = (*GRPOConfig._VALID_DICT_FIELDS, "dataset_kwargs")
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, Path | None]:
-    """Read ``--config FILE.yaml`` and ``--any_flag value`` (the command line wins; ``--dict_field.key value`` sets one
-    entry of a mapping).
+    """Read ``--config RECIPE`` and ``--any_flag value``.
+
+    RECIPE is a YAML file's path, or the name of a shipped recipe. The command line wins; ``--dict_field.key value``
+    sets one entry of a mapping.
 
     Returns:
         The three groups, and the recipe's path if one was given.
@@ -42,7 +45,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
         )
     _check_known(rest)
     script, config, model = groups
-    config.notes = [*unused_lines(script), *config.notes]
+    shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
+    config.notes = [*shipped, *unused_lines(script), *config.notes]
     return script, config, model, recipe
 
 
@@ -137,8 +141,10 @@ def _take_config(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     try:
         options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError:
-        raise ValueError("--config needs the path of a YAML file: give one, such as recipes/*.yaml.") from None
-    return options.config, rest
+        raise ValueError(
+            "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
+        ) from None
+    return options.config and file_or_shipped(options.config), rest
 
 
 def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -175,7 +181,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
-            f"The recipe {str(path)!r} doesn't exist: give the path of a YAML file, such as recipes/*.yaml."
+            f"The recipe {str(path)!r} doesn't exist: give the path of a YAML file, or a name that `colograd recipes` "
+            f"lists ({near_names(path)})."
         )
     try:
         settings = yaml.safe_load(path.read_text()) or {}

@@ -28,6 +28,7 @@ from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
 from ..parallel.ranks import world_size
 from ..parallel.shards import parts_of
 from ..runtime import cpu_products, registry
+from ..runtime.shipped import file_or_shipped
 from .head import vocabulary_size
 from .layers import disable_dropout, largest_dropout, tells_routing, trained_elements
 from .logprobs import products_in_float32
@@ -218,7 +219,7 @@ def load_policy(
         )
     check_tokenizer(tokenizer)
     if config.chat_template_path is not None:
-        tokenizer.chat_template = _chat_template(config.chat_template_path)
+        tokenizer.chat_template = chat_template(config.chat_template_path)
         if processor is not None:
             processor.chat_template = tokenizer.chat_template
     if tokenizer.pad_token is None:
@@ -260,9 +261,10 @@ def check_tokenizer(given: Any) -> None:
     raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers: give one, or none.")
 
 
-def _chat_template(path: str) -> str:
+def chat_template(path: str) -> str:
+    """Read the file of `chat_template_path`; a shipped one has a path that begins with `recipes/chat_templates/`."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return file_or_shipped(Path(path)).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"chat_template_path is {path!r}, which can't be read ({error.strerror}): give a Jinja template's file."
@@ -364,8 +366,8 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) Give "
-            "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model` makes the "
-            "quickstart's."
+            "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model`, or "
+            "`python -m colograd.apps.quickstart.quickstart`, makes the quickstart's."
         ) from None
     finally:
         if not config.verbose:

@@ -54,7 +54,8 @@ def check_model_name(name: str, revision: str | None = None) -> None:
 def _nothing_there(name: str, why: str) -> ValueError:
     return ValueError(
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Give "
-        "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model` makes the quickstart's."
+        "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model`, or `python -m "
+        "colograd.apps.quickstart.quickstart`, makes the quickstart's."
     )
 
 

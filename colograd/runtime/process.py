@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from . import gpus
+from .shipped import file_or_shipped
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # "process:port" of a process that set its own variables of rank 0 of 1
@@ -54,7 +55,7 @@ def is_verbose(argv: Sequence[str]) -> bool:
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # the parser refuses such a command or file later
-        recipe = Path(words[words.index("--config") + 1]).read_text(encoding="utf-8")
+        recipe = file_or_shipped(Path(words[words.index("--config") + 1])).read_text(encoding="utf-8")
     return "--verbose" in words or bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
 
 

@@ -107,7 +107,7 @@ def _tokenizer() -> Any:
 
 def main() -> None:
     """Make the model folder."""
-    output = output_folder("colours")
+    output = output_folder("colours", "colours")
     make_model(output)
     print(f"colours: {output} made (a random Idefics3 of two layers)")
 

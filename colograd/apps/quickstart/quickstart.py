@@ -157,7 +157,7 @@ def _tokenizer(source: Path) -> Any:
 
 def main() -> None:
     """Make the model folder."""
-    output = output_folder("quickstart")
+    output = output_folder("quickstart", "SmolLM2-135M-Instruct")
     there = _is_complete(output)
     try:
         convert_model(output)

@@ -1,0 +1,45 @@
+"""Files that come with the package: recipes, chat templates, accelerate's configurations, jobs for schedulers."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+FOLDER, SUFFIX = "recipes", ".yaml"
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the shipped files: inside an installed package, next to it in a clone."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / FOLDER
+    return inside if inside.is_dir() else package.parent / FOLDER
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the shipped recipes, without `.yaml`."""
+    return sorted(path.stem for path in shipped_folder().glob(f"*{SUFFIX}"))
+
+
+def file_or_shipped(path: Path) -> Path:
+    """Return the path of the file that a user names: the user's own if it exists, else a shipped one.
+
+    ``grpo_qwen``, ``grpo_qwen.yaml`` and ``recipes/grpo_qwen.yaml`` name the same shipped file. A name without a file
+    is returned unchanged.
+    """
+    words = path.parts[1:] if path.parts[:1] == (FOLDER,) else path.parts
+    inside = bool(words) and not path.is_absolute() and ".." not in words
+    bases = [path, shipped_folder().joinpath(*words)] if inside else [path]
+    candidates = [Path(f"{base}{suffix}") for base in bases for suffix in ("", SUFFIX)]
+    return next((candidate for candidate in candidates if candidate.is_file()), path)
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether `file_or_shipped` took a file of an installed package."""
+    inside = Path(__file__).resolve().parents[1] / FOLDER
+    return path.resolve().is_relative_to(inside)
+
+
+def near_names(path: Path) -> str:
+    """Format the shipped recipes with names similar to a path's; without any, all names."""
+    names = shipped_names()
+    return ", ".join(difflib.get_close_matches(path.stem, names) or names)
