@@ -98,10 +98,11 @@ class SeamTrainer(Trainer):
         self.checkpointer.begin(checkpoint)
         self._open_records(checkpoint, search.is_wanted(resume_from_checkpoint))
         spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
+        output = None  # if a signal cuts the training
         with self.checkpointer.during_training():
             output = super().train(checkpoint, *args, **kwargs)
         self._end_records()
-        return output
+        return output or TrainOutput(self.state.global_step, 0.0, {})
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
         """Load a checkpoint of the run's last step, because transformers would train one more; None for other steps."""
