@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from reward_cases import terminated
 
 from colograd.extensions.evaluation.python_runner import run_python
@@ -23,8 +24,8 @@ from colograd.usercode.worker_pool import WorkerPool
 def helped():
     return subprocess.run(["sleep", "1"]).returncode
 
-signal.signal(signal.SIGTERM, lambda *_: None)
-signal.signal(signal.SIGINT, lambda *_: None)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+    signal.signal(number, lambda *_: None)
 pool = WorkerPool("rewards", {"helped": helped}, 1, None)
 call = pool.submit("helped", {})
 print("ready", flush=True)
@@ -64,7 +65,7 @@ def test_workers_outlive_sigterm_while_they_start() -> None:
 def test_signals_to_the_group_spare_rewards_programs() -> None:
     job = subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert job.stdout is not None and job.stdout.readline() == "ready\n"
-    for number in (signal.SIGTERM, signal.SIGINT) * 3:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2) * 2:
         time.sleep(0.2)
         os.killpg(job.pid, number)
     assert job.communicate(timeout=PATIENCE)[0] == "0\n" and job.returncode == 0
@@ -88,9 +89,8 @@ def test_commands_get_the_usual_signals() -> None:
     assert int(shell.future.result(PATIENCE).value, 16) & 1 << (signal.SIGPIPE - 1) == 0
 
 
-def test_a_terminated_model_program_runs_again() -> None:
-    first = (
-        "import os, signal\nif not os.path.exists('x'):\n    open('x', 'w')\n    os.kill(os.getpid(), signal.SIGTERM)"
-    )
-    assert run_python(first, 60).passed
-    assert not run_python("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", 60).passed
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_terminated_model_program_runs_again(number: str) -> None:
+    kill = f"os.kill(os.getpid(), signal.{number})"
+    assert run_python(f"import os, signal\nif not os.path.exists('x'):\n    open('x', 'w')\n    {kill}", 60).passed
+    assert not run_python(f"import os, signal\n{kill}", 60).passed
