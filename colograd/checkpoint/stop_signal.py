@@ -39,8 +39,8 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float) -> float | None:
     """Return the seconds until the process must be gone; None: nobody sets a limit.
 
-    Slurm tells a job's end, which matters after an early warning (``--signal=USR1@120``). It doesn't tell the seconds
-    between SIGTERM and SIGKILL, nor does Kubernetes.
+    Slurm sets a variable with a job's end. It counts after an early warning (``--signal=USR1@120``). Neither Slurm nor
+    Kubernetes sets one with the seconds between SIGTERM and SIGKILL.
 
     Args:
         now: seconds since 1970.
@@ -63,7 +63,7 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 
 
 class StopSignal:
-    """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps its deadline.
+    """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps the deadline.
 
     A second signal ends the run at once. A second Ctrl-C interrupts as it would without the handler.
 
@@ -83,7 +83,7 @@ class StopSignal:
         self.received = ""  # name of the first signal, of any rank if there is a deadline
         self.is_cut = False  # whether the round must end now
         self.status = status
-        self.tell: Callable[[str, float], None] = lambda name, seconds: None  # tells other ranks the seconds left
+        self.tell: Callable[[str, float], None] = lambda name, seconds: None  # sends the seconds left to other ranks
         self.cut: Callable[[], None] = lambda: None  # is called in the thread when the round must end
         self._speaks, self._stop_within = speaks, stop_within
         self._numbers = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
@@ -117,12 +117,17 @@ class StopSignal:
         if self._previous:
             signal.set_wakeup_fd(self._previous_descriptor)
             _descriptors.pop()
-            if self._end_at == float("inf"):
-                self.forget_deadline()
         self._previous = {}
+        if self._end_at == float("inf"):
+            self._end_thread()
 
     def forget_deadline(self) -> None:
-        """End the thread: the training has finished."""
+        """Let the process live on: the training has finished."""
+        self._cut_at = self._end_at = float("inf")
+        if not self._previous:  # else the C handler still writes into the socket
+            self._end_thread()
+
+    def _end_thread(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -168,7 +173,7 @@ class StopSignal:
                     self._end()
 
     def _take(self, name: str) -> None:
-        """Begin the stop at the first signal, and end it at a second one that isn't the launcher's copy of it."""
+        """Begin the stop at the first signal. End the process at a second one, unless a launcher repeated the first."""
         now = time.monotonic()
         if now - self._first > REPEATED:
             self.stop(name, 0.0)

@@ -202,7 +202,7 @@ class Checkpointer(TrainerCallback):
     def _cut_sampling(self) -> None:
         """Let the engine raise `Stopped` after its present step; called in the stop signal's thread.
 
-        Of several ranks that share an engine, only the first one calls its listeners.
+        If several ranks share an engine, only the first one calls its listeners.
         """
         if (engine := self.trainer.engine) is not None:
             engine.after_step.append(self._stop_sampling)

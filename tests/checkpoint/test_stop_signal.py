@@ -1,4 +1,4 @@
-"""The deadline of a stop: how long it is, what it does, and the exit status after it."""
+"""The deadline of a stop, its two moments, and the exit status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENCE = 60  # seconds
         (None, {"SLURM_JOB_END_TIME": "1120"}, 120.0),
         (5.0, {"SLURM_JOB_END_TIME": "1120"}, 5.0),
         (300.0, {"SLURM_JOB_END_TIME": "1120"}, 120.0),
-        (None, {"SLURM_JOB_END_TIME": "1000"}, None),  # SIGTERM at the time limit: KillWait isn't told
+        (None, {"SLURM_JOB_END_TIME": "1000"}, None),  # SIGTERM at the time limit: KillWait is unknown
         (None, {"SLURM_JOB_END_TIME": "unlimited"}, None),
     ],
 )
@@ -83,7 +83,7 @@ def test_unknown_stop_signals_are_refused(tmp_path) -> None:
 
 
 def test_signal_cuts_while_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python runs no handler during a call of C; other ranks are told, too."""
+    """Python runs no handler during a call of C; the deadline is sent to other ranks, too."""
     stop, cut, told = StopSignal(names=["SIGUSR1"], stop_within=0.2), threading.Event(), []
     monkeypatch.setattr(StopSignal, "_end", lambda self: None)
     stop.cut, stop.tell = cut.set, lambda *message: told.append(message)

@@ -120,7 +120,7 @@ def soak(kills: int, seed: int, ranks: int) -> dict[str, Any]:
 def stops(count: int, seed: int, ranks: int) -> dict[str, Any]:
     """Raises SystemExit, with what is wrong."""
     draw, found, slowest = random.Random(seed), Counter[str](), 0.0
-    settings = {"max_completion_length": 160, "max_steps": 4, "save_steps": 3, "report": False}
+    settings = {"max_completion_length": 160, "max_steps": 4, "report": False}
     limited = json.dumps({**settings, "stop_within": WITHIN, "exit_status_after_stop": 143})
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
