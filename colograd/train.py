@@ -41,13 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if trainer is None:
         return 2
     try:
-        run(trainer)
+        return run(trainer)
     except KeyboardInterrupt:  # the second Ctrl-C
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
         return 130
-    return 0
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
@@ -172,19 +171,23 @@ def _with_benchmarks(script: ScriptArguments, eval_dataset: Any, evaluates: bool
     return {script.dataset_test_split: eval_dataset, **names}
 
 
-def run(trainer: GRPOTrainer) -> None:
-    """Train, then save the model, the state and the card, and push them with ``push_to_hub``."""
+def run(trainer: GRPOTrainer) -> int:
+    """Train, then save the model, the state and the card, and push them with ``push_to_hub``.
+
+    Returns:
+        The exit status: 0, or after a signal `exit_status_after_stop`.
+    """
     from colograd.reporting.console import reward_ends
 
     config = trainer.args
     trainer.train()
-    state = trainer.state
-    if stopped := trainer.checkpointer.stop_signal.received:
+    state, stop_signal = trainer.state, trainer.checkpointer.stop_signal
+    if stop_signal.received and state.global_step < state.max_steps:
         trainer.console.say(
-            f"stopped by {stopped} at step {state.global_step} of {state.max_steps}, with a checkpoint: the same "
-            "command goes on from it with resume_from_checkpoint: auto"
+            f"stopped by {stop_signal.received} at step {state.global_step} of {state.max_steps}: the same command "
+            "goes on from there with resume_from_checkpoint: auto"
         )
-        return
+        return stop_signal.status
     trainer.save_model(config.output_dir)
     trainer.save_state()
     if config.push_to_hub:
@@ -196,6 +199,7 @@ def run(trainer: GRPOTrainer) -> None:
     report = f"; what it did is in {folder}/report.html" if config.report else ""
     trainer.console.say(f"saved to {folder}{reward_ends(rewards)}{report}")
     trainer.close()
+    return 0
 
 
 if __name__ == "__main__":

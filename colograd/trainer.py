@@ -303,10 +303,11 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             checkpoint, finished = self._begin_training(resume_from_checkpoint)
             if finished is not None:
                 return finished
+            output = None  # if a signal cuts the training
             with self.checkpointer.during_training():
                 output = super().train(checkpoint, *args, **kwargs)
             self._end_records()
-            return output
+            return output or TrainOutput(self.state.global_step, 0.0, {})
 
     def _inner_training_loop(
         self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: str | None = None,

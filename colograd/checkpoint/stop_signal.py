@@ -1,46 +1,205 @@
-"""SIGTERM and Ctrl-C. They are recorded here, and the trainer acts on them at the end of a step."""
+"""Signals that stop a run: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C, and the deadline of such a stop.
+
+A stop without a deadline ends the round: the trainer reads `StopSignal.received` at the end of each step. With a
+deadline, a thread acts at two moments. `schedule` computes them. At the first one it sets `is_cut`: the engine stops
+between two of its steps, or training between two optimizer steps. At the second one it ends the process by force,
+because a long backward pass, reward function or save can't be interrupted. Nothing is lost then: scored groups are in
+the rollout log, and half a checkpoint is none.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import sys
 import threading
+import time
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+INTERRUPT = "Ctrl-C"
+REPEATED = 2.0  # seconds in which a launcher may send the scheduler's signal again
+RESERVE = 10.0  # seconds kept for the end of the run, if the deadline leaves twice as many
+MARGIN = 1.0  # seconds before the deadline at which the process ends by force
+TERMINATED = 143  # status of a process that SIGTERM ended, 128 + 15
+# A scheduler that restarts a job by its exit status, or counts status 0 as success, sets a variable with this prefix.
+SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
+
+
+def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
+    """Return the exit status after a stop: `exit_status_after_stop`, or 143 under a scheduler and 0 elsewhere."""
+    if setting is not None:
+        return setting
+    return TERMINATED if any(name.startswith(SCHEDULERS) for name in environ) else 0
+
+
+def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float) -> float | None:
+    """Return the seconds until the process must be gone; None: nobody sets a limit.
+
+    Slurm sets a variable with a job's end. It counts after an early warning (``--signal=USR1@120``). Neither Slurm nor
+    Kubernetes sets one with the seconds between SIGTERM and SIGKILL.
+
+    Args:
+        now: seconds since 1970.
+    """
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    limits = [float(end) - now] if end.isdigit() else []
+    limits = [limit for limit in limits if limit > 0] + ([] if stop_within is None else [stop_within])
+    return min(limits, default=None)
+
+
+def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
+    """Return after how many seconds the round is cut, and after how many the process ends by force.
+
+    Args:
+        seconds: seconds until the deadline.
+        save_seconds: seconds that the last checkpoint took.
+    """
+    reserve = max(RESERVE, 2 * save_seconds)
+    return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 10)
 
 
 class StopSignal:
-    """A handler that records a signal, so that the trainer can write a checkpoint before it stops.
+    """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps the deadline.
 
-    A second Ctrl-C interrupts at once, as it would without the handler.
+    A second signal ends the run at once. A second Ctrl-C interrupts as it would without the handler.
 
     Args:
         speaks: answer Ctrl-C with a line, because the end of the round may take a while.
+        names: signals that stop the run in addition to Ctrl-C.
+        stop_within: seconds from a signal to the end of the process; None: the environment's limit, if it has one.
+        status: exit status after a stop.
     """
 
-    def __init__(self, speaks: bool = False) -> None:
-        self.received = ""  # name of the first signal
-        self._speaks = speaks
+    save_seconds = 0.0  # seconds that the last checkpoint took
+
+    def __init__(
+        self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
+        status: int = 0,
+    ) -> None:  # fmt: skip
+        self.received = ""  # name of the first signal, of any rank if there is a deadline
+        self.is_cut = False  # whether the round must end now
+        self.status = status
+        self.tell: Callable[[str, float], None] = lambda name, seconds: None  # sends the seconds left to other ranks
+        self.cut: Callable[[], None] = lambda: None  # is called in the thread when the round must end
+        self._speaks, self._stop_within = speaks, stop_within
+        self._numbers = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
         self._previous: dict[int, Any] = {}
+        self._previous_descriptor = -1
+        self._reset()
+
+    def _reset(self) -> None:
+        self.received, self.is_cut = "", False
+        self._first = self._cut_at = self._end_at = float("inf")  # of time.monotonic
+        self._socket: socket.socket | None = None  # the C handler writes each signal's number into it
 
     def install(self) -> None:
         """Install the handlers. Only the main thread can; in another (a notebook's worker) this does nothing."""
-        self.received = ""
-        if threading.current_thread() is threading.main_thread() and not self._previous:
-            self._previous = {number: signal.signal(number, self._notice) for number in NAMES}
+        if threading.current_thread() is not threading.main_thread() or self._previous:
+            self.received = ""
+            return
+        self._reset()
+        ours, self._socket = socket.socketpair()
+        self._socket.setblocking(False)
+        # Python's handlers wait for the end of a call of C, such as a collective. The thread doesn't.
+        self._previous_descriptor = signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+        _descriptors.append(self._socket.fileno())
+        threading.Thread(target=self._watch, args=(ours,), name="colograd-stop", daemon=True).start()
+        self._previous = {number: signal.signal(number, self._notice) for number in self._numbers}
 
     def remove(self) -> None:
-        """Restore the former handlers."""
+        """Restore the former handlers. A deadline stays."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._previous:
+            signal.set_wakeup_fd(self._previous_descriptor)
+            _descriptors.pop()
         self._previous = {}
+        if self._end_at == float("inf"):
+            self._end_thread()
+
+    def forget_deadline(self) -> None:
+        """Let the process live on: the training has finished."""
+        self._cut_at = self._end_at = float("inf")
+        if not self._previous:  # else the C handler still writes into the socket
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def stop(self, name: str, seconds: float) -> None:
+        """Stop this rank within so many seconds. Another rank got the signal. Callable in any thread."""
+        now = time.monotonic()
+        self.received = self.received or name
+        self._first = min(self._first, now)
+        if now + seconds < self._end_at:
+            cut, end = schedule(seconds, self.save_seconds)
+            self._cut_at, self._end_at = min(self._cut_at, now + cut), now + end
+        if (waker := self._socket) is not None:
+            with contextlib.suppress(OSError):
+                waker.send(b"\0")
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received:
             self.remove()
             raise KeyboardInterrupt
-        self.received = self.received or NAMES[signal.Signals(number)]
+        self.received = self.received or self._numbers[signal.Signals(number)]
         if number == signal.SIGINT and self._speaks:  # not with print: the signal may interrupt one
             os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
+
+    # -- the thread
+
+    def _watch(self, signals: socket.socket) -> None:
+        with signals:
+            while True:
+                until = self._end_at if self.is_cut else self._cut_at
+                signals.settimeout(None if until == float("inf") else max(0.01, until - time.monotonic()))
+                with contextlib.suppress(TimeoutError):
+                    if not (numbers := signals.recv(64)):
+                        return
+                    for name in (self._numbers.get(number) for number in numbers):
+                        if name not in (None, INTERRUPT):
+                            self._take(name)
+                now = time.monotonic()
+                if now >= self._cut_at and not self.is_cut:
+                    self.is_cut = True
+                    self.cut()
+                if now >= self._end_at:
+                    self._end()
+
+    def _take(self, name: str) -> None:
+        """Begin the stop at the first signal. End the process at a second one, unless a launcher repeated the first."""
+        now = time.monotonic()
+        if now - self._first > REPEATED:
+            self.stop(name, 0.0)
+            self.tell(name, 0.0)
+            return
+        is_first, self._first = self._first == float("inf"), min(self._first, now)
+        self.received = self.received or name
+        if is_first and (seconds := seconds_left(self._stop_within, os.environ, time.time())) is not None:
+            self.stop(name, seconds)
+            self.tell(name, seconds)
+
+    def _end(self) -> NoReturn:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        line = (
+            f"colograd: {self.received}: stopped at once, as its time is over; the same command goes on from the last "
+        )
+        os.write(2, (line + "checkpoint and the rollout log with resume_from_checkpoint: auto\n").encode())
+        os._exit(self.status)
+
+
+def _detach_child() -> None:
+    """Keep a forked child's signals from the trainer's thread."""
+    if _descriptors:
+        signal.set_wakeup_fd(-1)
+
+
+_descriptors: list[int] = []  # file descriptors that the C handler writes into
+os.register_at_fork(after_in_child=_detach_child)

@@ -160,6 +160,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._take_kernels()
         self.notes.extend(self._drop_what_is_done_anyway())
         self._resolve_evaluation()
+        self._check_stop_signals()
         self._check_weights()
         self._check_loss()
         self._check_ranks()

@@ -10,6 +10,8 @@ from transformers import TrainingArguments
 
 from .knob import knob
 
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # reward workers ignore these, see usercode/worker_process.py
+
 
 @dataclass
 class SavingKnobs(TrainingArguments):
@@ -25,6 +27,33 @@ class SavingKnobs(TrainingArguments):
         "Checkpoints in a row that can't be written (a full disk, say) before the run ends with the error.",
         at_least=1,
     )
+    stop_signals: list[str] = knob(
+        [*STOP_SIGNALS],
+        "Signals that stop the run with a checkpoint at the end of the round, as Ctrl-C does. A second one, more than "
+        "two seconds later, ends it at once.",
+    )
+    stop_within: float | None = knob(
+        None,
+        "Seconds from such a signal to the end of the process. A round that can't end in time is cut: decoding stops, "
+        "a checkpoint of the last finished round is written, and the rollout log has the scored groups. Unset: the "
+        "round is finished, or cut before SLURM_JOB_END_TIME. Set it to less than a scheduler's grace period.",
+        above=0,
+        must_be="above 0",
+    )
+    exit_status_after_stop: int | None = knob(
+        None,
+        "Exit status of `colograd train` after such a stop. Unset: 143 where SLURM_JOB_ID, KUBERNETES_SERVICE_HOST or "
+        "a variable of SkyPilot is set, since schedulers take 0 for a finished job; else 0. A finished training: 0.",
+        at_least=0,
+        at_most=255,
+        must_be="from 0 to 255",
+        remedy="143 is the status of a process that SIGTERM ended",
+    )
+
+    def _check_stop_signals(self) -> None:
+        """Refuse signals that a run can't handle."""
+        if wrong := [name for name in self.stop_signals if name not in STOP_SIGNALS]:
+            raise ValueError(f"stop_signals has {wrong[0]!r}: choose from {', '.join(STOP_SIGNALS)}.")
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
         """Resolve ``save_on_each_node``: it is also on if nodes share no file system."""

@@ -107,6 +107,20 @@ def telling(what: str) -> Iterator[None]:
         raise
 
 
+stop_listeners: list[Callable[[str, float], None]] = []  # called with another rank's signal and the seconds left
+
+
+def tell_stop(name: str, seconds: float) -> None:
+    """Tell the other ranks that this rank got a signal, and that all must be gone after so many seconds."""
+    if _present is not None:
+        _present.tell_stop(name, seconds)
+
+
+def _stop(name: str, seconds: float) -> None:
+    for listener in stop_listeners:
+        listener(name, seconds)
+
+
 def leave() -> None:
     """End the failure detection: no collective follows, and ranks may end at any time. A new `waiting` restarts it."""
     global _present
@@ -186,6 +200,14 @@ class FailureDetector:
         """Send a failure of this rank to the ranks that wait for it in the present section."""
         text = f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
         self._send_fault(Fault(self.rank, self._section, text))
+
+    def tell_stop(self, name: str, seconds: float) -> None:
+        """See the module's `tell_stop`."""
+        if self._hub is not None:
+            self._hub.tell_stop(name, seconds)
+        else:
+            with contextlib.suppress(OSError):  # rank 0 is gone, and all ranks detect that
+                self._send(stop=name, seconds=seconds)
 
     def _fault(self) -> Fault | None:
         """Return the first fault of a rank that has left the present section or has ended."""
@@ -291,6 +313,8 @@ class FailureDetector:
                 if "stage" in message:
                     self._last_stage = message["stage"]
                     self._signs += 1
+                elif "stop" in message:
+                    _stop(message["stop"], message["seconds"])
                 else:
                     self._receive(Fault(**message))
         except OSError as error:
@@ -354,6 +378,12 @@ class _Coordinator:
             self._faults.append(fault)
             for caller in self._callers:
                 self._send_fault(caller, fault)
+
+    def tell_stop(self, name: str, seconds: float) -> None:
+        """Tell all other ranks of a signal; see the module's `tell_stop`."""
+        with self._lock:
+            for caller in self._callers:
+                self._send(caller, stop=name, seconds=seconds)
 
     def exchange_signs(self, passed: float) -> list[Fault]:
         """Send a sign of life to all other ranks, and return the faults of ranks that sent none for too long.
@@ -444,6 +474,9 @@ class _Coordinator:
         elif "stage" in message:
             caller.stage = message["stage"]
             caller.signs += 1
+        elif "stop" in message:
+            _stop(message["stop"], message["seconds"])
+            self.tell_stop(message["stop"], message["seconds"])
         else:
             fault = Fault(**message)
             caller.last_words = fault.text

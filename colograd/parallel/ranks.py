@@ -84,6 +84,13 @@ class RankError(RuntimeError):
     says_all = True  # see `process.tell_briefly`
 
 
+class Stopped(Exception):
+    """The end of a round before its last step: the run's time is over (`stop_within`). All ranks raise it together."""
+
+
+SHARED = (torch.OutOfMemoryError, Stopped)  # failures of one rank that all ranks raise; the last one goes first
+
+
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
     """Run the body on all ranks; if it raises on any rank, every rank raises. A collective.
@@ -96,6 +103,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
     Raises:
         RankError: another rank failed. The failing rank raises its own exception.
         torch.OutOfMemoryError: ranks only ran out of memory. Every rank raises it, so that all can try again.
+        Stopped: ranks only stopped early. Every rank raises it.
     """
     failure: BaseException | None = None
     watchdog.progress(what)
@@ -104,17 +112,20 @@ def on_all_ranks(what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     if world_size() > 1:
-        memory = isinstance(failure, torch.OutOfMemoryError)
+        shared = next((kind for kind in SHARED if isinstance(failure, kind)), None)
         try:
-            reports = gather(None if failure is None else (memory, f"{type(failure).__name__}: {failure}"))
+            reports = gather(None if failure is None else (shared, f"{type(failure).__name__}: {failure}"))
         except RuntimeError as lost:  # another rank has ended; a failure of this rank is the better message
             raise (failure or lost) from None
         failures = [(other, *report) for other, report in enumerate(reports) if report is not None]
-        faults = [f"Rank {other} failed in {what}: {text}" for other, of_memory, text in failures if not of_memory]
-        if faults and (failure is None or memory):
+        faults = [f"Rank {other} failed in {what}: {text}" for other, kind, text in failures if kind is None]
+        if faults and (failure is None or shared):
             raise RankError(faults[0])
-        if failures and not faults and failure is None:
-            raise torch.OutOfMemoryError(f"Rank {failures[0][0]} failed in {what}: {failures[0][2]}")
+        if failures and not faults:
+            kind = max((kind for _, kind, _ in failures if kind), key=SHARED.index)
+            if shared is not kind:
+                other, _, text = next(report for report in failures if report[1] is kind)
+                raise kind(f"Rank {other} failed in {what}: {text}") from failure
     if failure is not None:
         raise failure
 

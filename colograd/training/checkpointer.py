@@ -29,12 +29,14 @@ from ..checkpoint import folders, writing
 from ..checkpoint.host_files import HostFiles, saving_model
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
-from ..checkpoint.stop_signal import StopSignal
+from ..checkpoint.stop_signal import StopSignal, exit_status
 from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
 from ..data import PromptStream
-from ..parallel.ranks import gather, on_all_ranks, rank, world_size
+from ..parallel import faults
+from ..parallel.ranks import Stopped, gather, on_all_ranks, rank, world_size
 from ..policy.supported import features
+from ..rollout.rounds import PlainRound
 from ..sharding.weight_files import load_renamed, load_whole, saved_names, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
@@ -54,7 +56,12 @@ class Checkpointer(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.args: GRPOConfig = trainer.args
-        self.stop_signal = StopSignal(speaks=trainer.is_world_process_zero())
+        args = self.args
+        status = exit_status(args.exit_status_after_stop, os.environ)
+        speaks = trainer.is_world_process_zero()
+        self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
+        self.stop_signal.tell, self.stop_signal.cut = faults.tell_stop, self._cut_sampling
+        self._newest = 0  # step of the newest checkpoint of this run, written or under way
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)
@@ -106,6 +113,7 @@ class Checkpointer(TrainerCallback):
     def begin(self, checkpoint: str | None) -> None:
         """Print where the run begins; set a streamed dataset or a curriculum to the prompts after the checkpoint."""
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
+        self._newest = 0 if checkpoint is None else folders.step_of(checkpoint)
         if checkpoint is not None:
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
             with on_all_ranks("the checkpoint's settings"):
@@ -146,14 +154,27 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end."""
+        """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end.
+
+        A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together.
+        """
         self.stop_signal.install()
+        faults.stop_listeners[:] = [self.stop_signal.stop]
         ends_by_error = True
         try:
-            yield
+            try:
+                yield
+            except Stopped:
+                self._save_after_cut()
             self.settle(wait=True)
             ends_by_error = False
+            state = self.trainer.state
+            if state.global_step >= state.max_steps:
+                self.stop_signal.forget_deadline()
         finally:
+            faults.stop_listeners.clear()
+            if self.stop_signal.is_cut:
+                self._sample_on()
             self.finish_alone()  # if the run ends by an error
             # A launcher that has seen one rank die sends the others a SIGTERM. The handler stays, so that this rank can
             # still print its error. `GRPOTrainer.close` removes it.
@@ -162,17 +183,57 @@ class Checkpointer(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Postpone a save to the end of the round; turn a signal on any rank into a save and a stop on all."""
-        stops, saves = zip(*gather((self.stop_signal.received, self.writer.state())), strict=True)
+        stop_signal = self.stop_signal
+        stops, cuts, saves = zip(*gather((stop_signal.received, stop_signal.is_cut, self.writer.state())), strict=True)
         self.settle(wait=False, states=saves)
-        stop = any(stops)
-        due = self._is_due or control.should_save or stop
+        stop: str = next(filter(None, stops), "")
+        stop_signal.received = stop_signal.received or stop  # all ranks end alike
+        if any(cuts) and not self.trainer.at_boundary():
+            raise Stopped(f"{stop} in the middle of a round")
+        due = self._is_due or control.should_save or bool(stop)
         control.should_save = due and self.trainer.at_boundary()
         self._is_due = due and not control.should_save
         if stop and control.should_save:
             self.trainer.console.warn(
-                f"{next(filter(None, stops))}: a checkpoint of step {state.global_step} is written, then the run ends."
+                f"{stop}: a checkpoint of step {state.global_step} is written, then the run ends."
             )
             control.should_training_stop = True
+
+    def _cut_sampling(self) -> None:
+        """Let the engine raise `Stopped` after its present step; called in the stop signal's thread.
+
+        If several ranks share an engine, only the first one calls its listeners.
+        """
+        if (engine := self.trainer.engine) is not None:
+            engine.after_step.append(self._stop_sampling)
+
+    def _stop_sampling(self) -> None:
+        raise Stopped(f"{self.stop_signal.received} while the engine sampled")
+
+    def _sample_on(self) -> None:
+        """Undo `_cut_sampling`."""
+        if (engine := getattr(self.trainer, "engine", None)) is not None and self._stop_sampling in engine.after_step:
+            engine.after_step.remove(self._stop_sampling)
+
+    def _save_after_cut(self) -> None:
+        """Save the last finished round, if it has no checkpoint and the run can resume from its state. A collective.
+
+        A round that was cut before its last optimizer step has no such state. The resumed run then takes the round's
+        groups from the rollout log, and trains its steps again.
+        """
+        trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
+        self._sample_on()
+        self._is_due, trainer.control.should_training_stop = False, True
+        keeps_nothing = type(trainer.round).save is PlainRound.save  # else the cut round may have changed its state
+        is_new = step > self._newest and trainer.at_boundary() and keeps_nothing
+        trainer.console.warn(
+            f"{name}: the round was cut, as its time is over; scored groups are in the rollout log"
+            + (f", and a checkpoint of step {step} is written" if is_new else "")
+        )
+        if is_new:
+            self.save()
+        trainer.is_in_train = False
+        trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_due:  # a callback ended the run in the middle of a round
@@ -218,6 +279,7 @@ class Checkpointer(TrainerCallback):
             return False
         finally:
             self._in_background = False
+        self._newest = state.global_step
         self.writer.begin(save, in_background=not why)
         if why or is_last:
             if not self.settle(wait=True):
@@ -392,6 +454,7 @@ class Checkpointer(TrainerCallback):
         if unknown is not None and not wait:
             return False
         self.writer.present = None
+        self.stop_signal.save_seconds = save.seconds
         error = next(filter(None, found), "")
         if unknown is None:
             self._tidy(save.aside.parent)

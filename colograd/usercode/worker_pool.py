@@ -2,8 +2,8 @@
 
 cloudpickle sends importable functions by name, and functions of a script or a notebook by value. A call that exceeds
 its time limit is killed with its process and the programs that it started. A process that is killed or dies is
-replaced. Workers ignore SIGTERM and Ctrl-C, because schedulers and terminals send these to every process of a job.
-Workers die with the trainer.
+replaced. Workers ignore Ctrl-C and the signals of `stop_signals`, because terminals and schedulers send these to every
+process of a job. Workers die with the trainer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 import cloudpickle
 
 from .calls import Outcome, raised_outcome
+from .worker_process import STOPS
 
 WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 600.0  # maximum seconds for a worker to import its functions, on a busy machine
@@ -100,7 +101,7 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the worker inherits the mask
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # the worker inherits the mask
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, str(WORKER), str(theirs.fileno())],

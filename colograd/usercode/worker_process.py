@@ -30,6 +30,7 @@ from typing import Any
 
 # Colograd's folder, and below its folders with the frames between the trainer's and the user's in a traceback.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # signals of schedulers, see `stop_signals`
 PER_TOKEN = ("completion_ids", "completion_mask")  # reward functions' keywords that are sent as arrays and bytes
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
@@ -142,32 +143,34 @@ def _end_with_parent() -> None:
 
 
 def _leave_signals_to_parent() -> None:
-    """Ignore Ctrl-C and SIGTERM, which reach all processes of a job: the trainer needs its workers to end the round.
+    """Ignore Ctrl-C and a scheduler's signals, which reach all processes of a job: the trainer needs its workers to end
+    the round.
 
-    SIGTERM isn't set to SIG_IGN, because children would inherit that, and user code must be able to terminate its own
-    children. It is blocked during a fork, because a child would lose a signal that arrives before it resets its
+    The signals aren't set to SIG_IGN, because children would inherit that, and user code must be able to terminate its
+    own children. They are blocked during a fork, because a child would lose a signal that arrives before it resets its
     handlers.
     """
-    term = [signal.SIGTERM]
 
     def ignore(number: int, frame: Any) -> None:
         pass
 
     def reset() -> None:
-        if signal.getsignal(signal.SIGTERM) is ignore:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in STOPS:
+            if signal.getsignal(number) is ignore:
+                signal.signal(number, signal.SIG_DFL)
         unblock()
 
     def block() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, term)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 
     def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, term)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, ignore)
+    for number in STOPS:
+        signal.signal(number, ignore)
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
-    unblock()  # the pool started this process with SIGTERM blocked
+    unblock()  # the pool started this process with these signals blocked
 
 
 if __name__ == "__main__":

@@ -180,8 +180,8 @@ def in_order(completions: list[Any], answer: list[str], log_extra: Any, **kwargs
 
 def terminated() -> list[Any]:
     """Get the signals of a job, and terminate a program and a forked child."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(os.getpid(), number)
     program = subprocess.Popen(["sleep", "10000"])
     program.terminate()
     child = os.fork()

@@ -24,6 +24,12 @@ def test_killed_at_any_moment_nothing_is_lost_or_paid_for_twice(ranks: int) -> N
     assert kill.soak(2, seed=ranks, ranks=ranks)["kills"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stops_end_in_time_and_lose_nothing(ranks: int) -> None:
+    assert kill.stops(12, seed=ranks, ranks=ranks)["stops"] == 12
+
+
 @pytest.mark.slow  # tests/parallel/test_faults.py has what is special about it
 def test_torchrun_starts_a_killed_group_of_ranks_anew(tiny_model: Path, tmp_path: Path) -> None:
     """`--max-restarts`: the second attempt meets in the store of the first, and goes on from checkpoint and journal."""

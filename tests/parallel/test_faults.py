@@ -105,6 +105,12 @@ def test_a_rank_may_leave_while_another_still_writes() -> None:
     assert [status for status, _ in run("leaves", ranks=3)] == [0, 0, 0]
 
 
+def test_a_signal_reaches_waiting_ranks() -> None:
+    for status, said in run("stops", ranks=3):
+        assert status == 0, said
+        assert "told: SIGTERM, 30 s" in said, said
+
+
 def test_one_rank_watches_nobody() -> None:
     @ends_together("training")
     def body() -> str:

@@ -7,7 +7,8 @@ Started by tests/parallel/test_faults.py and tests/training/test_nodes.py.
 FAULT: it `raises` in the middle; says that it failed and waits elsewhere (`tells`); fails before the others come
 (`early`); is `killed`, or the first rank instead (`first`), or while others wait where nothing wakes them (`stuck`);
 doesn't come within the 3 s that an exchange may take (`absent`). All fail alike, catch it and go on (`caught`); it ends
-in good order while the first still writes (`leaves`); all say in FOLDER that they wait for each other, and do (`cut`).
+in good order while the first still writes (`leaves`); it gets a scheduler's signal while the others wait
+(`stops`); all say in FOLDER that they wait for each other, and do (`cut`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def fail() -> None:
         with contextlib.suppress(ValueError), faults.telling("a step"):
             raise ValueError("no room on the last rank")
         time.sleep(15)
+    if FAULT == "stops":
+        faults.tell_stop("SIGTERM", 30.0)
+        time.sleep(2)
     if FAULT in ("raises", "early"):
         raise ValueError("no room on the last rank")
 
@@ -85,6 +89,7 @@ def main() -> None:
     atexit.register(lambda: print(f"at its end: {'waits' if dist.is_initialized() else 'has parted'}"))
     process.prepare_network()
     join(timedelta(seconds=LIMIT))
+    faults.stop_listeners.append(lambda name, seconds: print(f"told: {name}, {seconds:g} s", flush=True))
     begin()
     if FAULT == "early" and not is_failing():
         time.sleep(2)

@@ -11,6 +11,9 @@ end
   down, and every group was scored at least once.
 
 A run that ends before it is killed is followed by another, until there were as many kills as asked for.
+
+With --stops the run is stopped instead, by SIGTERM, SIGUSR1 or SIGUSR2 to one rank or to each of them, and has
+`stop_within` (5) seconds. Its rounds take longer than that. Every rank must end in time, with status 143.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +41,8 @@ from colograd.rollout.record_file import read_records  # noqa: E402
 PROGRAM = Path(__file__).with_name("run.py")
 STEPS = 10  # of run.py
 PROMPTS = 4  # of each
+WITHIN = 5.0  # seconds of a stop
+LATEST = 20.0  # seconds of training after which a stop comes at the latest
 Group = tuple[int, int]  # step of the weights, position of the prompt
 
 
@@ -110,13 +117,62 @@ def soak(kills: int, seed: int, ranks: int) -> dict[str, Any]:
     return dict(found)
 
 
+def stops(count: int, seed: int, ranks: int) -> dict[str, Any]:
+    """Raises SystemExit, with what is wrong."""
+    draw, found, slowest = random.Random(seed), Counter[str](), 0.0
+    settings = {"max_completion_length": 160, "max_steps": 4, "report": False}
+    limited = json.dumps({**settings, "stop_within": WITHIN, "exit_status_after_stop": 143})
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        model = tiny.make_model(folder / "model")
+        whole = launcher.run(PROGRAM, model, folder / "whole", "null", json.dumps(settings), ranks=ranks)
+        assert whole.returncode == 0, whole.stderr[-5000:]
+        expected = (folder / "whole" / "model.safetensors").read_bytes()
+        while found["stops"] < count:
+            run = folder / f"run-{found['runs']}"
+            found["runs"] += 1
+            ended = False
+            while not ended:
+                victim = draw.choice([*range(ranks), -1])
+                number = int(draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)))
+                stop = {"victim": victim, "seconds": draw.uniform(0.0, LATEST), "signal": number}
+                how = stop if found["stops"] < count else None
+                safe, before = recorded(run), {what: Counter(told(run, what)) for what in ("sampled", "scored")}
+                with launcher.apart(PROGRAM, model, run, json.dumps(how), limited, ranks=ranks) as started:
+                    done = [rank.wait() for rank in started]
+                    now = time.time()
+                said = "".join(f"\n{rank.stdout[-2000:]}\n{rank.stderr[-3000:]}" for rank in done)
+                for what, earlier in before.items():
+                    if again := safe & set(Counter(told(run, what)) - earlier):
+                        raise SystemExit(f"{stop}: {what} again, though recorded: {sorted(again)[:5]}")
+                ended = all(rank.returncode == 0 for rank in done)
+                if ended:
+                    continue
+                if [rank.returncode for rank in done] != [143] * ranks:
+                    raise SystemExit(f"{stop}: statuses {[rank.returncode for rank in done]}{said}")
+                seconds = now - float(said.partition("stopped at ")[2].split()[0])
+                slowest = max(slowest, seconds)
+                if seconds > WITHIN:
+                    raise SystemExit(f"{stop}: ended after {seconds:.1f} s{said}")
+                found["stops"] += 1
+                found["by force"] += "stopped at once" in said
+                found["cut"] += "the round was cut" in said
+            if (run / "model.safetensors").read_bytes() != expected:
+                raise SystemExit(f"run {run.name}: other weights than those of the undisturbed run")
+    return dict(found) | {"seconds at most": round(slowest, 1)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kill.py", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--stops", type=int, default=0, help="stop the run so many times instead")
     options = parser.parse_args(argv)
-    found = soak(options.kills, options.seed, options.ranks)
+    if options.stops:
+        found = stops(options.stops, options.seed, options.ranks)
+    else:
+        found = soak(options.kills, options.seed, options.ranks)
     print(
         f"{options.ranks} rank(s), seed {options.seed}: "
         + ", ".join(f"{count} {name}" for name, count in found.items())

@@ -1,8 +1,9 @@
-"""A small run that writes down what it samples and scores, and is killed. Started by kill.py.
+"""A small run that writes down what it samples and scores, and is killed or stopped. Started by kill.py.
 
-python run.py MODEL RUN_DIR KILL
+python run.py MODEL RUN_DIR KILL [SETTINGS]
 
-KILL: JSON, null or {victim, seconds} or {victim, event}; or a list of these, one for each of torchrun's attempts.
+KILL: JSON, null or {victim, seconds} or {victim, event}; or a list of these, one for each of torchrun's attempts. With
+{signal}, it is sent instead of SIGKILL. SETTINGS: JSON, of the GRPOConfig.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kill import PROMPTS, STEPS
 from colograd import GRPOTrainer
 
 MODEL, RUN_DIR, KILL = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+SETTINGS = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
 if isinstance(KILL, list):
     KILL = dict(enumerate(KILL)).get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 RANK = int(os.environ.get("RANK", "0"))
@@ -41,6 +43,10 @@ def tell(what: str, step: int, position: int) -> None:
 
 def die() -> None:
     os.write(2, b"\nkilled by itself\n")  # what kill.py looks for, whatever other ranks say of it
+    if "signal" in KILL:
+        print(f"stopped at {time.time()}", flush=True)
+        os.kill(os.getpid(), KILL["signal"])
+        return
     if KILL["victim"] < 0:
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -48,7 +54,7 @@ def die() -> None:
 
 def await_death() -> None:
     """From when the training begins."""
-    if KILL is None or KILL["victim"] not in (RANK, -1) or (KILL["victim"] < 0 and RANK):
+    if KILL is None or KILL["victim"] not in (RANK, -1) or ("signal" not in KILL and KILL["victim"] < 0 and RANK):
         return
     if "seconds" in KILL:
 
@@ -91,17 +97,20 @@ def main() -> None:
         reward,
         tiny.config(
             RUN_DIR,
-            max_steps=STEPS,
+            max_steps=SETTINGS.pop("max_steps", STEPS),
             shuffle_dataset=False,
             save_strategy="steps",
             save_steps=3,
             save_total_limit=2,
             **tiny.ONE_BY_ONE,
+            **SETTINGS,
         ),
         prompts.add_column("row", list(range(len(prompts)))),
     )
     await_death()
     trainer.train(resume_from_checkpoint="auto")
+    if trainer.checkpointer.stop_signal.received and trainer.state.global_step < trainer.state.max_steps:
+        sys.exit(trainer.checkpointer.stop_signal.status)
     trainer.save_model(str(RUN_DIR))
     trainer.close()
     print("the run has ended")

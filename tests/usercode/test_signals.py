@@ -22,8 +22,8 @@ from colograd.usercode.worker_pool import WorkerPool
 def helped():
     return subprocess.run(["sleep", "1"]).returncode
 
-signal.signal(signal.SIGTERM, lambda *_: None)
-signal.signal(signal.SIGINT, lambda *_: None)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+    signal.signal(number, lambda *_: None)
 pool = WorkerPool("rewards", {"helped": helped}, 1, None)
 call = pool.submit("helped", {})
 print("ready", flush=True)
@@ -63,7 +63,7 @@ def test_workers_outlive_sigterm_while_they_start() -> None:
 def test_signals_to_the_group_spare_rewards_programs() -> None:
     job = subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert job.stdout is not None and job.stdout.readline() == "ready\n"
-    for number in (signal.SIGTERM, signal.SIGINT) * 3:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2) * 2:
         time.sleep(0.2)
         os.killpg(job.pid, number)
     assert job.communicate(timeout=PATIENCE)[0] == "0\n" and job.returncode == 0

@@ -45,7 +45,9 @@ from .turns import SESSION
 
 POLL = 0.05  # seconds between two looks at the clock while there are no requests
 REWARD = "agent_reward"  # the rollout's column with the program's reward
-TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # status of a terminated command, and of a shell
+TERMINATED = {  # statuses of a command that a scheduler's signal ended, and of its shell
+    status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
+}
 GIVEN = ("base_url", "api_key", "model", "row")  # parameters that a function may take
 
 
@@ -256,7 +258,7 @@ class _RunningSessions:
                 yield self._group(prompt)
 
     def _runs_again(self, each: _Running) -> bool:
-        """Run a session again, once, if SIGTERM ended its command. A scheduler may send it to all processes of a job.
+        """Run a session again, once, if a scheduler's signal to all processes of the job ended its command.
 
         Return whether the session runs again.
         """

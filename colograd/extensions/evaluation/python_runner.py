@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 MEMORY = 4 * 2**30  # bytes of address space
 FILE_BYTES = 16 * 2**20
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # see `stop_signals`
 SHOWN = 2000  # characters of standard error in `Ended.problem`
 
 
@@ -50,7 +51,7 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
                 file.write(f"{program}\nimport os as _os\n_os.write({writer}, b'{token}')\n")
             with open(errors, "wb") as stderr:
                 status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
-                if status == -signal.SIGTERM:  # a scheduler ends the job, but it still judges its last answers
+                if status in ENDED_BY_SCHEDULER:  # the job still judges its last answers
                     status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
             os.close(writer)
             writer = -1

@@ -1,0 +1,153 @@
+"""The deadline of a stop, its two moments, and the exit status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import tiny
+
+from colograd import train
+from colograd.checkpoint import stop_signal
+from colograd.checkpoint.stop_signal import StopSignal, exit_status, schedule, seconds_left
+from colograd.parallel import ranks
+from colograd.parallel.ranks import RankError, Stopped, on_all_ranks
+
+PATIENCE = 60  # seconds
+
+
+@pytest.mark.parametrize(
+    ("stop_within", "environ", "seconds"),
+    [
+        (None, {}, None),
+        (5.0, {}, 5.0),
+        (None, {"SLURM_JOB_END_TIME": "1120"}, 120.0),
+        (5.0, {"SLURM_JOB_END_TIME": "1120"}, 5.0),
+        (300.0, {"SLURM_JOB_END_TIME": "1120"}, 120.0),
+        (None, {"SLURM_JOB_END_TIME": "1000"}, None),  # SIGTERM at the time limit: KillWait is unknown
+        (None, {"SLURM_JOB_END_TIME": "unlimited"}, None),
+    ],
+)
+def test_deadline_is_the_earlier_limit(stop_within: float | None, environ: dict[str, str], seconds: float) -> None:
+    assert seconds_left(stop_within, environ, now=1000.0) == seconds
+
+
+def test_schedule_leaves_time_for_a_save() -> None:
+    assert schedule(5.0) == (2.5, 4.5)
+    assert schedule(120.0) == (110.0, 119.0)
+    assert schedule(120.0, save_seconds=20.0) == (80.0, 119.0)
+    assert schedule(0.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "environ", "status"),
+    [
+        (None, {}, 0),
+        (None, {"TORCHELASTIC_RUN_ID": "1"}, 0),  # torchrun would restart the ranks on a machine that goes away
+        (None, {"SLURM_JOB_ID": "7"}, 143),
+        (None, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 143),
+        (None, {"SKYPILOT_TASK_ID": "a"}, 143),
+        (0, {"SLURM_JOB_ID": "7"}, 0),
+        (85, {}, 85),
+    ],
+)
+def test_status_is_143_under_a_scheduler(setting: int | None, environ: dict[str, str], status: int) -> None:
+    assert exit_status(setting, environ) == status
+
+
+@pytest.mark.parametrize(("step", "status"), [(3, 143), (10, 0)])
+def test_a_finished_training_ends_with_0(step: int, status: int) -> None:
+    def nothing(*_: object) -> None:
+        pass
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(output_dir=".", push_to_hub=False, report=False),
+        checkpointer=SimpleNamespace(stop_signal=SimpleNamespace(received="SIGTERM", status=143)),
+        state=SimpleNamespace(global_step=step, max_steps=10, log_history=[]),
+        console=SimpleNamespace(say=nothing),
+        train=nothing, save_model=nothing, save_state=nothing, create_model_card=nothing, close=nothing,
+    )  # fmt: skip
+    assert train.run(trainer) == status  # type: ignore[arg-type]
+
+
+def test_unknown_stop_signals_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="stop_signals has 'SIGKILL': choose from SIGTERM, SIGUSR1, SIGUSR2"):
+        tiny.config(tmp_path, stop_signals=["SIGTERM", "SIGKILL"])
+    with pytest.raises(ValueError, match="stop_within is 0"):
+        tiny.config(tmp_path, stop_within=0)
+
+
+def test_signal_cuts_while_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs no handler during a call of C; the deadline is sent to other ranks, too."""
+    stop, cut, told = StopSignal(names=["SIGUSR1"], stop_within=0.2), threading.Event(), []
+    monkeypatch.setattr(StopSignal, "_end", lambda self: None)
+    stop.cut, stop.tell = cut.set, lambda *message: told.append(message)
+    held = threading.Lock()
+    held.acquire()
+    stop.install()
+    try:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        assert cut.wait(PATIENCE) and stop.is_cut
+        assert told == [("SIGUSR1", 0.2)] and stop.received == "SIGUSR1"
+    finally:
+        stop.remove()
+        stop.forget_deadline()
+
+
+PROGRAM = """
+import ctypes, os, signal, sys, time
+from colograd.checkpoint.stop_signal import StopSignal
+
+stop = StopSignal(names=["SIGTERM", "SIGUSR2"], stop_within=eval(sys.argv[1]), status=143)
+stop.install()
+if os.fork() == 0:  # a child's signals aren't the trainer's
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+os.wait()
+print("ready", flush=True)
+ctypes.CDLL(None).usleep.restype = None
+for _ in range(600):
+    ctypes.CDLL(None).usleep(900_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("within", "signals", "least"),
+    [("0.5", [signal.SIGTERM], 0.0), ("None", [signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM], 2.0)],
+)
+def test_process_ends_with_the_status(within: str, signals: list[int], least: float) -> None:
+    """At its deadline, or at a second signal; but not at a copy that the launcher sends at once."""
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, within], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        assert process.poll() is None
+        started = time.monotonic()
+        for index, number in enumerate(signals):
+            process.send_signal(number)
+            time.sleep(0.1 if index == 0 else stop_signal.REPEATED + 0.2)
+        assert process.wait(PATIENCE) == 143
+        assert time.monotonic() - started >= least
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "raised"),
+    [
+        (None, Stopped("b"), Stopped),
+        (Stopped("a"), None, Stopped),
+        (MemoryError("a"), Stopped("b"), MemoryError),
+        (Stopped("a"), ValueError("b"), RankError),
+    ],
+)
+def test_all_ranks_stop_together(mine, others, raised, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = next((shared for shared in ranks.SHARED if isinstance(others, shared)), None)
+    report = None if others is None else (kind, f"{type(others).__name__}: {others}")
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, report])
+    with pytest.raises(raised), on_all_ranks("the rollout"):
+        if mine is not None:
+            raise mine
