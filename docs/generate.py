@@ -1,6 +1,6 @@
-"""Writes the generated pages: docs/configuration.md from the configuration's help, docs/trl.md from TRL's fields,
-the alarms of docs/metrics.md from the advisor's rules, the table of docs/models.md from the test results in
-docs/models.json, the list of docs/design.md from tests/helpers/cuda_places.toml.
+"""Write the generated pages: docs/configuration.md from the configuration's help, the fields in docs/trl.md from TRL's
+source, the alarms in docs/metrics.md from the advisor's rules, the table in docs/models.md from the test results in
+docs/models.json, the list in docs/design.md from tests/helpers/cuda_places.toml.
 
     python docs/generate.py            (make docs)
     python docs/generate.py --check    exit status 1 if a page is stale
@@ -41,8 +41,8 @@ LIMITED = {
     "vllm_mode": "",
     "vllm_tensor_parallel_size": "",
     "model_init_kwargs": "An error next to a model object; TRL ignores it with a warning.",
-    "max_completion_length": "`None` is an error, because memory is planned by it. In TRL it allows the whole context.",
-    "steps_per_generation": "Must be a multiple of `gradient_accumulation_steps`, or a divisor with `num_iterations: 1`. "
+    "max_completion_length": "`None`, in TRL the whole context, is an error, because memory is planned by it.",
+    "steps_per_generation": "Must be a multiple of `gradient_accumulation_steps`, or a divisor (`num_iterations: 1`). "
     "`max_steps` must be a multiple of the steps of a generation (TRL ends in the middle).",
     "generation_batch_size": "A multiple or a divisor of the completions of one optimizer step.",
     "num_iterations": "`max_steps` must be a multiple of the steps of a generation (TRL ends in the middle).",
@@ -65,6 +65,7 @@ METRIC_NOTES = {
 # Around what is written into docs/metrics.md, docs/design.md and docs/models.md.
 OF_ALARMS = ("<!-- alarms: written by docs/generate.py -->", "<!-- end of alarms -->")
 PLACES = ("<!-- places: written by docs/generate.py -->", "<!-- end of places -->")
+FIELDS = ("<!-- fields: written by docs/generate.py -->", "<!-- end of fields -->")
 FAMILIES = ("<!-- families: written by docs/generate.py -->", "<!-- end of families -->")
 
 ALARMS = f"""A run checks its own metrics while it trains. An alarm appears once on the console and in Python's logger
@@ -150,93 +151,6 @@ CONFLICTS = (
 
 OF_TRL = "Kept for TRL's files"  # the section of fields that docs/trl.md alone lists
 INHERITED = "Defaults that differ from TrainingArguments (as in TRL, except `optim`)"  # GRPOConfig's own section
-
-MOVING = """# Coming from TRL
-
-```python
-from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
-```
-
-TRL's example scripts (gspo, grpo_vlm, grpo_2048, grpo_agent) run with `trl` changed to `colograd` in their imports.
-`TrlParser`, `ModelConfig`, `ScriptArguments`, `get_peft_config`, `get_quantization_config` and `get_kbit_device_map`
-can be imported too; all except the last need TRL itself (`pip install trl`). Recipes of TRL's `grpo` script keep their
-keys, and LoRA and QLoRA are set as in TRL ([LoRA](guide/lora.md)).
-
-The same seed gives the same prompts at each step, and the same rollouts give the same weights: tests compare whole
-runs. Learning curves differ only because each trainer samples its own completions
-([measurements](measurements.md#does-it-learn-the-same)).
-
-## Errors that stop your script
-
-| Your script | Error | Change |
-| --- | --- | --- |
-| imports `GRPOConfig` from `trl` | `args` isn't a configuration of Colograd | import both names from `colograd` |
-| `per_device_train_batch_size * gradient_accumulation_steps` isn't a multiple of `num_generations` | `... completions per rank and step, but a group of num_generations = ... stays on one rank` | take a size that the error names; TRL counts over all ranks |
-| `prompts_per_step` isn't a multiple of the ranks, or contradicts that product | `prompts_per_step is ...` | remove one of them |
-| `vllm_mode="server"` | `vllm_mode 'server' isn't supported` | remove it: vLLM runs in this process |
-| `fp16`, `fsdp`, `parallelism_config`, `auto_find_batch_size` | `fsdp is ..., but ...` | [the table](configuration.md#settings-that-exclude-each-other) names the remedy |
-| `deepspeed` or an accelerate file with a key that has no counterpart | the key by name | [files of accelerate and DeepSpeed](guide/several-gpus.md#files-of-accelerate-and-deepspeed) |
-| `max_completion_length=None` | `max_completion_length is None, but memory is planned by it` | set a number |
-| a subclass overrides `_generate`, `_calculate_rewards`, `_compute_loss` ... | `... defines ..., which nothing calls here` | override a [stage](architecture.md#replacing-a-stage); [methods](#methods-of-the-trainer) names which |
-| `compute_loss(self, model, inputs, return_outputs=...)` | `... defines compute_loss(...) as transformers has it` | [a loss of your own](losses.md#a-loss-of-your-own) |
-| reads `trainer.vllm_generation`, `trainer.llm` | `object has no attribute` | `trainer.engine` ([rollouts of your own](guide/tools.md#rollouts-of-your-own)) |
-| sets `trainer.beta` and the like | `beta shows what this trainer was made with` | set it in `GRPOConfig` |
-| a reward of NaN | `its reward is nan (float), but must be a finite float32 number or None` | return `None`, or set `reward_on_error: abstain` |
-| a dataset with `with_transform` | `... has a transform` | apply it with `map` |
-| `loss_type="vespo"` with the default correction | `vllm_importance_sampling_mode is ...` | set it to `token_truncate` or `token_mask` |
-| `max_steps` ends within a generation of several steps | `max_steps is ..., but a round is ... optimizer steps` | make it a multiple |
-| a setting of transformers' generation in `generation_kwargs` (`num_beams=4`) | the key by name | vLLM's names; values that change nothing may stay |
-| Liger's losses in `liger_kernel_config` | `... replaces the model's own loss` | remove them |
-
-## Different numbers
-
-- **Precision.** The policy is bfloat16, and the optimizer keeps the exact float32 master. TRL loads float32 and runs it
-  under autocast: set `dtype: float32` for that. The engine has the policy's dtype; TRL's has the checkpoint's
-  (`vllm_engine_kwargs: {{dtype: bfloat16}}`).
-- **Normalisation.** Losses are normalised over the optimizer step and all ranks. `bnpo`, which TRL normalises per
-  micro-batch, is `dapo` here.
-- **Sequence ratios.** With `importance_sampling_level: sequence` a token's gradient has its own advantage, and the KL
-  term has the token's own ratio. TRL averages both over the completion. Ratios are bounded by e^20.
-  [losses.md](losses.md#where-trl-differs) lists the other differences.
-- **Generations of several steps** (`steps_per_generation`) are divided into steps of whole groups. TRL shuffles
-  completions among the steps.
-- **Groups without a reward difference** aren't trained if only the advantage gives a gradient. They count in every
-  denominator and in the metrics of rewards. Metrics of the loss (`entropy`, `clip_ratio/*`, `sampling/*`) cover the
-  trained tokens.
-- **Sampler's correction.** `repetition_penalty`, structured outputs, and `top_p` or `min_p` without `top_k` turn it off,
-  because the ratio would compare two distributions; a line at start names the reason. With `top_k` the loss uses the
-  tokens that were left ([truncated sampling](losses.md#truncated-sampling)). TRL leaves it on.
-- **Built-in rewards** read more forms of answers. `get_soft_overlong_punishment` counts the model's own tokens only
-  ([rewards](guide/rewards.md#built-in-functions)). A reward model reads its template up to the last special token.
-- **Prompts.** A conversation that ends with the assistant's message is continued; TRL begins another turn. A text that
-  begins with `bos_token` gets no second one. Messages without content are empty texts. Prompts that leave no room for
-  `max_completion_length` are dropped and counted (`overlong_prompts: error` refuses them).
-- **Evaluation** computes a loss unless `loss_eval: false`, has its own `temperature_eval` and
-  `max_completion_length_eval`, and reports pass@k. The best model is the one of the highest reward by default.
-- **Memory.** The KV cache is planned unless `vllm_gpu_memory_utilization` is set; TRL takes 0.3 of the GPU.
-
-## Other differences
-
-- Rows are packed and micro-batches are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only
-  multiplies the batch.
-- Reward functions are called for one group at a time, with TRL's signature.
-- `use_vllm: false` has no effect. `None` in a field that can't be None means its default. A line at start names both.
-- `train()` follows `GRPOConfig(resume_from_checkpoint=...)`; `train(resume_from_checkpoint=False)` starts anew.
-- Checkpoints and `eval_steps` of `load_best_model_at_end` must fall on the ends of generations.
-- The completions log has one file per step and per evaluation. The table is printed at the first step, then as in TRL.
-- An `IterableDataset` is read by every rank, shuffled in a buffer, and needs `max_steps`. A resumed run reads it again
-  and ends if the rows differ. `accelerator_config` and `dataloader_num_workers` have no effect. Without
-  `max_prompt_tokens` or `vllm_max_model_length` the engine's context is the model's.
-- `torch_compile` compiles the decoder layers, for rows of any length. `use_liger_kernel` sets the kernels of layers.
-- TRL's log messages are lines on the console and records of the logger `colograd`. Old names are read with a line.
-- `remove_none_values` isn't needed: keys that Arrow adds with `None` never reach the chat template.
-
-## Fields
-
-These fields, which TRL {trl} adds to `transformers.TrainingArguments`, have TRL's meaning and default: {same}.
-
-The others: *default*: TRL's meaning, another default. *Limited*: not all of TRL's values. *No effect*: any value is
-taken, and a line at start names it. *Refused*: any value except TRL's default is an error."""
 
 
 def configuration() -> str:
@@ -340,12 +254,14 @@ def moving() -> str:
     others = [(f"`{name}`", "refused", sentence(why)) for name, why in REFUSED.items() if name not in theirs]
     others += [(f"`{name}`", "no effect", sentence(why)) for name, why in UNUSED.items() if name not in theirs]
     parts = [
-        NOTICE,
-        MOVING.format(trl=TRL, same=", ".join(same)),
+        f"These fields, which TRL {TRL} adds to `transformers.TrainingArguments`, have TRL's meaning and default: "
+        f"{', '.join(same)}.",
+        "The others: *default*: TRL's meaning, another default. *Limited*: not all of TRL's values. *No effect*: any "
+        "value is taken, and a line at start names it. *Refused*: any value except TRL's default is an error.",
         table(("Field", "", "Default", "Here"), rows),
         "## Metrics",
-        "Names and meanings are TRL's, with these notes; [metrics](metrics.md) lists all. In `evaluate` they begin with "
-        "`eval_`; metrics of the loss need `loss_eval`.",
+        "Names and meanings are TRL's, with these notes; [metrics](metrics.md) lists all. In `evaluate` they begin "
+        "with `eval_`; metrics of the loss need `loss_eval`.",
         table(("TRL's metric", "", "Note"), metrics()),
         "## Attributes of the trainer",
         "Public attributes of TRL's trainer exist with TRL's types, except for these. They show settings and can't be "
@@ -359,7 +275,7 @@ def moving() -> str:
         "([configuration](configuration.md)).",
         table(("Name", "", "Reason"), others),
     ]
-    return "\n\n".join(parts) + "\n"
+    return between("trl.md", FIELDS, "\n\n".join(parts))
 
 
 def methods() -> list[tuple[str, str]]:
