@@ -44,14 +44,14 @@ class RewardKnobs:
     )
     tool_workers: int = tools(
         0,
-        "Processes per rank that run tools. 0: each runs in a thread of the trainer's process. An environment's "
-        "methods always do, and `async` tools on an event loop.",
+        "Processes per rank that run tools. 0: threads of the trainer's process. Environments' methods always run"
+        " in threads, `async` tools on an event loop.",
         at_least=0,
     )
     tool_timeout: float | None = tools(
         None,
-        "Seconds that one call of a tool may take. The answer to a late one is an error, which the model sees; its "
-        "worker is replaced, its thread left to itself.",
+        "Seconds that one call of a tool may take. The model reads a late call's answer as an error; its worker "
+        "is replaced, or its thread abandoned.",
         **SECONDS,
     )
     max_tool_calling_iterations: int | None = tools(
@@ -59,31 +59,32 @@ class RewardKnobs:
     )
     main_thread_tools: list[str] | None = tools(
         None,
-        "Names of tools, and of environment classes or factories, that only work in the main thread (a `signal.alarm`, "
-        "a connection opened there): they run there, between two steps of the engine.",
+        "Names of tools, environment classes or factories that only work in the main thread (e.g. with "
+        "`signal.alarm`): they run between two steps of the engine.",
     )
 
     agent_timeout: float | None = agents(
         1800.0,
-        "Seconds that one session of an agent may take. A command is killed then; a function's thread is left.",
+        "Seconds that one session of an agent may take. A late command is killed; a late function's thread is "
+        "abandoned.",
         **SECONDS,
     )
     agent_sessions: int | None = agents(
         None,
-        "Sessions of an agent that run at once on a rank; default: as many as the engine decodes at once.",
+        "Sessions of an agent at once on a rank; default: as many as the engine decodes at once.",
         at_least=1,
     )
     agent_requests: int = agents(256, "Requests that one session of an agent may make.", at_least=1)
     agent_parallel: int = agents(64, "Completions that one session of an agent may have open at once.", at_least=1)
     agent_sampling: str = agents(
         "refuse",
-        "What becomes of an agent's requests with another temperature, top_p or the like, whose tokens would bias the "
-        "update: HTTP 400 (`refuse`), or an answer that isn't trained on (`untrained`).",
+        "Requests of an agent with another temperature, top_p or the like would bias the update: answer HTTP 400 "
+        "(`refuse`), or answer without training on it (`untrained`).",
         one_of=("refuse", "untrained"),
     )
     agent_on_error: str = agents(
         "raise",
-        "A session that raises, dies or is late ends the run (`raise`), or its group isn't trained on (`abstain`).",
+        "A session that raises, dies or is late: end the run (`raise`), or don't train on its group (`abstain`).",
         one_of=("raise", "abstain"),
     )
     agent_tool_parser: str | None = agents(

@@ -49,11 +49,10 @@ class SamplingKnobs:
     repetition_penalty: float = knob(1.0, "Penalty on tokens already present; 1.0 is off.")
     generation_kwargs: dict[str, Any] | str | None = knob(
         None,
-        "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or "
-        "`structured_outputs` (a mapping: `{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). "
-        "`skip_special_tokens: false` leaves tags that are special tokens in the texts that rewards and logs get. A "
-        "parameter whose results the trainer doesn't read is an error at start. Names of transformers (`do_sample: "
-        "true`, say) may stay where they ask for what is done anyway.",
+        "Other `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or "
+        "`structured_outputs` (`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: "
+        "false` keeps special tokens in the texts of rewards and logs. Unsupported parameters are errors; names "
+        "of transformers may stay with values that change nothing.",
     )
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
