@@ -68,13 +68,10 @@ PLACES = ("<!-- places: written by docs/generate.py -->", "<!-- end of places --
 FIELDS = ("<!-- fields: written by docs/generate.py -->", "<!-- end of fields -->")
 FAMILIES = ("<!-- families: written by docs/generate.py -->", "<!-- end of families -->")
 
-ALARMS = f"""A run checks its own metrics while it trains. An alarm appears once on the console and in Python's logger
-`colograd`, as an event of `_report/events.jsonl`, and at the top of the run's report. It has the observed numbers, the
-reason, and the keys to change. "The last steps" are {WINDOW}; with fewer than {LEAST} most rules are silent. An alarm
-ends after {QUIET} steps without its cause. `report: false` turns all of it off.
-
-A rule is a function in `colograd/reporting/advisor.py`, with a made-up log in the tests that raises it and one that
-doesn't. A task that is solved has no reward differences either: it is a note, no alarm."""
+ALARMS = f"""A run checks its metrics while it trains. An alarm appears once on the console, in the logger `colograd`,
+in `_report/events.jsonl` and at the top of the report, with the numbers, the reason and the keys to change. "The last
+steps" are {WINDOW}; most rules need at least {LEAST}. An alarm ends after {QUIET} steps without its cause.
+`report: false` turns alarms off. The rules are functions in `colograd/reporting/advisor.py`."""
 
 CONFIGURATION = """# Configuration
 
@@ -84,48 +81,38 @@ Every key of a recipe, flag of the command line and argument in Python. A recipe
 colograd train --config recipes/grpo_smollm2_cpu.yaml --learning_rate 2e-5 --vllm_engine_kwargs.max_num_seqs 32
 ```
 
-A flag wins over the recipe. `--field.key value` sets one entry of a field that is a mapping. An unknown key is an error
-that names the nearest known one.
-
-`GRPOConfig` derives from `transformers.TrainingArguments`: its fields (`output_dir`, `max_steps`, `lr_scheduler_type`,
-`save_steps`, `report_to`, `seed` …) apply as well and are described in transformers' documentation.
+A flag overrides the recipe. `--field.key value` sets one entry of a mapping. An unknown key is an error that names the
+nearest known one. Fields of `transformers.TrainingArguments` (`output_dir`, `max_steps`, `lr_scheduler_type`,
+`save_steps`, `report_to`, `seed` …) apply as well. Fields that only exist for TRL's files are on
+[TRL's page](trl.md#fields).
 
 ## Batch size
 
-One optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's way
-of saying it is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. Either way a
-group is sampled on one rank. Micro-batches don't follow from these numbers: they are cut by
-`max_tokens_per_microbatch`, and the update doesn't depend on where they are cut.
+An optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's form
+is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. A group is sampled on
+one rank. Micro-batches are cut by `max_tokens_per_microbatch`; the update doesn't depend on where.
 
 ## Precision
 
-The policy is bfloat16 unless `dtype` or `optim` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an
-exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With
-`dtype: float32`, which another optimizer has by default, the forward is bfloat16 by autocast, or float32 with
-`bf16: false`.
+The policy is bfloat16 by default. `optim: auto` then is `adamw_split`: AdamW on an exact float32 master, kept as the
+bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32` the forward is
+bfloat16 by autocast, or float32 with `bf16: false`.
 
 `optim: muon` is [Muon](https://kellerjordan.github.io/posts/muon/) for the matrices of the decoder's layers, on the
-same kind of master: torch's own step on the joined float32 matrix, bit for bit, with momentum 0.95 and its size matched
-to AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so that `learning_rate` is one for all. Embedding,
-head, norms, biases and stacked experts have `adamw_split`. A matrix has 6 bytes of state per element, where AdamW has
-10. It needs whole matrices: several ranks of whole policies work, and adapters are an error
-([more](#settings-that-exclude-each-other)).
+same kind of master: torch's step, bit for bit, with momentum 0.95 and AdamW's step size
+([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so one `learning_rate` serves all. Embedding, head, norms,
+biases and stacked experts use `adamw_split`. A matrix has 6 bytes of state per element, AdamW 10. Muon needs whole
+matrices and no adapter.
 
 ## Memory
 
-A run starts with a table of what each rank's device will hold while it samples and while it trains. On a GPU the KV
-cache follows from it: what weights, gradients, optimizer and a micro-batch leave, less 8 % of the GPU, up to what one
-generation can use, and at least one full sequence. `vllm_gpu_memory_utilization` overrules that. What doesn't fit, in
-either phase, is an error with the table and what would fit; on a CPU it is a line. `colograd plan` says it for GPUs
-that one doesn't have ([out of memory](guide/out-of-memory.md)).
-
-With `vllm_enable_sleep_mode` the KV cache exists only while the engine samples, and shares its space with gradients and
-activations. Weights stay where they are. `offload_optimizer` moves the optimizer's state to pinned host memory
-meanwhile, which costs two transfers of it per generation. Both are off by default: a
-model that fits needs neither."""
+A run starts with a table of each rank's memory while it samples and while it trains. On a GPU the KV cache takes the
+rest: 92 % of the GPU minus weights, gradients, optimizer and a micro-batch, at most the need of one generation, at
+least one full sequence. `vllm_gpu_memory_utilization` overrides that. A run that doesn't fit is an error with the table
+and the changes that would fit ([out of memory](guide/out-of-memory.md)); on a CPU it is a line."""
 
 GROUPS = (
-    (GRPOConfig, "The run: `GRPOConfig`", "Its own fields, and those whose default differs from transformers'."),
+    (GRPOConfig, "The run: `GRPOConfig`", "Fields of Colograd, and fields of transformers with another default."),
     (ModelConfig, "The model: `ModelConfig`", "In Python give `model` and `model_init_kwargs`."),
     (ScriptArguments, "The script: `ScriptArguments`", "In Python give the dataset and rewards."),
 )
@@ -139,14 +126,10 @@ FIRST = (
     "vllm_max_model_length", "vllm_engine_kwargs", "num_generations_eval", "temperature_eval", "logging_steps",
     "log_completions", "report",
 )  # fmt: skip
-START = (
-    "A first recipe sets or reads these, and `output_dir`, `max_steps` and `save_steps` of transformers. The other "
-    "settings of the core follow, then a section for each extension."
-)
+START = "A first recipe sets these, and `output_dir`, `max_steps` and `save_steps` of transformers."
 CONFLICTS = (
-    "A start with one of these pairs ends with one error, which names both settings with their values, the reason and "
-    "the remedy. Rows with one setting refuse its value. Pairs that depend on the model or on the number of ranks have "
-    "errors of their own."
+    "A start with one of these pairs ends with an error that names both settings, the reason and the remedy. Rows with "
+    "one setting refuse its value. Pairs that depend on the model or the number of ranks have errors of their own."
 )
 
 OF_TRL = "Kept for TRL's files"  # the section of fields that docs/trl.md alone lists
@@ -449,13 +432,13 @@ def sentence(text: str | None) -> str:
 def alarms() -> str:
     """Write the page of the advisor's rules."""
     rows = [
-        (f"`{rule.name}`", f"{rule.when}.", rule.why, rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
+        (f"`{rule.name}`", f"{rule.when}.", rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
         for rule in RULES
     ]
     return between(
         "metrics.md",
         OF_ALARMS,
-        f"{ALARMS}\n\n{table(('Rule', 'Raised when', 'Why', 'What to change', 'Source'), rows)}",
+        f"{ALARMS}\n\n{table(('Rule', 'Raised when', 'Change', 'Source'), rows)}",
     )
 
 
@@ -475,8 +458,8 @@ def design() -> str:
             for place in sorted(ways["gpu"]) for file, _, function in [place.partition(" ")]]  # fmt: skip
     text = (
         f"`tests/helpers/cuda_places.toml` lists the {sum(counts.values())} places of the package that check the "
-        "device (`on_cpu`, `.is_cuda`, `device.type`, `torch.cuda`), and a test fails for a place without an entry. "
-        f"Of these, {counts['device']} run on the device in host memory, {counts['fake']} on CUDA tensors without "
+        "device (`on_cpu`, `.is_cuda`, `device.type`, `torch.cuda`), and a test fails for a place without an entry: "
+        f"{counts['device']} run on the device in host memory, {counts['fake']} on CUDA tensors without "
         f"numbers, {counts['v2']} by Model Runner V2, and {counts['arguments']} in tests that describe a GPU in "
         f"arguments. The other {counts['gpu']} need a GPU:"
     )
