@@ -21,8 +21,8 @@ class DistillationKnobs:
     teacher_model_revision: str | None = distillation(None, "Branch, tag or commit of a teacher from the Hub.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = distillation(
         None,
-        "Keyword arguments of the teacher's `from_pretrained`; `dtype` is by default the policy's, `load_in_4bit: "
-        "true` quantises it.",
+        "Keyword arguments of the teacher's `from_pretrained`; `dtype` defaults to the policy's, `load_in_4bit: "
+        "true` quantises.",
     )
     distillation_kl: str = distillation(
         "sampled",

@@ -29,9 +29,7 @@ class ModelConfig:
     attn_implementation: str | None = knob(
         None, "For compatibility only: training always uses Colograd's packed attention."
     )
-    use_peft: bool = knob(
-        False, "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/guide/lora.md."
-    )
+    use_peft: bool = knob(False, "Train a LoRA adapter (peft) on the frozen model; see docs/guide/lora.md.")
     lora_r: int = knob(16, "Rank of the adapter's matrices.", at_least=1, remedy="raise it (16 is usual)")
     lora_alpha: int = knob(32, "The adapter is scaled by `lora_alpha / lora_r`.")
     lora_dropout: float = knob(

@@ -26,7 +26,7 @@ class AdvantageKnobs:
     )
     dynamic_sampling_max_rounds: int = knob(
         10,
-        "How often further prompts are drawn at most; then the step trains on fewer groups.",
+        "Maximum number of further draws; then the step trains on fewer groups.",
         at_least=1,
     )
     scale_rewards: str = knob(
@@ -39,18 +39,18 @@ class AdvantageKnobs:
     )
     multi_objective_aggregation: str = knob(
         "sum_then_normalize",
-        "Several reward functions: sum the weighted rewards, then normalise (`sum_then_normalize`); or normalise each "
-        "function's in the group, sum, and scale over the step (`normalize_then_sum`, GDPO), where `scale_rewards` has "
-        "no part, as in TRL.",
+        "Several reward functions: sum, then normalise (`sum_then_normalize`); or normalise each in the group, "
+        "sum, and scale over the step (`normalize_then_sum`, GDPO), without `scale_rewards`, as in TRL.",
         one_of=("sum_then_normalize", "normalize_then_sum"),
     )
     advantage_baseline: str = knob(
         "mean",
-        "What a completion is compared with: the `mean` of its group, or of the others in it (`leave_one_out`, RLOO).",
+        "Baseline of a completion: the `mean` of its group, or the mean of the other completions "
+        "(`leave_one_out`, RLOO).",
         one_of=("mean", "leave_one_out"),
     )
     mask_truncated_completions: bool = knob(
-        False, "Leave completions that hit the token limit, or that `repetition_detection` ended, out of the loss."
+        False, "Leave completions that hit the token limit or were ended by `repetition_detection` out of the loss."
     )
 
 
@@ -214,7 +214,7 @@ class ReferenceKnobs:
     )
     ref_model_mixup_alpha: float = knob(
         0.6,
-        "Share of the policy in that mixture; 1 replaces the reference.",
+        "Share of the policy in that mixture; 1: replace the reference.",
         above=0,
         at_most=1,
         must_be="in (0, 1]",

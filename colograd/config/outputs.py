@@ -73,10 +73,10 @@ class LogKnobs:
         "sample now and then, and send it to wandb or trackio. Evaluations too.",
     )
     log_completions_steps: int | None = knob(
-        None, "Steps between two tables, printed and sent; default `logging_steps`."
+        None, "Steps between two printed and sent tables; default `logging_steps`."
     )
     num_completions_to_print: int | None = knob(
-        None, "Rows of the printed table; default all, 0 prints none.", at_least=0
+        None, "Rows of the printed table; default all, 0: no table.", at_least=0
     )
     log_completions_hub_repo: str | None = knob(
         None, "A dataset on the Hub that gets the files of `log_completions` every two minutes."
@@ -84,7 +84,7 @@ class LogKnobs:
     log_multimodal: bool = knob(
         True, "Keep small pictures of prompts' images in the completions log and the trackers' tables."
     )
-    log_unique_prompts: bool = knob(False, "Show and send one completion per prompt only.")
+    log_unique_prompts: bool = knob(False, "Show and send one completion per prompt.")
     report: bool = knob(
         True,
         "Record the run for its report (`_report/`, and some groups token by token in `_journal/`), and write "

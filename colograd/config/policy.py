@@ -60,7 +60,7 @@ class PolicyKnobs(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = knob(
         None, "Keyword arguments of `from_pretrained`, when the model is given by name."
     )
-    trust_remote_code: bool = knob(False, "Allow code that comes with a model.")
+    trust_remote_code: bool = knob(False, "Run code that comes with a model.")
     freeze_vision_tower: bool = knob(
         False,
         "Freeze the vision tower of a vision-language model. The projector and the language model are trained; "

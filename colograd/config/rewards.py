@@ -19,27 +19,26 @@ class RewardKnobs:
     reward_weights: list[float] | None = knob(None, "One weight per reward function; default 1 each.")
     reward_workers: int | None = knob(
         None,
-        "Processes per rank that call reward functions while the engine decodes. 0: they run in the trainer's process, "
-        "between two engine steps. `async` functions always run beside the engine. Unset: 0 on a CPU; on a GPU as many "
-        "as there are cores for, at most 4, and for functions of modules only: closures, objects and functions of a "
-        "script may keep a state, and stay in the trainer's process.",
+        "Processes per rank that call reward functions while the engine decodes; `async` functions always run "
+        "during decoding. 0: the trainer's process, between two engine steps. Unset: 0 on a CPU; on a GPU up to "
+        "4, for functions of modules only, because closures and functions of a script may keep state.",
         at_least=0,
     )
     reward_timeout: float | None = knob(
         None,
-        "Seconds that one call of a reward function may take. A late one is an abstention, and its worker is replaced; "
-        "one that runs in the trainer's process ends the run.",
+        "Seconds that one call of a reward function may take. A late call abstains and its worker is replaced; in"
+        " the trainer's process it ends the run.",
         **SECONDS,
     )
     reward_on_error: str = knob(
         "raise",
-        "A reward function that fails ends the run (`raise`), or has no opinion (`abstain`).",
+        "A failing reward function ends the run (`raise`) or abstains (`abstain`).",
         one_of=("raise", "abstain"),
     )
     reward_call: str = knob(
         "group",
-        "What one call of a reward function gets: the completions of a prompt (`group`), or all of the rank's "
-        "generation (`all`), for functions that compare across prompts.",
+        "Arguments of one call of a reward function: the completions of a prompt (`group`), or the rank's whole "
+        "generation (`all`).",
         one_of=("group", "all"),
     )
     tool_workers: int = tools(
@@ -55,7 +54,7 @@ class RewardKnobs:
         **SECONDS,
     )
     max_tool_calling_iterations: int | None = tools(
-        None, "Rounds of tool calls in one completion; default: as many as its tokens allow.", at_least=1
+        None, "Rounds of tool calls in one completion; default: limited by its tokens only.", at_least=1
     )
     main_thread_tools: list[str] | None = tools(
         None,
@@ -74,8 +73,8 @@ class RewardKnobs:
         "Sessions of an agent at once on a rank; default: as many as the engine decodes at once.",
         at_least=1,
     )
-    agent_requests: int = agents(256, "Requests that one session of an agent may make.", at_least=1)
-    agent_parallel: int = agents(64, "Completions that one session of an agent may have open at once.", at_least=1)
+    agent_requests: int = agents(256, "Requests of one session of an agent, at most.", at_least=1)
+    agent_parallel: int = agents(64, "Open completions of one session of an agent, at most.", at_least=1)
     agent_sampling: str = agents(
         "refuse",
         "Requests of an agent with another temperature, top_p or the like would bias the update: answer HTTP 400 "
@@ -88,8 +87,8 @@ class RewardKnobs:
         one_of=("raise", "abstain"),
     )
     agent_tool_parser: str | None = agents(
-        None, "vLLM's parser of tool calls for an agent; default: by the chat template; empty: none."
+        None, "vLLM's parser of an agent's tool calls; default: from the chat template; empty: none."
     )
     agent_reasoning_parser: str | None = agents(
-        None, "vLLM's parser of reasoning for an agent; default: by the chat template; empty: none."
+        None, "vLLM's parser of an agent's reasoning; default: from the chat template; empty: none."
     )

@@ -39,7 +39,7 @@ class ScriptArguments:
     test_split_size: float | None = knob(None, "Share or number of examples of a mixture to hold out for evaluation.")
     dataset_streaming: bool = knob(False, "Read a stored dataset during training; needs `max_steps`.")
     streaming: bool = knob(False, "The same for a mixture (`datasets`).")
-    dataset_prompt_column: str = knob("prompt", "The column that holds the prompt, if it isn't called `prompt`.")
+    dataset_prompt_column: str = knob("prompt", "The column with the prompt.")
     system_prompt: str | None = knob(
         None, "A system message before each prompt; a plain prompt becomes a conversation."
     )
@@ -49,7 +49,7 @@ class ScriptArguments:
         "The reward functions: names of built-in rewards, import paths (`package.module:function`), or reward "
         "models (a folder or a Hub id).",
     )
-    tools: list[str] = knob([], "Functions that the model may call while it writes, by import path.", extension="tools")
+    tools: list[str] = knob([], "Import paths of functions that the model may call.", extension="tools")
     environment_factory: str | None = knob(
         None, "Import path of what makes environments, often a class; or a dict of such paths.", extension="tools"
     )

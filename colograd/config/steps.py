@@ -73,13 +73,13 @@ class StepKnobs(TrainingArguments):
     )
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
     max_prompt_tokens: int | None = knob(
-        None, "Longest prompt; default: the engine's context less `max_completion_length`."
+        None, "Maximum tokens of a prompt; default: the engine's context minus `max_completion_length`."
     )
     overlong_prompts: str = knob(
         "drop", "Prompts over the limit: `drop` (and count), or `error`.", one_of=("drop", "error")
     )
     chat_template_path: str | None = knob(
-        None, "A file with a chat template to use in place of the tokenizer's; saved with the model."
+        None, "A file with a chat template that replaces the tokenizer's; saved with the model."
     )
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
 
