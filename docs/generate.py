@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import configparser
 import dataclasses
 import importlib
 import importlib.util
@@ -494,7 +495,17 @@ def source_name(url: str) -> str:
     return f"arXiv {paper[1]}" if paper else url.split("/")[2]
 
 
+def with_address(page: Path) -> str:
+    """Return the text of README.md or of a notebook with setup.cfg's address of the repository."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    place = r'(?<=git clone )\S+(?= colograd)|(?<=REPOSITORY = \\")[^"\\]+'
+    return re.sub(place, lambda _: setup["metadata"]["url"], page.read_text(encoding="utf-8"))
+
+
 def pages() -> Iterator[tuple[Path, str]]:
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))):
+        yield page, with_address(page)
     yield DOCS / "configuration.md", configuration()
     yield DOCS / "design.md", design()
     yield DOCS / "metrics.md", alarms()

@@ -39,6 +39,14 @@ def generate() -> ModuleType:
     return module
 
 
+def test_address_of_the_repository_stands_once(generate: ModuleType) -> None:
+    """In setup.cfg; `make docs` writes it into README.md and the notebooks."""
+    pages = [page for page, _ in generate.pages() if page.suffix == ".ipynb" or page.name == "README.md"]
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert len(pages) == 6 and all(setup["metadata"]["url"] in generate.with_address(page) for page in pages)
+
+
 def test_the_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--check"]) == 0, capsys.readouterr().out
 
@@ -122,10 +130,22 @@ def test_links_and_named_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", text):
+        assert anchor in anchors((page.parent / target) if target else page), f"{target}#{anchor}"
     for target in re.findall(
         r"(?<![\w./-])((?:recipes|requirements|docs|colograd)/[\w./-]+\.(?:yaml|txt|md|py))", text
     ):
         assert (ROOT / target).exists(), target
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
 
 
 def test_the_site_s_navigation_has_every_page() -> None:
