@@ -715,7 +715,7 @@ def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], s
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))
 
 
-def test_the_coefficient_of_the_routers_is_the_configurations_or_else_the_models_own() -> None:
+def test_router_coefficient_defaults_to_the_model() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     from colograd.policy.loading import Policy
@@ -755,7 +755,7 @@ def test_the_flags_of_all_groups_have_a_help() -> None:
 
 
 @pytest.mark.parametrize("bent", [{"top_p": 0.9}, {"min_p": 0.1}, {"generation_kwargs": {"min_tokens": 4}}])
-def test_a_bent_distribution_turns_the_sampler_s_correction_off_with_a_line(bent) -> None:
+def test_changed_distribution_turns_correction_off(bent) -> None:
     """TRL's scripts set them."""
     found = config(**bent)
     assert not found.vllm_importance_sampling_correction

@@ -41,7 +41,7 @@ def test_there_is_one_for_each_stage_and_pages_link_them() -> None:
         assert all(f"notebooks/{stage}.ipynb" in text for stage in STAGES), page.name
 
 
-def test_the_quickstart_s_cells_compile_and_have_the_outputs_of_a_run() -> None:
+def test_quickstart_cells_compile_and_have_outputs() -> None:
     path = ROOT / "docs" / "notebooks" / "quickstart.ipynb"
     for source in cells(path):
         compile(source, path.name, "exec")
