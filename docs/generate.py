@@ -1,6 +1,6 @@
-"""Writes the generated pages: docs/configuration.md from the configuration's help, docs/trl.md from TRL's fields,
-the alarms of docs/metrics.md from the advisor's rules, the table of docs/models.md from the test results in
-docs/models.json, the list of docs/design.md from tests/helpers/cuda_places.toml.
+"""Write the generated pages: docs/configuration.md from the configuration's help, the fields in docs/trl.md from TRL's
+source, the alarms in docs/metrics.md from the advisor's rules, the table in docs/models.md from the test results in
+docs/models.json, the list in docs/design.md from tests/helpers/cuda_places.toml.
 
     python docs/generate.py            (make docs)
     python docs/generate.py --check    exit status 1 if a page is stale
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import configparser
 import dataclasses
 import importlib
 import importlib.util
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
-from colograd.config.conflicts import When, tables
+from colograd.config.conflicts import Conflict, When, tables
 from colograd.config.knob import REFUSED, RENAMED, UNUSED, rules_of
 from colograd.extensions import EXTENSIONS
 from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
@@ -40,43 +41,38 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 LIMITED = {
     "vllm_mode": "",
     "vllm_tensor_parallel_size": "",
-    "model_init_kwargs": "Beside a model that is given as an object it is an error; TRL ignores it with a warning.",
-    "max_completion_length": "`None` is an error, since memory is planned by it; in TRL a completion may then be as "
-    "long as the context.",
-    "steps_per_generation": "A multiple of `gradient_accumulation_steps`; or with `num_iterations: 1` a divisor of it, "
-    "which means the same as leaving it out. `max_steps` must be a multiple of the optimizer steps between two "
-    "generations (TRL ends in the middle).",
-    "generation_batch_size": "A multiple of the completions of one optimizer step, or a divisor, likewise.",
-    "num_iterations": "`max_steps` must be a multiple of the optimizer steps between two generations (TRL ends in the "
-    "middle).",
+    "model_init_kwargs": "An error next to a model object; TRL ignores it with a warning.",
+    "max_completion_length": "`None`, in TRL the whole context, is an error, because memory is planned by it.",
+    "steps_per_generation": "Must be a multiple of `gradient_accumulation_steps`, or a divisor (`num_iterations: 1`). "
+    "`max_steps` must be a multiple of the steps of a generation (TRL ends in the middle).",
+    "generation_batch_size": "A multiple or a divisor of the completions of one optimizer step.",
+    "num_iterations": "`max_steps` must be a multiple of the steps of a generation (TRL ends in the middle).",
 }
 
 # Metrics that TRL logs and this version doesn't, with the reason.
 OTHER_METRICS: dict[str, str] = {}
 # Notes on metrics that have TRL's name.
 METRIC_NOTES = {
-    "frac_reward_zero_std": "By group, whatever `scale_rewards` says (TRL: of the whole batch with `batch`)",
-    "completions/clipped_ratio": "By what vLLM says: a stop string or stop token ends a completion too",
+    "frac_reward_zero_std": "By group with every `scale_rewards` (TRL: of the batch with `batch`)",
+    "completions/clipped_ratio": "From vLLM: a stop string or stop token also ends a completion",
     "completions/mean_terminated_length": "Left out where none ended (TRL logs 0)",
     "completions/min_terminated_length": "Left out where none ended (TRL logs 0)",
     "completions/max_terminated_length": "Left out where none ended (TRL logs 0)",
-    "cispo_clip_ratio": "Of all tokens; TRL counts only those with a positive advantage",
-    "aux_loss": "Of micro-batches, by their tokens; also where its coefficient is 0",
+    "cispo_clip_ratio": "All tokens; TRL counts only positive advantages",
+    "aux_loss": "Mean of micro-batches by tokens; logged with a coefficient of 0 too",
     "step_time": "The whole step; `time/*` are its phases",
 }
 
 # Around what is written into docs/metrics.md, docs/design.md and docs/models.md.
 OF_ALARMS = ("<!-- alarms: written by docs/generate.py -->", "<!-- end of alarms -->")
 PLACES = ("<!-- places: written by docs/generate.py -->", "<!-- end of places -->")
+FIELDS = ("<!-- fields: written by docs/generate.py -->", "<!-- end of fields -->")
 FAMILIES = ("<!-- families: written by docs/generate.py -->", "<!-- end of families -->")
 
-ALARMS = f"""A run checks its own metrics while it trains. An alarm appears once on the console and in Python's logger
-`colograd`, as an event of `_report/events.jsonl`, and at the top of the run's report. It has the observed numbers, the
-reason, and the keys to change. "The last steps" are {WINDOW}; with fewer than {LEAST} most rules are silent. An alarm
-ends after {QUIET} steps without its cause. `report: false` turns all of it off.
-
-A rule is a function in `colograd/reporting/advisor.py`, with a made-up log in the tests that raises it and one that
-doesn't. A task that is solved has no reward differences either: it is a note, no alarm."""
+ALARMS = f"""A run checks its metrics while it trains. An alarm appears once on the console, in the logger `colograd`,
+in `_report/events.jsonl` and at the top of the report, with the numbers, the reason and the keys to change. "The last
+steps" are {WINDOW}; most rules need at least {LEAST}. An alarm ends after {QUIET} steps without its cause.
+`report: false` turns alarms off. The rules are functions in `colograd/reporting/advisor.py`."""
 
 CONFIGURATION = """# Configuration
 
@@ -86,48 +82,38 @@ Every key of a recipe, flag of the command line and argument in Python. A recipe
 colograd train --config recipes/grpo_smollm2_cpu.yaml --learning_rate 2e-5 --vllm_engine_kwargs.max_num_seqs 32
 ```
 
-A flag wins over the recipe. `--field.key value` sets one entry of a field that is a mapping. An unknown key is an error
-that names the nearest known one.
-
-`GRPOConfig` derives from `transformers.TrainingArguments`: its fields (`output_dir`, `max_steps`, `lr_scheduler_type`,
-`save_steps`, `report_to`, `seed` …) apply as well and are described in transformers' documentation.
+A flag overrides the recipe. `--field.key value` sets one entry of a mapping. An unknown key is an error that names the
+nearest known one. Fields of `transformers.TrainingArguments` (`output_dir`, `max_steps`, `lr_scheduler_type`,
+`save_steps`, `report_to`, `seed` …) apply as well. Fields that only exist for TRL's files are on
+[TRL's page](trl.md#fields).
 
 ## Batch size
 
-One optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's way
-of saying it is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. Either way a
-group is sampled on one rank. Micro-batches don't follow from these numbers: they are cut by
-`max_tokens_per_microbatch`, and the update doesn't depend on where they are cut.
+An optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's form
+is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. A group is sampled on
+one rank. Micro-batches are cut by `max_tokens_per_microbatch`; the update doesn't depend on where.
 
 ## Precision
 
-The policy is bfloat16 unless `dtype` or `optim` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an
-exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With
-`dtype: float32`, which another optimizer has by default, the forward is bfloat16 by autocast, or float32 with
-`bf16: false`.
+The policy is bfloat16 by default. `optim: auto` then is `adamw_split`: AdamW on an exact float32 master, kept as the
+bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32` the forward is
+bfloat16 by autocast, or float32 with `bf16: false`.
 
 `optim: muon` is [Muon](https://kellerjordan.github.io/posts/muon/) for the matrices of the decoder's layers, on the
-same kind of master: torch's own step on the joined float32 matrix, bit for bit, with momentum 0.95 and its size matched
-to AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so that `learning_rate` is one for all. Embedding,
-head, norms, biases and stacked experts have `adamw_split`. A matrix has 6 bytes of state per element, where AdamW has
-10. It needs whole matrices: several ranks of whole policies work, and adapters are an error
-([more](#settings-that-exclude-each-other)).
+same kind of master: torch's step, bit for bit, with momentum 0.95 and AdamW's step size
+([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so one `learning_rate` serves all. Embedding, head, norms,
+biases and stacked experts use `adamw_split`. A matrix has 6 bytes of state per element, AdamW 10. Muon needs whole
+matrices and no adapter.
 
 ## Memory
 
-A run starts with a table of what each rank's device will hold while it samples and while it trains. On a GPU the KV
-cache follows from it: what weights, gradients, optimizer and a micro-batch leave, less 8 % of the GPU, up to what one
-generation can use, and at least one full sequence. `vllm_gpu_memory_utilization` overrules that. What doesn't fit, in
-either phase, is an error with the table and what would fit; on a CPU it is a line. `colograd plan` says it for GPUs
-that one doesn't have ([out of memory](guide/out-of-memory.md)).
-
-With `vllm_enable_sleep_mode` the KV cache exists only while the engine samples, and shares its space with gradients and
-activations. Weights stay where they are. `offload_optimizer` moves the optimizer's state to pinned host memory
-meanwhile, which costs two transfers of it per generation. Both are off by default: a
-model that fits needs neither."""
+A run starts with a table of each rank's memory while it samples and while it trains. On a GPU the KV cache takes the
+rest: 92 % of the GPU minus weights, gradients, optimizer and a micro-batch, at most the need of one generation, at
+least one full sequence. `vllm_gpu_memory_utilization` overrides that. A run that doesn't fit is an error with the table
+and the changes that would fit ([out of memory](guide/out-of-memory.md)); on a CPU it is a line."""
 
 GROUPS = (
-    (GRPOConfig, "The run: `GRPOConfig`", "Its own fields, and those whose default differs from transformers'."),
+    (GRPOConfig, "The run: `GRPOConfig`", "Fields of Colograd, and fields of transformers with another default."),
     (ModelConfig, "The model: `ModelConfig`", "In Python give `model` and `model_init_kwargs`."),
     (ScriptArguments, "The script: `ScriptArguments`", "In Python give the dataset and rewards."),
 )
@@ -141,129 +127,14 @@ FIRST = (
     "vllm_max_model_length", "vllm_engine_kwargs", "num_generations_eval", "temperature_eval", "logging_steps",
     "log_completions", "report",
 )  # fmt: skip
-START = (
-    "A first recipe sets or reads these, and `output_dir`, `max_steps` and `save_steps` of transformers. The other "
-    "settings of the core follow, then a section for each extension."
-)
+START = "A first recipe sets these, and `output_dir`, `max_steps` and `save_steps` of transformers."
 CONFLICTS = (
-    "A start with one of these pairs ends with one error, which names both settings with their values, the reason and "
-    "the remedy. Rows with one setting refuse its value. Pairs that depend on the model or on the number of ranks have "
-    "errors of their own."
+    "A start with one of these pairs ends with an error that names both settings, the reason and the remedy. Rows with "
+    "one setting refuse its value. Pairs that depend on the model or the number of ranks have errors of their own."
 )
 
+OF_TRL = "Kept for TRL's files"  # the section of fields that docs/trl.md alone lists
 INHERITED = "Defaults that differ from TrainingArguments (as in TRL, except `optim`)"  # GRPOConfig's own section
-
-MOVING = f"""# Coming from TRL
-
-```python
-from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
-```
-
-TRL's example scripts (gspo, grpo_vlm, grpo_2048, grpo_agent) run with `trl` changed to `colograd` in their imports and
-nothing else: `TrlParser`, `ModelConfig`, `ScriptArguments`, `get_peft_config`, `get_quantization_config` and
-`get_kbit_device_map` can be imported too. All but the last are TRL's own: TRL must be installed (`pip install trl`).
-
-The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and
-Colograd, with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is
-sampled alone ([measurements](measurements.md#does-it-learn-the-same)).
-
-Recipes of TRL's `grpo` script are read with the same keys. What differs without being asked for:
-
-- **Precision.** An unset `dtype` is a bfloat16 policy with an exact float32 master in the optimizer. TRL loads float32
-  and runs it under autocast: so does `dtype: float32` here, and an unset one beside an `optim` that was named. The
-  engine has the policy's dtype (TRL's the checkpoint's); `vllm_engine_kwargs: {{dtype: bfloat16}}` gives it another.
-- **Rows are packed.** A prompt goes through the model once per group, completions follow it, nothing is padded.
-- **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch.
-- **A group stays on one rank.** `per_device_train_batch_size * gradient_accumulation_steps`, one rank's completions,
-  must be a multiple of `num_generations`. TRL asks for it over all ranks: its batch of 1 on 8 GPUs with 8 generations
-  is an error here, which names sizes that would do. `prompts_per_step` must be a multiple of the ranks likewise.
-- **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
-  per micro-batch, is `dapo` here.
-- **One ratio per completion** (`importance_sampling_level: sequence`): a token's gradient is weighted by its own
-  advantage, and the KL term (`use_bias_correction_kl`) has the token's own ratio. TRL averages advantages per token
-  over the completion, and has the completion's ratio in the KL term. Ratios are bounded by e^20; TRL bounds none.
-  [losses.md](losses.md#where-trl-differs) has the rest of what differs.
-- **A generation of several steps** (`steps_per_generation` beyond `gradient_accumulation_steps`) is split into steps of
-  whole groups; TRL shuffles its completions among them.
-- **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count
-  in every denominator and in the metrics of rewards and completions; those of the loss (`entropy`, `clip_ratio/*`,
-  `sampling/*` and their like) are of the tokens that were trained on.
-- **Rewards** are called for one group at a time. The signature is TRL's. A reward of NaN ends the run with the
-  function's name, unless `reward_on_error: abstain` makes it an abstention, which it always is in TRL; `None` is one in
-  both.
-- **Built-in rewards** have TRL's names. They read more forms of answers, and `get_soft_overlong_punishment` counts the
-  model's own tokens only ([rewards](guide/rewards.md#built-in-functions)). The special tokens of a reward model's
-  template are read to the last one, even where the tokenizer pads with its end token.
-- **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
-- **Prompts that leave no room** for `max_completion_length` tokens in the context are dropped, and a line at start
-  counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.
-- **`resume_from_checkpoint`** of `GRPOConfig` holds for `trainer.train()`; TRL's trainer reads the argument of `train`
-  alone. `train(resume_from_checkpoint=False)` trains anew.
-- **A plain text that begins with the tokenizer's first token** (`bos_token`), as one that went through a chat template
-  does, gets no second one; in TRL it has two.
-- **Contents of messages** are texts or lists of text parts. A template that doesn't know parts, or a message without
-  content beside its tool calls, gets the joined texts or an empty one, where TRL's prompt has Python's text of them.
-- **`None` in a field that can't be None** (`top_p=None`) means its default, and a line at start says so.
-- **The best model** (`load_best_model_at_end`) is that of the highest reward, where no metric is said. Checkpoints fall
-  on the ends of generations, and there `eval_steps` must too, for it and for `save_strategy: best`. So does the end of
-  a fractional epoch.
-- **The completions log** has a file for each step, and one for each evaluation under a name of its own (TRL writes as
-  often as it logs, an evaluation over the step's file). The table is printed and sent at the first step, and then as
-  often as TRL's; tables of evaluations are `eval_completions` there.
-- **Generation is vLLM in this process**, always. `use_vllm: false` has no effect, and a line at start says so;
-  `vllm_mode: server` is an error.
-- **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
-  `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
-- **`evaluate` computes a loss**, as TRL's does, unless `loss_eval: false` saves its forward, or `temperature_eval`
-  differs from `temperature`. `temperature_eval` and `max_completion_length_eval` are its own, and it reports pass@k.
-- **Sampling settings that bend the distribution** (`repetition_penalty`, what constrains it, as
-  `vllm_structured_outputs_regex` does, and `top_p` or `min_p` without `top_k`) turn
-  `vllm_importance_sampling_correction` off, and a line at start says so: the ratio would be of two distributions. With
-  `top_k`, and `top_p` or `min_p` beside it, what they left is recorded, and the loss is of the distribution over that
-  ([losses.md](losses.md#truncated-sampling)). TRL leaves the correction on in all cases.
-- **`loss_type: vespo`** wants `vllm_importance_sampling_mode: token_truncate` or `token_mask`, or no correction; the
-  default mode is an error. That is TRL's rule for generation with vLLM, which here is always.
-- **`generation_kwargs`** has vLLM's names. Those of transformers (`do_sample: true`, `num_beams: 1`, `max_new_tokens`
-  as `max_completion_length` says) may stay where they ask for what is done anyway.
-
-LoRA is asked for as in TRL (`use_peft` and `lora_*` in a recipe, `peft_config=LoraConfig(...)`, a `PeftModel` or an
-adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. Quantised bases (QLoRA)
-are asked for as in TRL too; the adapter on them stays in float32. [LoRA](guide/lora.md).
-
-An `IterableDataset` is read while training, as in TRL: shuffled in a buffer, every rank reads all of it, `max_steps` is
-needed. Each rank reads it in its own process: `accelerator_config` (`dispatch_batches`, `split_batches`) and
-`dataloader_num_workers` have no effect, and a line at start says so. A resumed run reads again what it had read; a
-digest in the checkpoint shows whether that was the same, and where it wasn't, the run ends instead of training on other
-prompts. Without `max_prompt_tokens` or `vllm_max_model_length` the engine's context is the whole of the model's, since
-the longest prompt isn't known.
-
-What TRL says through its logger (a setting that has no effect, one that rarely does what was meant, a completion that
-nobody judged) is a line on the console here, and a warning of the logger `colograd`; every other line is logged as
-information. TRL's deprecation warnings have no counterpart: old names are read, and a line says so.
-
-`prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
-
-`torch_compile` compiles the policy's decoder layers for packed rows of any length (in TRL the whole model, again for
-other lengths); `torch_compile_mode` takes modes without CUDA graphs. `use_liger_kernel` means the kernels of layers, as
-in TRL 1.16; Liger's losses are an error ([measurements](measurements.md#what-does-the-rest-of-a-step-cost)).
-
-`fsdp` (set `sharding: fsdp`), `parallelism_config` (set `sharding`, `vllm_tensor_parallel_size` or
-`sequence_parallel_size`), `fp16` and `auto_find_batch_size` aren't available in this version: each is an error at start
-that says so. So are datasets with a transform (`with_transform`): apply it with `map`. TRL's `remove_none_values` isn't
-needed: what Arrow fills in with `None` never reaches the chat template. `deepspeed` means the sharding strategy that
-does the same ([several GPUs](guide/several-gpus.md#files-of-accelerate-and-deepspeed)).
-
-Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
-trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error
-where it is defined, and so is a `compute_loss` in transformers' signature (with `return_outputs`). There is no
-`trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
-[`trainer.engine`](guide/tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read have
-[TRL's names](#attributes-of-the-trainer). `trl.GRPOConfig` as `args` is an error: import both names from
-`colograd`.
-
-The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
-*Limited*: not all of TRL's values. *No effect*: taken with any value, and a line at start says that it changes nothing
-here. *Refused*: an error at start, with the reason given here."""
 
 
 def configuration() -> str:
@@ -274,37 +145,43 @@ def configuration() -> str:
     for group, title, note in GROUPS:
         parts += [f"## {title}", note]
         for section, names in sections(group).items():
+            if section == OF_TRL:
+                continue
             core = [name for name in names if name not in FIRST and not extension_of(group, name)]
             parts += [f"### {section}"] if section and core else []
             parts += [knobs(of_name, core)] if core else []
     parts.append("## Extensions")
     for extension in EXTENSIONS:
         names = [name for name, group in of_name.items() if extension_of(group, name) == extension]
-        parts += [f"### Extension {code(extension)}", summary(extension)]
-        parts += [knobs(of_name, names)] if names else []
-    parts += ["## Settings that exclude each other", CONFLICTS]
-    for extension, rows in tables().items():
-        if rows:
-            parts.append(f"### With the extension {code(extension)}" if extension else "### In the core")
-            cells = [
-                (clause(row.field, row.when), clause(row.other, row.other_when), row.reason, row.remedy) for row in rows
-            ]
-            parts.append(table(("Setting", "Not with", "Reason", "Remedy"), cells))
+        parts += [f"### Extension {code(extension)}", summary(extension), knobs(of_name, names)] if names else []
+    parts += ["## Settings that exclude each other", CONFLICTS, conflicts()]
     return "\n\n".join(parts) + "\n"
 
 
+def conflicts() -> str:
+    """Make the table of all settings that exclude each other. Settings with the same counterpart, reason and remedy
+    share a row."""
+    rows: dict[tuple[str, str, str], list[Conflict]] = {}
+    for row in (row for part in tables().values() for row in part):
+        remedy = re.sub(rf"\b{re.escape(row.other)}\b", "the other", row.remedy) if row.other else row.remedy
+        rows.setdefault((clause(row.field, row.when), row.reason, remedy), []).append(row)
+    cells = []
+    for (setting, reason, remedy), same in rows.items():
+        others = ", ".join(clause(row.other, row.other_when) for row in same)
+        cells.append((setting, others, reason, remedy if len(same) > 1 else same[0].remedy))
+    return table(("Setting", "Not with", "Reason", "Remedy"), cells)
+
+
 def knobs(of_name: dict[str, type], names: Sequence[str]) -> str:
-    """Make the table of some knobs."""
-    rows = [
-        (
-            code(name),
-            code(annotation(of_name[name], name)),
-            code(default(of_name[name], name)),
-            help_of(of_name[name], name),
-        )
-        for name in names
-    ]
-    return table(("Name", "Type", "Default", "Meaning"), rows)
+    """Make the table of some knobs. A default of None stands with the type."""
+    rows = []
+    for name in names:
+        group = of_name[name]
+        shown = code(default(group, name))
+        if shown == "`None`":
+            shown += f" ({code(annotation(group, name).removesuffix(' | None').removesuffix(' | str'))})"
+        rows.append((code(name), shown, help_of(group, name)))
+    return table(("Name", "Default", "Meaning"), rows)
 
 
 def extension_of(group: type, name: str) -> str:
@@ -339,58 +216,71 @@ def moving() -> str:
             f"docs/generate.py: TRL has fields that GRPOConfig doesn't: {', '.join(unaccounted)}. Add them, and the "
             "reason to REFUSED or UNUSED in colograd/config/knob.py where they have no effect."
         )
-    rows = []
+    rows, same = [], []
     for name, their_default in theirs.items():
         our_default = default(GRPOConfig, name)
         differs = their_default is not None and their_default != our_default
         shown = code(our_default) + (f" (TRL: {code(their_default)})" if differs else "")
         if name in RENAMED:
-            status, meaning = "renamed", f"The old name of `{RENAMED[name]}`, and read as that."
+            status, meaning = "renamed", f"The old name of `{RENAMED[name]}`."
         elif name in UNUSED:
             status, meaning = "no effect", sentence(UNUSED[name])
         elif name in REFUSED:
-            status, meaning = "refused", f"{sentence(REFUSED[name])} (The default may stay.)"
+            status, meaning = "refused", sentence(REFUSED[name])
+        elif name in LIMITED:
+            status, meaning = "limited", f"{help_of(GRPOConfig, name)} {LIMITED[name]}".rstrip()
+        elif differs:
+            status, meaning = "default", help_of(GRPOConfig, name)
         else:
-            status = "limited" if name in LIMITED else "supported"
-            meaning = f"{help_of(GRPOConfig, name)} {LIMITED.get(name, '')}".rstrip()
-        rows.append((f"`{name}`", status, shown, meaning))
+            same.append(code(name))
+            continue
+        rows.append((code(name), status, shown, meaning))
     others = [(f"`{name}`", "refused", sentence(why)) for name, why in REFUSED.items() if name not in theirs]
     others += [(f"`{name}`", "no effect", sentence(why)) for name, why in UNUSED.items() if name not in theirs]
     parts = [
-        NOTICE,
-        MOVING,
+        f"These fields, which TRL {TRL} adds to `transformers.TrainingArguments`, have TRL's meaning and default: "
+        f"{', '.join(same)}.",
+        "The others: *default*: TRL's meaning, another default. *Limited*: not all of TRL's values. *No effect*: any "
+        "value is taken, and a line at start names it. *Refused*: any value except TRL's default is an error.",
         table(("Field", "", "Default", "Here"), rows),
         "## Metrics",
-        "Names are TRL's, and so are meanings; in `evaluate` they begin with `eval_`, and those of the loss (entropy, "
-        "ratios, `sampling/*`) come with its loss (`loss_eval`). What a step logs beside them is in the "
-        "[metrics](metrics.md).",
+        "Names and meanings are TRL's, with these notes; [metrics](metrics.md) lists all. In `evaluate` they begin "
+        "with `eval_`; metrics of the loss need `loss_eval`.",
         table(("TRL's metric", "", "Note"), metrics()),
         "## Attributes of the trainer",
-        "What is public on a trainer of TRL's is there on this one, of the same type, but for these. Settings can't be "
-        "set there (an error says so); lists, and the tensor `reward_weights`, are made when they are read, so writing "
-        "into them changes nothing. Another dataset may be put in the place of `train_dataset` or `eval_dataset`, and "
-        "is taken at the next `train` or `evaluate`.",
+        "Public attributes of TRL's trainer exist with TRL's types, except for these. They show settings and can't be "
+        "set. `train_dataset` and `eval_dataset` may be replaced between two calls of `train` or `evaluate`.",
         table(("Attribute", "", "Instead"), attributes()),
         "## Methods of the trainer",
-        "Nothing here calls these methods of TRL's and transformers' trainers. A subclass that defines one is an error "
-        "that names the stage to override ([Replacing a stage](architecture.md#replacing-a-stage)).",
-        table(("Method", "Instead"), [(f"`{name}`", in_code(stage)) for name, stage in HOOKS.items()]),
+        "Colograd never calls these methods. A subclass that defines one is an error that names the stage to override.",
+        table(("Instead of", "Override"), methods()),
         "## Names from elsewhere in TRL",
-        "Of its script's arguments, its command line, or older versions. All other arguments of its `grpo` script are "
-        "taken: [Configuration](configuration.md).",
+        "Arguments of TRL's script, of its command line and of older versions. All others are taken "
+        "([configuration](configuration.md)).",
         table(("Name", "", "Reason"), others),
     ]
-    return "\n\n".join(parts) + "\n"
+    return between("trl.md", FIELDS, "\n\n".join(parts))
+
+
+def methods() -> list[tuple[str, str]]:
+    """Make a row for each stage, with the methods that it replaces."""
+    stages: dict[str, list[str]] = {}
+    for name, stage in HOOKS.items():
+        stages.setdefault(stage, []).append(code(name))
+    return [(", ".join(names), in_code(stage)) for stage, names in stages.items()]
 
 
 def attributes() -> list[tuple[str, str, str]]:
     """Make a row for each public attribute of TRL's trainer that is absent here, or of another type."""
-    absent = [(f"`{name}`", "absent", sentence(why)) for name, why in ABSENT.items()]
-    return absent + [(f"`{name}`", "different", sentence(why)) for name, why in DIFFERENT.items()]
+    absent: dict[str, list[str]] = {}
+    for name, why in ABSENT.items():
+        absent.setdefault(why, []).append(code(name))
+    rows = [(", ".join(names), "absent", sentence(why)) for why, names in absent.items()]
+    return rows + [(f"`{name}`", "different", sentence(why)) for name, why in DIFFERENT.items()]
 
 
 def metrics() -> list[tuple[str, str, str]]:
-    """Make a row for each metric that TRL's GRPOTrainer logs, with whether the package logs one of that name.
+    """Make a row for each metric of TRL's GRPOTrainer that is absent here or has a note.
 
     Raises:
         SystemExit: a metric is neither logged nor accounted for, or accounted for and logged.
@@ -403,10 +293,8 @@ def metrics() -> list[tuple[str, str, str]]:
                 f"docs/generate.py: TRL's metric {name} is {'logged' if ours else 'not logged'} here: "
                 f"{'remove it from' if ours else 'say why in'} OTHER_METRICS of docs/generate.py."
             )
-        shown = name.replace("{}", "<name>")
-        rows.append(
-            (f"`{shown}`", "yes" if ours else "no", sentence(OTHER_METRICS.get(name) or METRIC_NOTES.get(name)))
-        )
+        if why := OTHER_METRICS.get(name) or METRIC_NOTES.get(name):
+            rows.append((code(name.replace("{}", "<name>")), "yes" if ours else "no", sentence(why)))
     return rows
 
 
@@ -545,13 +433,13 @@ def sentence(text: str | None) -> str:
 def alarms() -> str:
     """Write the page of the advisor's rules."""
     rows = [
-        (f"`{rule.name}`", f"{rule.when}.", rule.why, rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
+        (f"`{rule.name}`", f"{rule.when}.", rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
         for rule in RULES
     ]
     return between(
         "metrics.md",
         OF_ALARMS,
-        f"{ALARMS}\n\n{table(('Rule', 'Raised when', 'Why', 'What to change', 'Source'), rows)}",
+        f"{ALARMS}\n\n{table(('Rule', 'Raised when', 'Change', 'Source'), rows)}",
     )
 
 
@@ -571,8 +459,8 @@ def design() -> str:
             for place in sorted(ways["gpu"]) for file, _, function in [place.partition(" ")]]  # fmt: skip
     text = (
         f"`tests/helpers/cuda_places.toml` lists the {sum(counts.values())} places of the package that check the "
-        "device (`on_cpu`, `.is_cuda`, `device.type`, `torch.cuda`), and a test fails for a place without an entry. "
-        f"Of these, {counts['device']} run on the device in host memory, {counts['fake']} on CUDA tensors without "
+        "device (`on_cpu`, `.is_cuda`, `device.type`, `torch.cuda`), and a test fails for a place without an entry: "
+        f"{counts['device']} run on the device in host memory, {counts['fake']} on CUDA tensors without "
         f"numbers, {counts['v2']} by Model Runner V2, and {counts['arguments']} in tests that describe a GPU in "
         f"arguments. The other {counts['gpu']} need a GPU:"
     )
@@ -588,14 +476,16 @@ def between(name: str, markers: tuple[str, str], text: str) -> str:
 
 
 def families_table(record: dict[str, Any]) -> str:
-    """Make a row per tried family and a column per topic; a cell has the notes of its tests, or yes."""
-    columns, rows = record["columns"], []
-    for family, found in record["tried"].items():
-        cells = [found.get(column, {}) for column in columns]
-        said = [
+    """Make a row per family and a column per topic. A cell has the notes of its tests, or yes. Equal rows are one."""
+    columns = record["columns"]
+    families: dict[tuple[str, ...], list[str]] = {}
+    for family, topics in record["tried"].items():
+        cells = [topics.get(column, {}) for column in columns]
+        words = [
             "; ".join(sorted({text for text in cell.values() if text})) or ("yes" if cell else "") for cell in cells
         ]
-        rows.append((record["families"][family], *said))
+        families.setdefault(tuple(words), []).append(record["families"][family])
+    rows = [(", ".join(names), *words) for words, names in families.items()]
     return table(("Family", *columns.values()), rows)
 
 
@@ -605,7 +495,17 @@ def source_name(url: str) -> str:
     return f"arXiv {paper[1]}" if paper else url.split("/")[2]
 
 
+def with_address(page: Path) -> str:
+    """Return the text of README.md or of a notebook with setup.cfg's address of the repository."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    place = r'(?<=git clone )\S+(?= colograd)|(?<=REPOSITORY = \\")[^"\\]+'
+    return re.sub(place, lambda _: setup["metadata"]["url"], page.read_text(encoding="utf-8"))
+
+
 def pages() -> Iterator[tuple[Path, str]]:
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))):
+        yield page, with_address(page)
     yield DOCS / "configuration.md", configuration()
     yield DOCS / "design.md", design()
     yield DOCS / "metrics.md", alarms()

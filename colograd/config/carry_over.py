@@ -15,10 +15,10 @@ class CarryOverKnobs(StepKnobs):
 
     carry_over: float | None = knob(
         None,
-        "Sample more groups at once than a round takes, and end it when this share of them is done (0.8, say; from 0.5 "
-        "up to below 1): what isn't done stops where it is and goes on in the next round, under its weights. The "
-        "sampler's correction weighs each token by the version that sampled it. Unset: a round waits for its last "
-        "completion, and all is on-policy. See docs/guide/long-completions.md.",
+        "Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to"
+        " below 1, e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's "
+        "correction weighs each token by the version that sampled it. Unset: a round waits for its last "
+        "completion. See docs/guide/long-completions.md.",
         at_least=0.5,
         below=1,
         must_be="a share from 0.5 up to below 1 of the groups that are sampled at once",
@@ -28,7 +28,7 @@ class CarryOverKnobs(StepKnobs):
     )
     carry_over_max_age: int = knob(
         2,
-        "Rounds over which `carry_over` carries a group at most: the next one doesn't end before it is done.",
+        "Maximum number of rounds over which `carry_over` carries a group; the next round waits for it.",
         at_least=1,
         extension="carry_over",
     )

@@ -14,30 +14,30 @@ class DistillationKnobs:
 
     teacher_model_name_or_path: dict[str, Any] | str | None = distillation(
         None,
-        "A model (a Hub id, a folder, or an adapter's folder) towards which the policy is trained on its own "
-        "completions; reward functions are optional then. Or a mapping of names to such models, of which the dataset's "
-        "column `teacher` names each prompt's. See docs/guide/distillation.md.",
+        "A model (Hub id, folder or adapter's folder) that the policy learns from on its own completions; reward "
+        "functions are then optional. Or a mapping of names to models; the dataset's column `teacher` names each "
+        "prompt's. See docs/guide/distillation.md.",
     )
     teacher_model_revision: str | None = distillation(None, "Branch, tag or commit of a teacher from the Hub.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = distillation(
         None,
-        "Keyword arguments of the teacher's `from_pretrained`; `dtype` is by default the policy's, `load_in_4bit: "
-        "true` quantises it.",
+        "Keyword arguments of the teacher's `from_pretrained`; `dtype` defaults to the policy's, `load_in_4bit: "
+        "true` quantises.",
     )
     distillation_kl: str = distillation(
         "sampled",
-        "How the policy is brought closer: each token's log teacher - log policy probability is added to its advantage "
-        "(`sampled`), or the reverse KL divergence over the whole vocabulary is added to the loss (`exact`), or that "
-        "over the teacher's most probable tokens and all the rest as one (`top_k`).",
+        "`sampled`: add each token's log teacher - log policy probability to its advantage. `exact`: add the "
+        "reverse KL divergence over the vocabulary to the loss. `top_k`: the same over the teacher's most "
+        "probable tokens, all others counted as one.",
         one_of=("sampled", "exact", "top_k"),
     )
     distillation_top_k: int = distillation(
-        64, "Tokens of the teacher that are kept for each one sampled, with `top_k`.", at_least=1
+        64, "Teacher's tokens that are kept per sampled token, with `top_k`.", at_least=1
     )
-    distillation_weight: float = distillation(1.0, "Coefficient of that term beside the rewards' part.")
+    distillation_weight: float = distillation(1.0, "Coefficient of the teacher's term.")
     offload_teacher: bool = distillation(
         False,
-        "On a GPU, keep the teacher in pinned host memory but while it scores a generation. Does nothing on a CPU.",
+        "On a GPU, keep the teacher in pinned host memory between generations. No effect on a CPU.",
     )
 
     @property

@@ -20,25 +20,23 @@ class EngineKnobs(TrainingArguments):
 
     vllm_model_impl: str = knob(
         "auto",
-        "`vllm`: its own implementation of the model; `transformers`: that of transformers, in vLLM; `auto`: its own "
-        "where it has one (TRL's default, `vllm`, is an error where it has none).",
+        "Implementation of the model in vLLM: `vllm` (its own), `transformers`, or `auto`: its own if there is "
+        "one. TRL's default, `vllm`, is an error without one.",
         one_of=("auto", "vllm", "transformers"),
     )
     vllm_max_model_length: int | None = knob(
-        None, "The engine's context in tokens; default: the model's, or what is needed if less."
+        None, "The engine's context in tokens; default: the model's, or less if the run needs less."
     )
     vllm_tensor_parallel_size: int = knob(
         1,
-        "Ranks that share one engine, which splits its weights, its KV cache and its work among them: neighbours on "
-        "one machine. Each holds the policy beside it as `sharding` says, and trains a part of what its engine "
-        "sampled. A step's prompts are shared out to engines, so `per_device_train_batch_size` counts an engine's "
-        "completions (TRL's, a rank's).",
+        "Neighbouring ranks of one machine that share one engine: its weights, KV cache and work. `sharding` says"
+        " how each holds the policy. `per_device_train_batch_size` then counts an engine's completions; TRL's "
+        "counts a rank's.",
     )
     vllm_gpu_memory_utilization: float | None = knob(
         None,
-        "Share of a GPU's memory for the engine: its weights, its activations and the KV cache. Unset, the KV cache is "
-        "planned: what policy, gradients, optimizer and a micro-batch leave, up to what one generation can use (TRL "
-        "takes 0.3 of the GPU, whatever the model).",
+        "Share of a GPU's memory for the engine: weights, activations, KV cache. Unset, the KV cache is planned: "
+        "the rest of the GPU, up to the need of one generation.",
         above=0,
         at_most=1,
         must_be="in (0, 1]",
@@ -46,32 +44,29 @@ class EngineKnobs(TrainingArguments):
     )
     vllm_enable_sleep_mode: bool = knob(
         False,
-        "On a GPU, give the KV cache's memory back while the policy trains. The engine's weights stay (TRL moves or "
-        "discards them too). Does nothing on a CPU.",
+        "On a GPU, free the KV cache while the policy trains. The engine's weights stay; TRL moves or discards "
+        "them. No effect on a CPU.",
     )
     offload_optimizer: str = knob(
         "none",
-        "On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or "
-        "`true`), or always (`stream`, with `optim: adamw_split`): it passes through the GPU piece by piece while the "
-        "optimizer steps, to the same bits. `auto`: where training doesn't fit, that, `offload_gradients` and "
-        "`gradient_checkpointing: offload`, as few of them as the plan needs. Does nothing on a CPU.",
+        "On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or"
+        " `true`), or always (`stream`, with `optim: adamw_split`): it passes through the GPU in pieces, to the "
+        "same bits. `auto`: if training doesn't fit, as few as needed of this, `offload_gradients` and "
+        "`gradient_checkpointing: offload`. No effect on a CPU.",
         one_of=("none", "sampling", "stream", "auto"),
         spellings={"true": "sampling", "false": "none"},
         extension="offload",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = knob(
         None,
-        "Anything else for `vllm.LLM`, such as `max_num_seqs` (default on a GPU: the completions of a generation or an "
-        "evaluation, at most 1,024, and as many for its CUDA graphs), `enforce_eager`, `kv_cache_memory_bytes` or "
-        "`dtype` (default: the policy's).",
+        "Other arguments of `vllm.LLM`, such as `max_num_seqs` (default on a GPU: the completions of a "
+        "generation, at most 1,024), `enforce_eager`, `kv_cache_memory_bytes` or `dtype` (default: the policy's).",
     )
     weights: str = knob(
         "auto",
-        "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied` (one "
-        "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `gathered` (a few rows of each rank at a "
-        "time, of a policy that `sharding: fsdp` has cut), `auto` (shared where that can be had; adapter for LoRA "
-        "where vLLM serves it, else copied and merged on the way; gathered where the policy is cut), or the import "
-        "path of a class of your own; see docs/design.md.",
+        "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied`,"
+        " `adapter` (only a LoRA's tensors), `gathered` (rows of all ranks, for `sharding: fsdp`), `auto` (the "
+        "first that works), or the import path of a class of your own; see docs/design.md.",
     )
 
     @property

@@ -76,50 +76,47 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     # Fields of TrainingArguments with other defaults or meanings.
     learning_rate: float = knob(
         1e-6,
-        "Peak learning rate of AdamW. With `warmup_steps` it rises to that from 0, as in transformers: the first step "
-        "changes no weight.",
+        "Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers.",
     )
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: str | None = knob(
         None,
-        "Recompute activations in the backward pass: less memory, about a third more training time. Unset, the memory "
-        "plan chooses: of no layer where a micro-batch's fit beside the rest, else of every fourth, second or each one "
-        "(`gradient_checkpointing_kwargs: {every_n_layers: 2}` says it). `offload`: of each one, whose input waits in "
-        "page-locked host memory meanwhile, to the same bits; on a CPU that is `true`.",
+        "Recompute activations in the backward: less memory, about a third more training time. Unset, the memory "
+        "plan chooses no layer, or every fourth, second or each one (`gradient_checkpointing_kwargs: "
+        "{every_n_layers: 2}` sets it). `offload`: each layer's input waits in page-locked host memory, to the "
+        "same bits; `true` on a CPU.",
         **BARE_FLAG,
     )
     bf16: bool | None = knob(
         None,
-        "With `dtype: float32`, run the forward under bfloat16 autocast: on unless set to false, as in TRL. With the "
-        "default bfloat16 policy there is nothing to cast and the value has no effect.",
+        "With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL. No effect "
+        "with a bfloat16 policy.",
         **BARE_FLAG,
     )
-    remove_unused_columns: bool | None = knob(
-        False, "Leave the reward functions the column `prompt` alone (and so an answer's column out)."
-    )
+    remove_unused_columns: bool | None = knob(False, "Pass only the column `prompt` to reward functions.")
     optim: str = knob(
         "auto",
-        "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on an exact "
-        "float32 master kept as the bfloat16 parameter and a 16-bit remainder; on a GPU its step is "
-        "one compiled kernel, unless `optim_args: compiled=false`. `muon`: Muon for the matrices of the layers, on "
-        "such a master too, and `adamw_split` for the rest. Or any optimizer name of transformers.",
+        "`auto`: `adamw_split` for a bfloat16 policy, else `adamw_torch`. `adamw_split`: AdamW on an exact "
+        "float32 master, kept as the bfloat16 parameter and 16 more bits; one compiled kernel on a GPU, unless "
+        "`optim_args: compiled=false`. `muon`: Muon for the layers' matrices on such a master, `adamw_split` for "
+        "the rest. Or an optimizer name of transformers.",
         extension={"muon": "muon"},
     )
     torch_compile: bool = knob(
         False,
-        "Compile the policy's decoder layers with torch.compile: norms, rotary embedding, activation and residuals "
-        "become a few fused kernels, for rows of any length. All layers share what is compiled once at start (a minute "
-        "or more, less the next time); attention, head and generation stay as they are. Needs packed rows.",
+        "Compile the policy's decoder layers: norms, rotary embedding, activation and residuals become a few "
+        "fused kernels. One compilation at start (a minute or more) serves all layers and lengths. Needs packed "
+        "rows.",
     )
     use_liger_kernel: bool = knob(
         False,
-        "On a GPU, Liger's Triton kernels for norms, rotary embedding and activation in the policy and the reference, "
-        "checked against the model's own at start. Its losses have no part: log-probabilities are computed as ever. "
-        "Needs the package liger-kernel.",
+        "On a GPU, use Liger's Triton kernels for norms, rotary embedding and activation in policy and reference;"
+        " they are compared with the model's at start. Liger's losses aren't used. Needs the package "
+        "liger-kernel.",
         extension="liger",
     )
     liger_kernel_config: dict[str, Any] | str | None = knob(
-        None, "Which of Liger's kernels are used, such as `{rope: false}`; unset, all that it has for the model."
+        None, "Which of Liger's kernels are used, such as `{rope: false}`; default: all for the model."
     )
 
     def __post_init__(self) -> None:

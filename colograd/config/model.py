@@ -21,17 +21,15 @@ class ModelConfig:
     model_revision: str | None = knob(None, "Branch, tag or commit of a Hub model.")
     dtype: str | None = knob(
         None,
-        "Precision of the policy: `bfloat16` (an exact float32 master is kept by the optimizer), `float32`, or `auto` "
-        "(the checkpoint's own). Default: bfloat16, or float32 where `optim` names another optimizer.",
+        "Precision of the policy: `bfloat16` (the optimizer keeps an exact float32 master), `float32`, or `auto` "
+        "(the checkpoint's). Default: bfloat16, or float32 if `optim` names another optimizer.",
         one_of=DTYPES,
         spellings={f"torch.{dtype}": dtype for dtype in DTYPES},
     )
     attn_implementation: str | None = knob(
-        None, "Accepted for compatibility: training always runs Colograd's packed attention, and a line says so."
+        None, "For compatibility only: training always uses Colograd's packed attention."
     )
-    use_peft: bool = knob(
-        False, "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/guide/lora.md."
-    )
+    use_peft: bool = knob(False, "Train a LoRA adapter (peft) on the frozen model; see docs/guide/lora.md.")
     lora_r: int = knob(16, "Rank of the adapter's matrices.", at_least=1, remedy="raise it (16 is usual)")
     lora_alpha: int = knob(32, "The adapter is scaled by `lora_alpha / lora_r`.")
     lora_dropout: float = knob(
@@ -44,20 +42,20 @@ class ModelConfig:
     )
     lora_target_modules: list[str] | None = knob(
         None,
-        "Names of the layers to adapt, or `all-linear`, or one regular expression that whole names match, as in TRL; "
-        "default: peft's for the architecture (often the query and value projections).",
+        "Names of the layers to adapt, `all-linear`, or one regular expression for whole names, as in TRL; "
+        "default: peft's for the architecture.",
     )
     lora_target_parameters: list[str] | None = knob(
         None,
-        "Names of parameters to adapt that are no layer's: a mixture's experts, `mlp.experts.gate_up_proj` and "
-        "`mlp.experts.down_proj` (the engine then gets merged copies; needs `lora_dropout: 0`).",
+        "Names of parameters outside linear layers to adapt: a mixture's `mlp.experts.gate_up_proj` and "
+        "`mlp.experts.down_proj`. The engine gets merged copies; needs `lora_dropout: 0`.",
     )
     lora_modules_to_save: list[str] | None = knob(
-        None, "Modules trained whole beside the adapter (the engine then gets merged copies)."
+        None, "Modules that are trained whole, in addition to the adapter. The engine gets merged copies."
     )
     lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.", one_of=("CAUSAL_LM",))
     use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
-    use_dora: bool = knob(False, "Weight-decomposed LoRA (the engine then gets merged copies).")
+    use_dora: bool = knob(False, "Weight-decomposed LoRA. The engine gets merged copies.")
     load_in_8bit: bool = quantized(False, "Quantise the base below the adapter to 8 bits (docs/guide/lora.md).")
     load_in_4bit: bool = quantized(False, "Quantise the base below the adapter to 4 bits (docs/guide/lora.md).")
     bnb_4bit_quant_type: str = quantized(

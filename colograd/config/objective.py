@@ -21,37 +21,36 @@ class AdvantageKnobs:
 
     dynamic_sampling: bool = knob(
         False,
-        "Draw further prompts until a step has its number of groups with a reward difference (DAPO). Reward metrics "
-        "are of all that was sampled.",
+        "Draw more prompts until a step has its number of groups with a reward difference (DAPO). Reward metrics "
+        "cover all samples.",
     )
     dynamic_sampling_max_rounds: int = knob(
         10,
-        "How often further prompts are drawn at most; then the step trains on fewer groups.",
+        "Maximum number of further draws; then the step trains on fewer groups.",
         at_least=1,
     )
     scale_rewards: str = knob(
         "group",
-        "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of those of "
-        "all groups of the step on all ranks (`batch`), of these less their group's mean (`batch_centered`, as "
-        "REINFORCE++-baseline, but completions weigh alike), by the group's mean (`mean`, MaxRL), or not at all "
-        "(`none`, `false`).",
+        "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of the "
+        "step's rewards (`batch`), of the step's rewards minus their group's mean (`batch_centered`), by the "
+        "group's mean (`mean`, MaxRL), or by nothing (`none`, `false`); see docs/losses.md.",
         one_of=("group", "batch", "batch_centered", "mean", "none"),
         spellings={"true": "group", "false": "none"},
     )
     multi_objective_aggregation: str = knob(
         "sum_then_normalize",
-        "Several reward functions: sum the weighted rewards, then normalise (`sum_then_normalize`); or normalise each "
-        "function's in the group, sum, and scale over the step (`normalize_then_sum`, GDPO), where `scale_rewards` has "
-        "no part, as in TRL.",
+        "Several reward functions: sum, then normalise (`sum_then_normalize`); or normalise each in the group, "
+        "sum, and scale over the step (`normalize_then_sum`, GDPO), without `scale_rewards`, as in TRL.",
         one_of=("sum_then_normalize", "normalize_then_sum"),
     )
     advantage_baseline: str = knob(
         "mean",
-        "What a completion is compared with: the `mean` of its group, or of the others in it (`leave_one_out`, RLOO).",
+        "Baseline of a completion: the `mean` of its group, or the mean of the other completions "
+        "(`leave_one_out`, RLOO).",
         one_of=("mean", "leave_one_out"),
     )
     mask_truncated_completions: bool = knob(
-        False, "Leave completions that hit the token limit, or that `repetition_detection` ended, out of the loss."
+        False, "Leave completions that hit the token limit or were ended by `repetition_detection` out of the loss."
     )
 
 
@@ -71,34 +70,38 @@ class ObjectiveKnobs(SamplingKnobs):
     )
     importance_sampling_level: str = knob(
         "token",
-        "The importance ratio of each `token`, or its mean over the `sequence` (GSPO; a token's gradient is its own, "
-        "by its own advantage).",
+        "One importance ratio per `token`, or per `sequence`: the geometric mean over the completion (GSPO-token,"
+        " with each token's own gradient and advantage).",
         one_of=("token", "sequence"),
     )
     epsilon: float = knob(
         0.2,
-        "Lower clip range of the importance ratio; of `gmpo`, of its logarithm (0.4 is usual); of `dppo`, of the "
+        "Lower clip range of the importance ratio. `gmpo`: of its logarithm (0.4 is usual); `dppo`: of the "
         "probability.",
         at_least=0,
     )
     epsilon_high: float | None = knob(
         None,
-        "Upper clip range; default `epsilon`. Of `cispo`: the bound of the ratio itself (5.0 is usual).",
+        "Upper clip range; default `epsilon`. `cispo`: the bound of the ratio (5.0 is usual).",
         at_least=0,
     )
     delta: float | None = knob(None, "Upper bound of the ratio in two-sided clipping.", at_least=0)
-    sapo_temperature_pos: float = knob(1.0, "`sapo`: how fast the gate closes, for positive advantages.", **POSITIVE)
-    sapo_temperature_neg: float = knob(1.05, "`sapo`: the same, for the others.", **POSITIVE)
-    vespo_k_pos: float = knob(
-        2.0, "`vespo`: how much small ratios are weighted down, for advantages from 0 up.", at_least=0
+    sapo_temperature_pos: float = knob(
+        1.0, "`sapo`: temperature of the gate for positive advantages; higher closes faster.", **POSITIVE
     )
-    vespo_lambda_pos: float = knob(3.0, "`vespo`: how much large ratios are, for the same.", at_least=0)
+    sapo_temperature_neg: float = knob(1.05, "`sapo`: the same for the other advantages.", **POSITIVE)
+    vespo_k_pos: float = knob(
+        2.0, "`vespo`: exponent that weights small ratios down, for advantages from 0 up.", at_least=0
+    )
+    vespo_lambda_pos: float = knob(
+        3.0, "`vespo`: coefficient that weights large ratios down, for advantages from 0 up.", at_least=0
+    )
     vespo_k_neg: float = knob(3.0, "`vespo`: as `vespo_k_pos`, for negative advantages.", at_least=0)
     vespo_lambda_neg: float = knob(2.0, "`vespo`: as `vespo_lambda_pos`, for negative advantages.", at_least=0)
     top_entropy_quantile: float = knob(
         1.0,
-        "Share of the step's tokens, those of highest entropy, that the policy loss takes; 1 is all. A step of several "
-        "micro-batches then needs one more forward.",
+        "Share of the step's tokens, from the highest entropy down, in the policy loss; 1: all. A step of several"
+        " micro-batches needs one more forward.",
         at_least=0,
         at_most=1,
         must_be="a share from 0 to 1",
@@ -107,34 +110,33 @@ class ObjectiveKnobs(SamplingKnobs):
     entropy_coef: float = knob(0.0, "Coefficient of the mean entropy of the step's tokens in the loss (a bonus).")
     use_adaptive_entropy: bool = knob(
         False,
-        "Move `entropy_coef` after each step, up where the entropy is at most `entropy_target` and down elsewhere; it "
-        "applies only where the step before was at or below the target.",
+        "Raise `entropy_coef` after each step with an entropy of at most `entropy_target`, and lower it after the"
+        " others. It applies only after steps at or below the target.",
     )
     entropy_coef_min: float = knob(0.0, "Lower bound of the adaptive coefficient.")
     entropy_coef_max: float = knob(1.0, "Upper bound of the adaptive coefficient.")
-    entropy_coef_delta: float = knob(0.005, "By how much it moves in a step.", at_least=0)
+    entropy_coef_delta: float = knob(0.005, "Change of the adaptive coefficient per step.", at_least=0)
     entropy_target: float = knob(0.2, "Mean entropy of a token, in nats, below which the adaptive bonus acts.")
     router_aux_loss_coef: float | None = knob(
         None,
-        "Coefficient of a mixture of experts' load-balancing loss; default: the model's own (0.001, mostly). With 0, "
-        "groups without a reward difference aren't trained.",
+        "Coefficient of a mixture of experts' load-balancing loss; default: the model's own (often 0.001).",
         at_least=0,
     )
     vllm_importance_sampling_correction: bool = knob(
-        True, "Weigh the loss by trainer over sampler probability, to undo their mismatch."
+        True, "Weigh the loss by trainer over sampler probability, to correct their mismatch."
     )
     vllm_importance_sampling_mode: str = knob(
         "sequence_mask",
-        "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL; or `geometric_mask`, which "
-        "leaves out completions whose tokens' geometric-mean ratio is outside the bounds.",
+        "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL; or `geometric_mask`, "
+        "which leaves out completions by the geometric mean of their tokens' ratios.",
         one_of=CORRECTIONS,
     )
     vllm_importance_sampling_clip_max: float | None = knob(3.0, "Upper bound of that ratio.")
     vllm_importance_sampling_clip_min: float | None = knob(None, "Lower bound of that ratio.")
     off_policy_mask_threshold: float | None = knob(
         None,
-        "Leave out completions with a negative advantage whose mean log sampler - log policy probability is above this "
-        "(DeepSeek-V3.2); 0.5, say.",
+        "Leave out completions with a negative advantage and a mean log sampler - log policy probability above "
+        "this (DeepSeek-V3.2), e.g. 0.5.",
     )
 
     def _check_loss(self) -> None:
@@ -207,15 +209,15 @@ class ReferenceKnobs:
     beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.", at_least=0)
     use_bias_correction_kl: bool = knob(
         True,
-        "Multiply the KL term by the token's importance ratio: its expected gradient is then that of the token's "
-        "reverse KL divergence.",
+        "Multiply the KL term by the token's importance ratio, so that its expected gradient is the reverse KL "
+        "divergence's.",
     )
     sync_ref_model: bool = knob(
         False, "Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."
     )
     ref_model_mixup_alpha: float = knob(
         0.6,
-        "Share of the policy in that mixture; 1 replaces the reference.",
+        "Share of the policy in that mixture; 1: replace the reference.",
         above=0,
         at_most=1,
         must_be="in (0, 1]",
@@ -224,6 +226,6 @@ class ReferenceKnobs:
     ref_model_sync_steps: int = knob(512, "Optimizer steps between two mixtures.", at_least=1)
     offload_reference: bool = knob(
         False,
-        "On a GPU, keep the reference model in pinned host memory but while its log-probabilities are computed. Does "
-        "nothing on a CPU, nor for LoRA, which has no second model.",
+        "On a GPU, keep the reference model in pinned host memory between its forwards. No effect on a CPU, or "
+        "for LoRA, which has no second model.",
     )

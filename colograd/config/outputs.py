@@ -19,12 +19,12 @@ class SavingKnobs(TrainingArguments):
 
     save_in_background: bool = knob(
         True,
-        "Write checkpoints from a copy in host memory while training goes on. Where something needs the files at once "
-        "(a push to the Hub, a callback's `on_save`), or the memory for the copy isn't there, training waits for them.",
+        "Write checkpoints from a copy in host memory while training goes on. Training waits if files are needed "
+        "at once (a push to the Hub, a callback's `on_save`) or memory for the copy is missing.",
     )
     save_failures: int = knob(
         3,
-        "Checkpoints in a row that can't be written (a full disk, say) before the run ends with the error.",
+        "Checkpoints in a row that can't be written (e.g. a full disk) before the run ends with the error.",
         at_least=1,
     )
     stop_signals: list[str] = knob(
@@ -66,17 +66,17 @@ class JournalKnobs:
 
     journal: str | None = knob(
         None,
-        "Record every group when it is scored (`_journal/` in the run's folder), so that a resumed run neither samples "
-        "nor scores it again. `until_checkpoint`: what the last two checkpoints have made needless is deleted; `keep`: "
-        "nothing is; `off`. Unset: `until_checkpoint` in a run that saves checkpoints.",
+        "Record every scored group in `_journal/`, so that a resumed run neither samples nor scores it again. "
+        "`until_checkpoint`: delete rounds before the last two checkpoints; `keep`: delete nothing; `off`. Unset:"
+        " `until_checkpoint` in a run that saves checkpoints.",
         one_of=("off", "until_checkpoint", "keep"),
         spellings={"false": "off"},
     )
 
     rescore: bool = knob(
         False,
-        "Score the recorded samples of a resumed run's first round again, as the reward functions have changed since. "
-        "Without it a change is an error, as recorded rewards are of the old code.",
+        "Score the recorded samples of a resumed run's first round again, after reward functions changed. Without"
+        " it such a change is an error.",
     )
 
     @property
@@ -99,34 +99,33 @@ class LogKnobs:
     log_completions: bool = knob(
         False,
         "Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), print a "
-        "sample now and then, and send that step's to wandb or trackio. Of an evaluation too.",
+        "sample now and then, and send it to wandb or trackio. Evaluations too.",
     )
     log_completions_steps: int | None = knob(
-        None, "Steps between two tables, printed and sent; default `logging_steps`."
+        None, "Steps between two printed and sent tables; default `logging_steps`."
     )
     num_completions_to_print: int | None = knob(
-        None, "Rows of the printed table; default all, 0 prints none.", at_least=0
+        None, "Rows of the printed table; default all, 0: no table.", at_least=0
     )
     log_completions_hub_repo: str | None = knob(
-        None, "A dataset on the Hub to which the files of `log_completions` go, every two minutes."
+        None, "A dataset on the Hub that gets the files of `log_completions` every two minutes."
     )
     log_multimodal: bool = knob(
-        True, "Have small pictures of prompts' images in the completions log and in the tables that trackers get."
+        True, "Keep small pictures of prompts' images in the completions log and the trackers' tables."
     )
-    log_unique_prompts: bool = knob(False, "Show and send one completion per prompt only.")
+    log_unique_prompts: bool = knob(False, "Show and send one completion per prompt.")
     report: bool = knob(
         True,
-        "Record for the report of the run: metrics of every step, what happens inside rollouts and alarms "
-        "(`_report/` in its folder; see docs/metrics.md), and some groups token by token (`_journal/`). When training "
-        "ends, `report.html` is made of it; `colograd watch` shows it meanwhile (see docs/metrics.md).",
+        "Record the run for its report (`_report/`, and some groups token by token in `_journal/`), and write "
+        "`report.html` at the end; `colograd watch` shows it during training (see docs/metrics.md).",
     )
     report_groups: int = knob(
         2,
-        "Groups of each step that are recorded token by token: the one whose rewards differ most, then the one where "
-        "the sampler and the trainer differ most. 0: none.",
+        "Groups of each step that are recorded token by token: first the largest reward difference, then the "
+        "largest difference of sampler and trainer. 0: none.",
         at_least=0,
     )
-    verbose: bool = knob(False, "Let vLLM and transformers log as they like.")
+    verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
         """Record nothing: a replay leaves the run's folder as it is."""

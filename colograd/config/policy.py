@@ -60,26 +60,25 @@ class PolicyKnobs(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = knob(
         None, "Keyword arguments of `from_pretrained`, when the model is given by name."
     )
-    trust_remote_code: bool = knob(False, "Allow code that comes with a model.")
+    trust_remote_code: bool = knob(False, "Run code that comes with a model.")
     freeze_vision_tower: bool = knob(
         False,
-        "Of a vision-language model, leave the tower that sees as it is: what projects its features and the language "
-        "model are trained, and the tower is published once.",
+        "Freeze the vision tower of a vision-language model. The projector and the language model are trained; "
+        "the tower is copied to the engine once.",
         extension="images",
     )
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = knob(
         False,
-        "Logits come out of the head's product in float32, in the policy, the reference and vLLM (where its version "
-        "can), which brings the sampler's and the trainer's probabilities closer. The weight keeps its dtype (TRL "
-        "casts it, in the policy and the reference alone).",
+        "Compute logits in float32 in policy, reference and vLLM (if its version can), so that sampler and "
+        "trainer agree more closely. The weight keeps its dtype; TRL casts it.",
     )
 
     router_replay: bool = knob(
         False,
-        "A mixture of experts is trained with the experts that vLLM chose for each token, whose shares are the "
-        "policy's own (R3, arXiv 2510.11370): sampler and trainer then differ no more than a dense model's. Each "
-        "token takes layers times experts per token further bytes of host memory and of the journal.",
+        "Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370), so "
+        "that sampler and trainer differ no more than a dense model's. Costs layers x experts per token bytes of "
+        "host memory per token.",
         extension="experts",
     )
 

@@ -39,21 +39,20 @@ NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,), "thi
 class SamplingKnobs:
     """Sampling."""
 
-    max_completion_length: int | None = knob(512, "Tokens a completion may have.", at_least=1)
+    max_completion_length: int | None = knob(512, "Maximum tokens of a completion.", at_least=1)
     temperature: float = knob(1.0, "Sampling temperature; the loss uses the same.")
     top_p: float = knob(
         1.0, "Nucleus sampling; 1.0 is off.", above=0, at_most=1, must_be="in (0, 1]", remedy="1.0 turns it off"
     )
     top_k: int = knob(0, "Top-k sampling; 0 is off.")
     min_p: float | None = knob(None, "Minimum probability relative to the top token's.")
-    repetition_penalty: float = knob(1.0, "Penalty on tokens already present; 1.0 is off.")
+    repetition_penalty: float = knob(1.0, "Penalty on tokens that are already present; 1.0: off.")
     generation_kwargs: dict[str, Any] | str | None = knob(
         None,
-        "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or "
-        "`structured_outputs` (a mapping: `{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). "
-        "`skip_special_tokens: false` leaves tags that are special tokens in the texts that rewards and logs get. A "
-        "parameter whose results the trainer doesn't read is an error at start. Names of transformers (`do_sample: "
-        "true`, say) may stay where they ask for what is done anyway.",
+        "Other `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or "
+        "`structured_outputs` (`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: "
+        "false` keeps special tokens in the texts of rewards and logs. Unsupported parameters are errors; names "
+        "of transformers may stay with values that change nothing.",
     )
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
@@ -99,7 +98,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
 
     num_generations_eval: int | None = knob(
         None,
-        "Completions per prompt in `evaluate`; default `num_generations`, or 1 where evaluation is greedy.",
+        "Completions per prompt in `evaluate`; default `num_generations`, or 1 if evaluation is greedy.",
         at_least=1,
     )
     temperature_eval: float | None = knob(

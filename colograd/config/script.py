@@ -15,54 +15,53 @@ class ScriptArguments:
 
     dataset_name: str | None = knob(
         None,
-        "The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or a folder, or the import path "
-        "`package.module:function` of a function that returns a `datasets.Dataset` (or a `DatasetDict`).",
+        "The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or folder, or the import path "
+        "`package.module:function` of a function that returns a `datasets.Dataset` or `DatasetDict`.",
     )
     dataset_config: str | None = knob(None, "The dataset's configuration (its `name` in `load_dataset`).")
     dataset_kwargs: dict[str, Any] | str | None = knob(
         None, "Keyword arguments for the dataset function, or for `load_dataset`."
     )
     dataset_train_split: str = knob("train", "The split to train on.")
-    dataset_test_split: str = knob("test", "The split to evaluate on, where there is one.")
+    dataset_test_split: str = knob("test", "The split to evaluate on, if it exists.")
     datasets: list[dict[str, Any]] | str | None = knob(
         None,
-        "A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, `data_dir`, "
-        "`data_files`, `split`, `columns`, `fraction` and `source` (a name, which becomes the part's value in a column "
-        "`source`, for `curriculum`); the parts are concatenated. With `fraction` (in all or none) "
-        "that is each part's share of the mixture, as large as can be without repeating.",
+        "A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, `data_dir`,"
+        " `data_files`, `split`, `columns`, `fraction` (each part's share, in all or none) and `source` (its "
+        "value in a column `source`, for `curriculum`).",
     )
     exams: list[str] = knob(
         [],
-        "Benchmarks that an evaluation takes: tasks, groups or tags of lm-evaluation-harness by name, such as `gsm8k`, "
-        "or a task's YAML file; `name[:100]` the first rows, `name@4` 4 completions per question; see "
+        "Benchmarks of an evaluation: tasks, groups or tags of lm-evaluation-harness such as `gsm8k`, or a task's"
+        " YAML file; `name[:100]`: the first rows, `name@4`: 4 completions per question; see "
         "docs/guide/evaluation.md.",
         extension="evaluation",
     )
     test_split_size: float | None = knob(None, "Share or number of examples of a mixture to hold out for evaluation.")
-    dataset_streaming: bool = knob(False, "Read a stored dataset while training, and not before; needs `max_steps`.")
+    dataset_streaming: bool = knob(False, "Read a stored dataset during training; needs `max_steps`.")
     streaming: bool = knob(False, "The same for a mixture (`datasets`).")
-    dataset_prompt_column: str = knob("prompt", "The column that holds the prompt, if it isn't called `prompt`.")
+    dataset_prompt_column: str = knob("prompt", "The column with the prompt.")
     system_prompt: str | None = knob(
-        None, "A system message put before each prompt (a plain prompt becomes a conversation)."
+        None, "A system message before each prompt; a plain prompt becomes a conversation."
     )
-    reward_model_name_or_path: str | None = knob(None, "A reward model: as if it stood first in `reward_funcs`.")
+    reward_model_name_or_path: str | None = knob(None, "A reward model, taken as the first of `reward_funcs`.")
     reward_funcs: list[str] = knob(
         [],
-        "The reward functions: names of built-in rewards, import paths (`package.module:function` or "
-        "`package.module.function`), or reward models (a folder or a Hub id). Their weights are `reward_weights`.",
+        "The reward functions: names of built-in rewards, import paths (`package.module:function`), or reward "
+        "models (a folder or a Hub id).",
     )
-    tools: list[str] = knob([], "Functions that the model may call while it writes, by import path.", extension="tools")
+    tools: list[str] = knob([], "Import paths of functions that the model may call.", extension="tools")
     environment_factory: str | None = knob(
-        None, "What makes environments (a class, mostly) or a dict of such, by import path.", extension="tools"
+        None, "Import path of what makes environments, often a class; or a dict of such paths.", extension="tools"
     )
     rollout_func: str | None = knob(
-        None, "A function that writes completions in the engine's place, or a class (a rollout source), by import path."
+        None,
+        "Import path of a function that writes completions in the engine's place, or of a class (a rollout source).",
     )
 
     agent: str | None = knob(
         None,
-        "A program that calls the model over HTTP while it is trained, once per completion: a function's import path, "
-        "or a command line.",
+        "A program that calls the model over HTTP, once per completion: a function's import path, or a command line.",
         extension="agents",
     )
     ignore_bias_buffers: bool = knob(False, f"No effect: {UNUSED['ignore_bias_buffers']}.")

@@ -23,45 +23,39 @@ class ShardingKnobs(TrainingArguments):
 
     sharding: str = knob(
         "none",
-        "What ranks share out: `none` (each rank holds all), `optimizer` (each holds a part of the optimizer's state: "
-        "ZeRO-1), `gradients` (and of the gradients, each exchanged as soon as the backward has made it: ZeRO-2), "
-        "`tensor` (with `vllm_tensor_parallel_size`: each rank has the part of the policy that its engine's rank has, "
-        "in the same memory, and the ranks of an engine train each row together; `tensor+optimizer` and "
-        "`tensor+gradients` share out the rest among engines) or `fsdp` (and of the weights, which are gathered block "
-        "by block: FSDP2); `auto`: the first of these that leaves room for the planned KV cache and micro-batch. "
-        "accelerate's files for FSDP2 and DeepSpeed, and `deepspeed`, mean the way that does the same. See "
-        "docs/guide/several-gpus.md.",
+        "What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, "
+        "ZeRO-2), `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank"
+        " samples with; `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights"
+        " too, FSDP2), or `auto`: the first that leaves room for the planned KV cache. Accelerate and DeepSpeed "
+        "files select the same. See docs/guide/several-gpus.md.",
         one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
         note=" in this version",
         extension=dict.fromkeys(TENSOR, "tensor_parallel"),
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
-        "With `sharding: fsdp`, forget a block's weights after its forward and gather them again for its backward: "
-        "without, ranks exchange less and hold the whole policy meanwhile.",
+        "With `sharding: fsdp`, free a block's weights after its forward and gather them again for its backward. "
+        "`false`: fewer exchanges, the whole policy in memory.",
     )
     fsdp_offload_params: bool = knob(
         False,
-        "With `sharding: fsdp` on a GPU, keep this rank's part of weights, gradients and optimizer state in host "
-        "memory, where the optimizer then runs too. Does nothing on a CPU.",
+        "With `sharding: fsdp` on a GPU, keep this rank's weights, gradients and optimizer state in host memory; "
+        "the optimizer runs there. No effect on a CPU.",
     )
 
     offload_gradients: bool = knob(
         False,
-        "On a GPU, add each gradient to float32 sums in page-locked host memory as soon as a backward has made it, and "
-        "free it: the GPU never holds all of them. The optimizer (`adamw_split`) takes them from there, to the same "
-        "bits. Does nothing on a CPU.",
+        "On a GPU, add each gradient to float32 sums in page-locked host memory during the backward and free it. "
+        "The optimizer (`adamw_split`) reads the sums there, to the same bits. No effect on a CPU.",
         extension="offload",
     )
 
     sequence_parallel_size: int = knob(
         1,
-        "Ranks that share out the tokens of each row, neighbours on one machine: each computes its part of a "
-        "micro-batch's tokens, and in attention (as in the layers with a state of LFM2, Qwen3.5 and Granite 4) all "
-        "tokens for a part of the heads. A rank's activations are then of "
-        "that part, for sequences that no GPU has room for. Each samples for itself as ever. With `sharding: none`, "
-        "`optimizer`, `gradients` or the three of `tensor`, whose ranks of an engine have a part of the policy each. "
-        "See docs/guide/several-gpus.md.",
+        "Neighbouring ranks of one machine that divide the tokens of each row; in attention each has all tokens "
+        "for a part of the heads. A rank's activations are divided by it. Each rank samples for itself. Works "
+        "with `sharding: none`, `optimizer`, `gradients` and the three of `tensor`; see "
+        "docs/guide/several-gpus.md.",
         extension="sequence_parallel",
     )
 

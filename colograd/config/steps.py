@@ -21,14 +21,13 @@ class StepKnobs(TrainingArguments):
     num_generations: int | None = knob(8, "G: completions per prompt; at least 2.")
     prompts_per_step: int | None = knob(
         None,
-        "Prompts (groups) per optimizer step over all ranks, in place of TRL's product `per_device_train_batch_size * "
-        "gradient_accumulation_steps * ranks / num_generations`.",
+        "Prompts (groups) per optimizer step over all ranks. It replaces TRL's product "
+        "`per_device_train_batch_size * gradient_accumulation_steps * ranks / num_generations`.",
     )
     steps_per_generation: int | None = knob(
         None,
-        "TRL's meaning: batches of `per_device_train_batch_size` sampled together; default "
-        "`gradient_accumulation_steps`, that is one optimizer step per generation. A divisor of it is that too: what "
-        "one step trains on is sampled by the same weights, so it is sampled together.",
+        "Batches of `per_device_train_batch_size` that are sampled together; default "
+        "`gradient_accumulation_steps`, one optimizer step per generation. A divisor of it means the same.",
     )
     generation_batch_size: int | None = knob(
         None, "TRL's alternative to `steps_per_generation`: completions sampled together."
@@ -36,55 +35,51 @@ class StepKnobs(TrainingArguments):
     num_iterations: int = knob(1, "Times each generation's batches are trained on.", at_least=1)
     max_tokens_per_microbatch: int | str | None = knob(
         "auto",
-        "Tokens in one forward and backward. `auto`: on a GPU measured before the first step, on a CPU 4096. It is "
-        "halved for the rest of the run where memory runs out; the update doesn't depend on it.",
+        "Tokens in one forward and backward. `auto`: measured on a GPU before the first step, 4096 on a CPU. "
+        "Halved when memory runs out; the update doesn't depend on it.",
     )
     balance_ranks: bool = knob(
         True,
-        "After scoring, move groups (their token ids) from the rank whose training would take longest to others, where "
-        "that shortens the step by more than a tenth. The update is the same up to rounding.",
+        "After scoring, move groups (their token ids) from the rank with the longest training to others, if that "
+        "shortens the step by more than a tenth. The update is the same up to rounding.",
     )
     overlap: str = knob(
         "off",
-        "`auto`: a rank that has sampled its groups trains them while other ranks still sample, and finished groups of "
-        "these with `balance_ranks`; on a GPU a rank also trains its own between the steps of its engine when a "
-        "quarter of its sequences is left, with one rank too. Still on-policy, as no weight changes before the "
-        "optimizer's step. What a step needs whole waits, and all of it where ranks exchange in each backward "
-        "(`sharding: gradients`, `fsdp`): a line at start says why. Which micro-batches a rank trains then depends on "
-        "clocks, and with them the last bits of a step; the rollout log has them, so that a resumed or replayed step "
-        "has the same bits. `off`: training begins when all ranks have sampled.",
+        "`auto`: a rank that has sampled its groups trains while other ranks sample; with `balance_ranks` it "
+        "takes their finished groups too. On a GPU a rank also trains between its engine's steps when a quarter "
+        "of its sequences is left. Training stays on-policy. Nothing is trained early with `sharding: gradients` "
+        "or `fsdp`; a line at start names the reason. The last bits of a step depend on clocks; resumed and "
+        "replayed steps have the recorded bits. `off`: training begins after sampling.",
         one_of=("auto", "off"),
         spellings={"false": "off"},  # YAML reads a bare `off` as False
         extension="overlap",
     )
     rank_timeout: float | None = knob(
         1500.0,
-        "Seconds without progress (a step of the engine, a micro-batch, a reward function's call, an exchange, a stage "
-        "of the start) after which a rank ends the run on all ranks, with the stage that it hangs in and its stack. "
-        "Waiting for other ranks and downloads don't count. It must be above what takes long and can't be looked into: "
-        "vLLM's start with its compilation, a call of a reward function, tool or `rollout_func`, a file of a "
-        "checkpoint on a slow disk; and below `ddp_timeout` (1,800), after which exchanges give up without knowing "
-        "why. `null`: never.",
+        "Seconds without progress (an engine step, a micro-batch, a reward call, an exchange, a stage of the "
+        "start) after which a rank ends the run on all ranks, with its stage and stack. Waiting for other ranks "
+        "and downloads don't count. Must be longer than vLLM's compilation and the longest call of a reward "
+        "function, tool or `rollout_func`, and below `ddp_timeout` (1,800). `null`: never.",
         above=0,
         must_be="a positive number of seconds",
         remedy="set it to null for no limit",
     )
     curriculum: dict[str, Any] | str | None = knob(
         None,
-        "Draw prompts by what was learnt of them, such as `{solved_at: 1.0, revisit_after: 2}`: keys `solved_at`, "
+        "Draw prompts by their pass rates, such as `{solved_at: 1.0, revisit_after: 2}`. Keys: `solved_at`, "
         "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
         "docs/guide/distillation.md.",
         extension="curriculum",
     )
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
     max_prompt_tokens: int | None = knob(
-        None, "Longest prompt; default: the engine's context less `max_completion_length`."
+        None, "Maximum tokens of a prompt; default: the engine's context minus `max_completion_length`."
     )
     overlong_prompts: str = knob(
-        "drop", "Prompts over the limit: `drop` (counted, said once) or `error`.", one_of=("drop", "error")
+        "drop", "Prompts over the limit: `drop` (and count), or `error`.", one_of=("drop", "error")
     )
     chat_template_path: str | None = knob(
-        None, "A file with a chat template to use in place of the tokenizer's; saved with the model."
+        None, "A file with a chat template that replaces the tokenizer's; saved with the model."
     )
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
 

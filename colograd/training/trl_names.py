@@ -55,7 +55,7 @@ DIFFERENT = {
     "data_collator": "`list`; nothing is collated",
     "optimizer_cls_and_kwargs": "a class and its arguments where `optim: auto` picks `adamw_split`; None in TRL",
     "vllm_gpu_memory_utilization": "None where it isn't set: the KV cache is planned",
-    "generation_kwargs": "Those of the configuration alone; TRL's without vLLM have every sampling setting",
+    "generation_kwargs": "Only the configuration's; TRL's without vLLM have every sampling setting",
 }
 
 # Methods of TRL's and transformers' trainers that Colograd never calls, with the stage to override instead.

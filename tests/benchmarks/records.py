@@ -269,8 +269,8 @@ def run(record: Record, options: argparse.Namespace) -> dict[str, Any]:
 
 # -- the page
 
-HEAD = """Models have random weights of the published shape, unless `--model SHAPE=FOLDER` names one: throughput and
-memory don't depend on the weights. `make records` measures all rows on the GPU that is there and writes them here:
+HEAD = """Models have random weights of the published shape, unless `--model SHAPE=FOLDER` names a model. `make records`
+measures the rows on this machine's GPU and writes them here:
 
 ```bash
 make records                                  # all rows, each within 10 or 20 minutes
@@ -278,7 +278,7 @@ make records ARGS="--only prime-rl"           # the rows whose names begin so
 make records ARGS="--device cpu"              # a tiny form of each on a CPU: does the row work?
 ```"""
 MARKERS = ("<!-- records: written by tests/benchmarks/records.py (make records) -->", "<!-- end of records -->")
-NOT_YET = "Not measured on a GPU yet."
+NOT_YET = "-"
 
 
 def section(measured: Mapping[str, Mapping[str, str]]) -> str:
@@ -288,14 +288,15 @@ def section(measured: Mapping[str, Mapping[str, str]]) -> str:
         measured: GPU -> row's name -> our figure.
     """
     gpus = list(measured)
-    header = ["Row", "What", "Published", *(f"Ours, {gpu}" for gpu in gpus)] + ([] if gpus else ["Ours"])
+    header = ["Row", "What", "Published", *(f"Ours, {gpu}" for gpu in gpus)]
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join(['---'] * len(header))} |"]
     for record in RECORDS:
-        ours = [measured[gpu].get(record.name, NOT_YET) for gpu in gpus] or [NOT_YET]
+        ours = [measured[gpu].get(record.name, NOT_YET) for gpu in gpus]
         differs = f" Differs: {record.differs}." if record.differs else ""
         cells = [f"`{record.name}`", record.what + differs, f"[{record.published}]({record.source})", *ours]
         lines.append(f"| {' | '.join(cells)} |")
-    return f"{HEAD}\n\n" + "\n".join(lines)
+    state = "" if gpus else "\n\nNo row has been measured on a GPU yet."
+    return f"{HEAD}{state}\n\n" + "\n".join(lines)
 
 
 def page(measured: Mapping[str, Mapping[str, str]]) -> str:

@@ -717,7 +717,7 @@ def test_the_flags_of_all_groups_have_a_help() -> None:
 
 
 @pytest.mark.parametrize("bent", [{"top_p": 0.9}, {"min_p": 0.1}, {"generation_kwargs": {"min_tokens": 4}}])
-def test_a_bent_distribution_turns_the_sampler_s_correction_off_with_a_line(bent) -> None:
+def test_changed_distribution_turns_correction_off(bent) -> None:
     """TRL's scripts set them."""
     found = config(**bent)
     assert not found.vllm_importance_sampling_correction

@@ -571,14 +571,12 @@ def test_bad_input_is_an_error_with_value_rule_and_remedy(monkeypatch: pytest.Mo
     ("version", "tested"),
     [("0.25.1", True), ("0.27.0", True), ("0.31.0+cpu", True), ("0.32.7", True), ("0.33.0.dev3", False)],
 )
-def test_a_vllm_that_no_test_was_run_with_passes_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, version: str, tested: bool
-) -> None:
+def test_untested_vllm_passes_with_a_line(monkeypatch: pytest.MonkeyPatch, version: str, tested: bool) -> None:
     vllm(version)(monkeypatch)
     assert [f"vLLM {version}" in line and "doctor" in line for line in untested_vllm()] == [True] * (not tested)
 
 
-def test_a_tensor_parallel_size_that_divides_ranks_and_machines_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_size_must_divide_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "local_world_size", lambda: 4)
     made: Any = on_ranks(8, vllm_tensor_parallel_size=2, prompts_per_step=8)(monkeypatch)
     assert (made.layout.data_size, made.per_device_train_batch_size) == (4, 16)
@@ -658,7 +656,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         ({"max_prompt_tokens": "3", "max_completion_length": "8"}, "all 1 prompts are over the limit of 3 tokens"),
     ],
 )
-def test_the_command_says_what_is_wrong_in_one_line_and_returns_2(
+def test_command_error_is_one_line_and_status_2(
     command: Callable[..., str], settings: dict[str, str], message: str
 ) -> None:
     said = command(**settings)

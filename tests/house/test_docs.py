@@ -39,7 +39,15 @@ def generate() -> ModuleType:
     return module
 
 
-def test_the_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_address_of_the_repository_stands_once(generate: ModuleType) -> None:
+    """In setup.cfg; `make docs` writes it into README.md and the notebooks."""
+    pages = [page for page, _ in generate.pages() if page.suffix == ".ipynb" or page.name == "README.md"]
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert len(pages) == 6 and all(setup["metadata"]["url"] in generate.with_address(page) for page in pages)
+
+
+def test_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -56,7 +64,7 @@ def test_a_stale_page_is_noticed_and_left_alone(
     assert generate.main([]) == 0 and generate.main(["--check"]) == 0
 
 
-def test_every_cell_of_the_families_table_has_a_test_that_tells_it() -> None:
+def test_families_table_cells_have_tests() -> None:
     record = read()
     for family, columns in record["tried"].items():
         assert family in record["families"] and set(columns) <= set(record["columns"])
@@ -122,10 +130,22 @@ def test_links_and_named_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", text):
+        assert anchor in anchors((page.parent / target) if target else page), f"{target}#{anchor}"
     for target in re.findall(
         r"(?<![\w./-])((?:recipes|requirements|docs|colograd)/[\w./-]+\.(?:yaml|txt|md|py))", text
     ):
         assert (ROOT / target).exists(), target
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
 
 
 def test_the_site_s_navigation_has_every_page() -> None:
@@ -210,7 +230,7 @@ def test_every_trainer_s_source_has_its_date() -> None:
     assert [source for _, _, source in rows if not re.search(r"\b20\d\d-\d\d-\d\d\b", source)] == []
 
 
-def test_who_follows_readme_and_quickstart_has_a_folder_for_each_run() -> None:
+def test_readme_and_quickstart_runs_have_different_folders() -> None:
     texts = [(ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md")]
     named = [name for text in texts for name in re.findall(r"(?:GRPOConfig\(\"|--output_dir )(runs/[\w-]+)", text)]
     assert len(named) == len(set(named)) >= 3, named

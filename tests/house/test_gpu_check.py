@@ -149,9 +149,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
     assert len(begun) == 5, "too little time for any"
 
 
-def test_failing_late_and_missing_checks_are_rows_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_late_missing_checks_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(name: str, code: str, **changes: Any) -> Check:
         told = {"tell": lambda said, figures: said.strip(), "writes": False} | changes
         return Check(name, ("-c", code), 1.0, **told)
@@ -226,7 +224,7 @@ FIGURES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_page_has_every_check_and_a_row_for_each_run_of_the_training_path() -> None:
+def test_page_has_every_check_and_training_run() -> None:
     settings = {"machine": "NVIDIA H100", "model": "M", "versions": {"torch": "2.11"}, **vars(gpu_check.SIZES["cuda"])}
     results = [
         Result("training", "ok", gpu_check.tell_training("", FIGURES), 40, 100, FIGURES, "| its own |"),
@@ -272,7 +270,7 @@ def forked(command: Sequence[str], limit: float, out: Path, err: Path) -> int:
 
 
 @pytest.mark.engine
-def test_on_a_cpu_a_check_of_the_tiny_model_writes_figures_and_a_page(
+def test_cpu_check_writes_figures_and_page(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other checks' programs are run in tests/house/test_benchmarks.py."""

@@ -70,7 +70,7 @@ def test_a_command_answers_before_anything_large_is_imported(module: str) -> Non
     assert done.stdout.strip() == "[]", done.stderr[-2000:]
 
 
-def test_a_model_that_cant_be_trained_is_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
+def test_untrainable_model_is_refused_before_large_imports(tmp_path: Path) -> None:
     """From its configuration alone: neither vLLM, nor the trainer, nor the dataset's rows are there when it is said."""
     refused = {
         "noise": (MixtralConfig(router_jitter_noise=0.1), "mixtral has router_jitter_noise 0.1"),

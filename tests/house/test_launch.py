@@ -104,7 +104,7 @@ def test_accelerate_launch_of_the_file_trains_the_same_on_one_rank(recipe, launc
 
 
 @pytest.mark.slow
-def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_path) -> None:
+def test_adapter_by_flags_trains_on_two_ranks(recipe, tmp_path) -> None:
     """Its random start is the same on all ranks: from the second step on, completions depend on it."""
     flags = ["--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
     flags = ["--config", str(recipe), *flags, "--max_steps", "3", "--learning_rate", "1e-2"]
@@ -120,6 +120,6 @@ def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_
     assert "model.safetensors" not in saved and "LoRA adapter of rank 4" in (tmp_path / "two" / "README.md").read_text()
 
 
-def test_the_console_command_needs_no_launcher_and_the_command_line_wins(alone, launched) -> None:
+def test_console_command_needs_no_launcher(alone, launched) -> None:
     assert len(rewards(alone)) == 3
     assert rewards(alone)[:2] == pytest.approx(rewards(launched[0]), abs=1e-5), "as on two ranks"

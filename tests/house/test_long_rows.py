@@ -49,7 +49,7 @@ def test_a_budget_below_a_sequence_is_a_row_for_each(group: ScoredGroup) -> None
     assert [row.num_tokens for row in rows_of(group, 16384, share_prompts=False)] == [LONG] * COUNT
 
 
-def test_a_row_on_its_way_to_the_device_takes_52_bytes_per_token(group: ScoredGroup) -> None:
+def test_row_transfer_takes_52_bytes_per_token(group: ScoredGroup) -> None:
     (row,) = rows_of(group, TOKENS)
     batch = collate(row)
     names = (field.name for field in dataclasses.fields(MicroBatch) if field.name != "host_positions")
@@ -63,7 +63,7 @@ def bytes_of(calls: Sequence[Call]) -> int:
     return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 
 
-def test_the_plan_of_attention_grows_with_the_segments_and_not_with_their_tokens(group: ScoredGroup) -> None:
+def test_attention_plan_grows_with_segments_only(group: ScoredGroup) -> None:
     """But for windows, where it names the keys that each segment sees."""
     (row,) = rows_of(group, TOKENS)
     layout = collate(row).layout

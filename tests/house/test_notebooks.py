@@ -41,7 +41,7 @@ def test_there_is_one_for_each_stage_and_pages_link_them() -> None:
         assert all(f"notebooks/{stage}.ipynb" in text for stage in STAGES), page.name
 
 
-def test_the_quickstart_s_cells_compile_and_have_the_outputs_of_a_run() -> None:
+def test_quickstart_cells_compile_and_have_outputs() -> None:
     path = ROOT / "docs" / "notebooks" / "quickstart.ipynb"
     for source in cells(path):
         compile(source, path.name, "exec")
@@ -58,11 +58,19 @@ def test_the_quickstart_s_cells_compile_and_have_the_outputs_of_a_run() -> None:
 
 
 def test_the_install_cell_refuses_a_folder_without_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Colab, where the working directory isn't the clone's."""
+    """As on Colab, where the working directory isn't the clone's. All notebooks have the same cell."""
+    (install,) = {cells(path)[0] for path in NOTEBOOKS}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="no clone of Colograd: set SOURCE to the clone's folder"):
-        exec(compile(cells(ROOT / "docs" / "notebooks" / "quickstart.ipynb")[0], "install", "exec"), {})
+    with pytest.raises(FileNotFoundError, match="no clone of Colograd: set REPOSITORY to an address"):
+        exec(compile(install, "install", "exec"), {})
+
+
+def test_install_cell_enters_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook is opened in its own folder, and models/ and runs/ are folders of the clone."""
+    monkeypatch.chdir(ROOT / "docs" / "notebooks")
+    exec(compile(cells(NOTEBOOKS[0])[0], "install", "exec"), {})
+    assert Path.cwd() == ROOT
 
 
 @pytest.fixture

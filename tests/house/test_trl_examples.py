@@ -418,13 +418,13 @@ def test_a_recipe_of_trls_script_trains(tiny_model, tmp_path, monkeypatch, capfd
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def test_the_constructor_has_trls_arguments_in_trls_order_and_then_its_own() -> None:
+def test_constructor_begins_with_trl_arguments() -> None:
     theirs = inspect.signature(pytest.importorskip("trl").GRPOTrainer.__init__).parameters
     ours = inspect.signature(GRPOTrainer.__init__).parameters
     assert list(ours) == [*theirs, "agent"]
 
 
-def test_scripts_import_the_rest_from_here_too_and_pass_flags_bare() -> None:
+def test_trl_scripts_import_helpers_and_pass_bare_flags() -> None:
     """As gspo.py and grpo_vlm.py do: `trl` becomes `colograd` in their imports, and nothing else."""
     from colograd import (
         ModelConfig,

@@ -145,7 +145,7 @@ def test_advantages_equal_trl_s_in_every_mode_with_and_without_abstentions(capsy
         print(f"\n{combinations} combinations of mode, reward functions, abstentions and rewards agree with TRL")
 
 
-def test_leave_one_out_is_the_distance_from_the_mean_of_the_others() -> None:
+def test_leave_one_out_compares_with_the_others() -> None:
     rewards = torch.tensor([1.0, 0.0, NAN, 0.5])
     expected = torch.tensor([1.0 - 0.25, 0.0 - 0.75, 0.0, 0.5 - 0.5])
     torch.testing.assert_close(group_advantages(rewards, "none", "leave_one_out"), expected)
@@ -159,7 +159,7 @@ def test_scaling_divides_by_the_sample_deviation() -> None:
     torch.testing.assert_close(group_advantages(rewards, "group"), expected / (deviation + 1e-4))
 
 
-def test_of_pass_and_fail_the_mean_s_scale_is_the_gradient_of_the_likelihood() -> None:
+def test_mean_scale_is_the_likelihood_gradient() -> None:
     """MaxRL, arXiv 2602.02710: with k of n passed, 1/k of each that passed, less 1/n of all (times n, as a group's mean
     is taken). Where nothing can be divided by, nothing is."""
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
@@ -169,7 +169,7 @@ def test_of_pass_and_fail_the_mean_s_scale_is_the_gradient_of_the_likelihood() -
     torch.testing.assert_close(group_advantages(penalties, "mean"), group_advantages(penalties, "none"))
 
 
-def test_a_centred_batch_has_unit_deviation_however_far_apart_its_groups_are() -> None:
+def test_centred_batch_has_unit_deviation() -> None:
     """REINFORCE++-baseline, arXiv 2501.03262: rewards less their group's mean, normalised over the batch."""
     drawn = torch.randn(4, GROUP, generator=torch.Generator().manual_seed(0)) + 100 * torch.arange(4.0)[:, None]
     found = ours(drawn.view(-1, 1), AdvantageEstimator("batch_centered", "sum_then_normalize", "mean", (1.0,)))
@@ -262,7 +262,7 @@ def scored(position: int, rewards: torch.Tensor, advantages: torch.Tensor) -> Sc
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_scaling_keeps_the_kind_of_advantages_and_which_groups_have_a_signal(per_token: bool) -> None:
+def test_scaling_keeps_advantage_kind_and_groups(per_token: bool) -> None:
     rewards = torch.tensor([[1.0], [3.0]])
     for advantages in (torch.zeros(4 if per_token else 2), torch.arange(4.0 if per_token else 2.0)):
         group = scored(0, rewards, advantages)
@@ -316,7 +316,7 @@ STEPS = [[Prompt({}, (1,), 0), Prompt({}, (1,), 1)], [Prompt({}, (1,), 2), Promp
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("max_rounds", [0, 3])
-def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds: int, per_token: bool) -> None:
+def test_batch_is_the_trained_step(max_rounds: int, per_token: bool) -> None:
     stages = Made(AdvantageEstimator("batch", "sum_then_normalize", "mean", (1.0,)), per_token)
     drawn = stages.draw(max_rounds)
     # Groups 1 and 2 have no difference: they count in the step's deviation unless they are replaced.

@@ -233,7 +233,7 @@ def test_the_threshold_is_torch_s_quantile_for_any_number_of_tokens(monkeypatch:
     assert top_threshold(torch.zeros(0), 0.2) == math.inf
 
 
-def test_the_entropies_are_asked_for_only_where_the_micro_batch_is_not_the_step(
+def test_entropies_are_computed_only_for_partial_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step, asked = make_step(3), []
@@ -259,7 +259,7 @@ def test_the_entropies_are_asked_for_only_where_the_micro_batch_is_not_the_step(
     assert (shared.threshold, shared.tokens) == (9.0, 100.0)
 
 
-def test_the_coefficient_goes_on_after_a_checkpoint_and_starts_anew_without() -> None:
+def test_adaptive_coefficient_resumes_from_checkpoint() -> None:
     given = config(use_adaptive_entropy=True, entropy_coef=0.2, entropy_target=1.0)
     first, state = EntropyController(given), type("State", (), {"stateful_callbacks": {}})()
     first.finish({"entropy/bonus": 0.5}, 0.0)

@@ -30,7 +30,7 @@ def equal_or_not(completions: list, answer: list[str], **kwargs: object) -> list
     return [1.0] * len(completions) if ord(answer[0]) % 2 else tiny.vowels(completions)
 
 
-def test_the_entropy_s_terms_do_not_depend_on_the_token_budget(tiny_model: Path, tmp_path: Path) -> None:
+def test_entropy_terms_ignore_the_token_budget(tiny_model: Path, tmp_path: Path) -> None:
     """One micro-batch per step, or one per completion: the same losses and weights. And half of the groups have no
     reward difference, but entropies."""
     found = []

@@ -1,4 +1,4 @@
-"""A teacher model, whose reverse KL divergence joins the loss."""
+"""A teacher model: its reverse KL divergence joins the loss."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

@@ -1,4 +1,4 @@
-"""Rows whose tokens are divided among ranks."""
+"""Rows with tokens that are divided among ranks."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

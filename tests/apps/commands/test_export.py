@@ -87,7 +87,7 @@ def test_an_adapter_is_merged_into_its_base_without_chatter(tmp_path: Path, caps
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= copied.difference(LEFT) == copied
 
 
-def test_a_push_names_the_hub_s_model_or_says_in_a_line_why_not(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_push_names_the_hub_model_or_reason(tmp_path: Path, capsys, monkeypatch) -> None:
     """Only the Hub's own calls are faked."""
     saved = checkpoint(tiny.make_model(tmp_path / "model"))
     pushed: list[tuple[str, set[str]]] = []
@@ -112,7 +112,7 @@ def test_a_push_names_the_hub_s_model_or_says_in_a_line_why_not(tmp_path: Path, 
     assert "https://huggingface.co/me/sums" in capsys.readouterr().out
 
 
-def test_what_is_no_checkpoint_and_what_would_be_overwritten_are_errors(tmp_path: Path, capsys) -> None:
+def test_export_refuses_non_checkpoints_and_overwriting(tmp_path: Path, capsys) -> None:
     assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "is neither a checkpoint nor a run's folder with one in it" in capsys.readouterr().err
     saved = checkpoint(tiny.make_model(tmp_path / "model"))

@@ -148,7 +148,7 @@ def test_long_texts_get_longer_completions(tmp_path: Path) -> None:
     assert written(tmp_path)["max_completion_length"] == 128
 
 
-def test_the_wizard_asks_again_and_takes_the_one_column_that_is_left(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_wizard_repeats_and_takes_the_last_column(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "2 + 2?", "gold": "4", "topic": "sums"}')
     (tmp_path / "b.jsonl").write_text('{"text": "2 + 2?", "gold": "4"}')
     monkeypatch.chdir(tmp_path)

@@ -77,9 +77,7 @@ def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) ->
     assert after == "sharding: auto takes 'optimizer'"
 
 
-def test_one_gpu_has_nothing_to_share_and_is_told_what_would_fit(
-    qwen: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_gpu_plan_names_remedies(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80")
     assert [*strategies] == ["none"] and strategies["none"][-1] == "no"
     assert after.startswith(
@@ -298,7 +296,7 @@ def test_a_recipe_says_what_options_say(qwen: Path, tmp_path: Path, capsys: pyte
     assert "the adapter is planned on all linear layers, whichever the recipe names" in said
 
 
-def test_a_recipe_without_a_limit_of_prompts_is_told_which_is_assumed(
+def test_recipe_without_prompt_limit_names_the_default(
     qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -358,7 +356,7 @@ def test_each_recipe_can_be_planned(path: Path) -> None:
     assert 0 < options.max_completion_length < options.vllm_max_model_length
 
 
-def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
+def test_machine_without_gpus_needs_their_number(
     qwen: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -374,9 +372,7 @@ def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
 # -- a run without a GPU
 
 
-def test_a_large_model_on_a_machine_without_a_gpu_is_said_in_one_line(
-    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_model_on_cpu_prints_one_line(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, generator = tiny.config(tmp_path), torch.get_rng_state()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert note_on_cpu(str(qwen), config) == (

@@ -102,7 +102,7 @@ def test_the_tokenizer_ends_turns_and_splits_digits() -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_leaves_no_model_and_the_next_run_makes_it(tmp_path: Path) -> None:
+def test_killed_build_leaves_no_model(tmp_path: Path) -> None:
     output = tmp_path / "model"
     run = subprocess.Popen(command(output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     weights = tmp_path / ".model.partial"

@@ -95,7 +95,7 @@ def noted(run: Path) -> dict[int, dict[str, float]]:
     return {s: f for folder in (run / FOLDER).glob("step-*") for s, f in read_figures(folder).items()}
 
 
-def test_steps_come_out_bit_for_bit_and_the_run_stays_as_it_was(run: Path, capfd: Any, tmp_path: Path) -> None:
+def test_replayed_steps_are_equal_and_change_nothing(run: Path, capfd: Any, tmp_path: Path) -> None:
     before = files(run)
     assert replay(run, "--step", "4", "--to", "5", "--profile") == 0
     said = capfd.readouterr().out
@@ -131,7 +131,7 @@ def test_without_a_checkpoint_it_begins_at_the_model(run: Path, capfd: Any, tmp_
     assert [told for *_, told in STEP.findall(said)] == ["as recorded, bit for bit"]
 
 
-def test_other_settings_of_the_training_are_taken_and_the_difference_is_said(run: Path, capfd: Any) -> None:
+def test_replay_takes_other_settings_and_reports_differences(run: Path, capfd: Any) -> None:
     assert replay(run, "--step", "3", "--to", "4", "--learning_rate", "3e-3", "--loss_type", "cispo") == 0
     said = capfd.readouterr().out
     assert all(told.startswith("recorded: loss ") for *_, told in STEP.findall(said))
@@ -198,7 +198,7 @@ def test_rounds_that_are_gone_are_an_error_with_the_remedy(run: Path, capfd: Any
     assert replay(tmp_path / "nowhere", "--step", "6") == 2
 
 
-def test_a_run_writes_its_recipe_with_its_flags_and_without_its_secrets(run: Path) -> None:
+def test_recipe_has_flags_and_no_secrets(run: Path) -> None:
     written = yaml.safe_load((run / FOLDER / "recipe.yaml").read_text())
     assert written["lr_scheduler_type"] == "linear" and written["learning_rate"] == 1e-3
     assert written["env"] == {"COLOGRAD_TEST_VARIABLE": "1"} and written["hub_token"] == "<removed>"

@@ -119,7 +119,7 @@ def test_groups_are_solved_unsolved_or_mixed(tmp_path: Path) -> None:
     assert found["prompts"] | {"shown": 0} == {"total": 3, "visits": 4, "half": 1, "shown": 0}
 
 
-def test_the_mark_of_a_solved_group_is_between_the_means_where_no_group_passes(tmp_path: Path) -> None:
+def test_solved_mark_lies_between_means_without_passes(tmp_path: Path) -> None:
     rows = [["a", 0, 4, -3.0, 0.0, 0.0, 0], ["b", 1, 4, -1.0, 0.0, 0.0, 0]]
     append(tmp_path, "events.jsonl", {"kind": "groups", "time": 1.0, "step": 1, "groups": rows})
     groups = overview(read(tmp_path))["groups"]
@@ -153,7 +153,7 @@ def test_another_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
     assert run.refresh() and overview(run, seen)["whole"] and overview(run, seen)["columns"] == {"reward": [0.9]}
 
 
-def test_an_alarm_of_before_a_stop_is_over_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_alarm_before_a_stop_ends_on_resume(tmp_path: Path) -> None:
     alarm = {"kind": "alarm", "time": 1.0, "step": 2, "rule": "x", "severity": "severe", "seen": "s"}
     append(tmp_path, "events.jsonl", MadeUp().start(), log(2, reward=1), alarm)
     append(tmp_path, "events.jsonl", {**MadeUp().start(), "step": 2, "resumed": True})
@@ -273,7 +273,7 @@ def make_rows(step: int, groups: int = 3, size: int = 4, text: str = "A text.") 
     ]
 
 
-def test_texts_of_the_completions_log_stand_beside_those_recorded_by_token(tmp_path: Path) -> None:
+def test_report_joins_logged_texts_and_recorded_tokens(tmp_path: Path) -> None:
     write_log(tmp_path, make_rows(2), ["right", "short"], 2)
     write_log(tmp_path, make_rows(2, groups=1), ["right", "short"], 2, "eval")
     entry = MadeUp(groups=3).completion(2, 1, 3)
