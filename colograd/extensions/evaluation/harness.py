@@ -279,10 +279,10 @@ def _encoder(tokenizer: Any) -> Any:
             return [(context, continuation) for _, context, continuation in requests]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise NotImplementedError
+            raise AssertionError("only its rules of tokens are used")
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise NotImplementedError
+            raise AssertionError("only its rules of tokens are used")
 
     return Encoder()
 
