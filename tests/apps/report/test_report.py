@@ -465,7 +465,7 @@ def test_an_agents_session_is_a_tree_of_its_answers() -> None:
     const outline = (node) => (node.tag === "ol" ? below(node) : words(node.children[0]));
     """
     base, data, tokens = (
-        (ROOT / "colograd/report/assets" / f"{name}.js").read_text() for name in ("base", "data", "tokens")
+        (ROOT / "colograd/apps/report/assets" / f"{name}.js").read_text() for name in ("base", "data", "tokens")
     )
     (message_text,) = re.findall(r"^const messageText = .*$", data, re.MULTILINE)
     shown = f"console.log(JSON.stringify(outline(sessionTree({json.dumps(found['session'])}))));"
