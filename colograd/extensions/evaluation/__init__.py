@@ -7,4 +7,4 @@ seeds per question, several completions per question with pass@k, time limits of
 Only `harness`, `judging` and `results` import lm_eval, when a task is loaded.
 """
 
-HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "harness:benchmark_of"}
+HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:benchmark_of"}

@@ -19,8 +19,6 @@ import torch
 
 from ...config.sampling import SHAPING
 from ...engine.sampling import Sampling
-from ...training.eval_prompts import Benchmark
-from ...training.prompts import engine_context, longest_completion
 from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
@@ -84,7 +82,7 @@ class LoadedTask:
         return next((each.sampling for each in self.questions[0].requests if each.sampling is not None), None)
 
 
-class HarnessBenchmark(Benchmark):
+class HarnessBenchmark:
     """A task, group or tag of the harness."""
 
     def __init__(self, text: str, rules: Rules) -> None:
@@ -100,7 +98,6 @@ class HarnessBenchmark(Benchmark):
             self.groups: dict[str, Any] = loaded["groups"]
             self.tasks = [_questions(name, task, self.spec, rules) for name, task in loaded["tasks"].items()]
 
-        self.pool: Any = None  # worker processes of a run's evaluations
         self.dropped = any(task.cut for task in self.tasks)
 
     def dropped_line(self) -> str:
@@ -139,25 +136,6 @@ class HarnessBenchmark(Benchmark):
         if len(self.tasks) > 1:
             return [*names, *(f"{task.name}_accuracy" for task in self.tasks)]
         return [*names, *map(str, self.tasks[0].task.aggregation())]
-
-    def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
-        from .sitting import evaluate
-
-        return evaluate(self, trainer, name)
-
-
-def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> HarnessBenchmark:
-    """Load a benchmark for a run. Its completions have at most the length of other evaluations'."""
-    temperature = args.temperature if args.temperature_eval is None else args.temperature_eval
-    rules = Rules(
-        policy.tokenizer,
-        engine_context(policy, args, context),
-        int(args.max_completion_length_eval or longest_completion(args)),
-        limits=True,
-        spread=temperature or 1.0,
-        template_kwargs=dict(args.chat_template_kwargs or {}),
-    )
-    return HarnessBenchmark(text, rules)
 
 
 # -- the harness's tasks
@@ -301,10 +279,10 @@ def _encoder(tokenizer: Any) -> Any:
             return [(context, continuation) for _, context, continuation in requests]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise NotImplementedError
+            raise AssertionError("only its rules of tokens are used")
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise NotImplementedError
+            raise AssertionError("only its rules of tokens are used")
 
     return Encoder()
 

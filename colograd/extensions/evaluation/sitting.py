@@ -18,9 +18,10 @@ from ...parallel import watchdog
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.answers import after_thinking
 from ...runtime import process
+from ...training.prompts import Benchmark, engine_context, longest_completion
 from ...usercode.worker_pool import WorkerCall, WorkerPool
 from .engine.scoring import score
-from .harness import HarnessBenchmark, LoadedTask, Question, Request, stops, thinks
+from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
 from .judging import Judge
 from .results import Answered, SuiteResult, TaskResult
 
@@ -188,21 +189,40 @@ def _answered(sat: Sat, verdicts: list[dict[Any, Any]]) -> Answered:
     return Answered(sat.question.row, verdicts, tokens, sum(r.finish_reason is not FinishReason.STOP for r in rollouts))
 
 
-def evaluate(benchmark: HarnessBenchmark, trainer: Any, name: str) -> dict[str, float]:
-    """Take a benchmark with the policy's present weights, and log its completions with their verdicts."""
-    started, sampler = time.perf_counter(), trainer.sampler
-    host = Host(trainer.args, trainer.engine, trainer.policy.tokenizer, trainer.console, trainer.state.global_step)
-    with on_all_ranks("the benchmark's checkers"):
-        if benchmark.pool is None:
-            benchmark.pool = checkers([benchmark])
-            weakref.finalize(benchmark, benchmark.pool.close)
-    result, judged = take(benchmark, host, benchmark.pool, sampler.device_turns.sampling(trainer.optimizer))
-    if trainer.completion_log is not None:
-        groups = [*_scored(result, judged)]
-        trainer.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [name])
-    seconds = time.perf_counter() - started
-    times = {"runtime": seconds, "samples_per_second": len(benchmark) / seconds}
-    return {**result.metrics(), **times, "num_tokens": float(trainer.state.num_input_tokens_seen)}
+class RunBenchmark(HarnessBenchmark, Benchmark):
+    """A benchmark in a run's evaluations."""
+
+    pool: WorkerPool | None = None  # started by the first evaluation
+
+    def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
+        """Take the benchmark with the policy's present weights, and log its completions with their verdicts."""
+        started, sampler = time.perf_counter(), trainer.sampler
+        host = Host(trainer.args, trainer.engine, trainer.policy.tokenizer, trainer.console, trainer.state.global_step)
+        with on_all_ranks("the benchmark's checkers"):
+            if self.pool is None:
+                self.pool = checkers([self])
+                weakref.finalize(self, self.pool.close)
+        result, judged = take(self, host, self.pool, sampler.device_turns.sampling(trainer.optimizer))
+        if trainer.completion_log is not None:
+            groups = [*_scored(result, judged)]
+            trainer.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [name])
+        seconds = time.perf_counter() - started
+        times = {"runtime": seconds, "samples_per_second": len(self) / seconds}
+        return {**result.metrics(), **times, "num_tokens": float(trainer.state.num_input_tokens_seen)}
+
+
+def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> RunBenchmark:
+    """Load a benchmark for a run. Its completions have at most the length of other evaluations'."""
+    temperature = args.temperature if args.temperature_eval is None else args.temperature_eval
+    rules = Rules(
+        policy.tokenizer,
+        engine_context(policy, args, context),
+        int(args.max_completion_length_eval or longest_completion(args)),
+        limits=True,
+        spread=temperature or 1.0,
+        template_kwargs=dict(args.chat_template_kwargs or {}),
+    )
+    return RunBenchmark(text, rules)
 
 
 def _scored(result: SuiteResult, judged: Sequence[tuple[Sat, list[dict[Any, Any]]]]) -> Iterator[ScoredGroup]:

@@ -203,12 +203,12 @@ def test_two_ranks_take_tasks(tmp_path: Path) -> None:
     """Samples and log-probabilities by each rank's engine; a group of the harness; then a resumed evaluation."""
     model = tiny.make_model(tmp_path / "model", context=256)
     tasks = benchmark_cases.write(tmp_path)
-    given = ["--include-path", tasks, "--json", tmp_path / "out.json", "--completions", tmp_path / "rows.jsonl"]
+    given = ["--include-path", tasks, "--json", tmp_path / "out.json", "--completions", tmp_path / "completions.jsonl"]
     given += ["--dtype", "float32", "--vllm_engine_kwargs.enforce_eager", "true"]
     done = launcher.run("colograd.apps.cli", "eval", model, "--tasks", "letters@2", "both", *given, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     (letters,) = results["letters@2"]["tasks"]
     sampled = [row for row in rows if row["task"] == "letters" and "completion" in row]
     right = [row["metrics"]["right,none"] for row in sampled[: 2 * benchmark_cases.QUESTIONS]]
