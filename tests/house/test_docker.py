@@ -1,4 +1,4 @@
-"""The Dockerfiles install the requirements that the pages name. No image is built: that takes a daemon and downloads."""
+"""The Dockerfiles install the requirements that the pages name. No image is built: that takes a daemon."""
 
 from __future__ import annotations
 
