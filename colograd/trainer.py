@@ -31,7 +31,6 @@ from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
 from .policy.frozen import FrozenModel
 from .policy.reference import FollowPolicy, FrozenCopy
-from .reporting.completion_log import CompletionLog
 from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
@@ -155,15 +154,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.closing.callback(self.checkpointer.finish_alone)
         if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
-        names = [reward.name for reward in self.rewards]
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = None
-        if args.log_completions:
-            images = task.policy.processor is not None
-            self.completion_log = CompletionLog(args, names, self.recorder.trackers, images, self.console.warn)
+        logs = (make(self) for make in registry.hooks("completion_log"))
+        self.completion_log = next(filter(None, logs), None)
         self.journal = store_of(args, self.rewards, self.feature, reader_of(task.policy))
-        if self.completion_log is not None:
-            self.closing.callback(self.completion_log.close)
         if self.journal is not None:
             self.closing.callback(self.journal.close)
         resolve_by_memory(args, task, self.samples)

@@ -75,8 +75,8 @@ ALARMS = f"""A run checks its own metrics while it trains. An alarm appears once
 reason, and the keys to change. "The last steps" are {WINDOW}; with fewer than {LEAST} most rules are silent. An alarm
 ends after {QUIET} steps without its cause. `report: false` turns all of it off.
 
-A rule is a function in `colograd/reporting/advisor.py`, with a made-up log in the tests that raises it and one that
-doesn't. A task that is solved has no reward differences either: it is a note, no alarm."""
+A rule is a function in `colograd/extensions/recording/advisor.py`, with a made-up log in the tests that raises it and
+one that doesn't. A task that is solved has no reward differences either: it is a note, no alarm."""
 
 CONFIGURATION = """# Configuration
 

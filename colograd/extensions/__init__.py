@@ -21,6 +21,7 @@ EXTENSIONS = (
     "overlap",
     "quantized",
     "remedies",
+    "recording",
     "reward_kl",
     "sequence_parallel",
     "tensor_parallel",

@@ -135,8 +135,8 @@ WAITS = {
     "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
     "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",
     "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
-    "training/recording.py by_completion",
-    "training/transformers_seam.py SeamTrainer._finalize_training", "training/utilisation.py _measured",
+    "extensions/recording/recorder.py by_completion",
+    "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints
     "checkpoint/host_files.py HostFiles.take", "policy/reference.py FrozenCopy.mix", "rollout/store.py digest_of",
     "training/checkpointer.py Checkpointer._write_contents", "weights/shared.py state_dict_on_host",
@@ -293,8 +293,8 @@ def prepare() -> None:
 
 def shorten() -> None:
     """Let measurements that take minutes here take a moment."""
+    from colograd.extensions.recording import utilisation
     from colograd.memory import token_budget
-    from colograd.training import utilisation
 
     utilisation.SIZES["cuda"], utilisation.SECONDS, token_budget.LARGEST = 64, 0.0, 2048
 

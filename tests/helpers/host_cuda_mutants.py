@@ -40,7 +40,7 @@ MUTANTS = (
         "reference",
     ),
     Mutant(
-        "a host tensor indexed by a device tensor", "training/recording.py",
+        "a host tensor indexed by a device tensor", "extensions/recording/recorder.py",
         "for _, logprobs in kept]).cpu()\n",
         "for _, logprobs in kept]).cpu()\n"
         "    values = values[torch.arange(len(values), device=kept[0][1].device)]\n", "bfloat16",

@@ -158,7 +158,7 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.apps.report.samples import _pictures
     from colograd.extensions.images.thumbnails import thumbnails
-    from colograd.reporting.completions import data_url
+    from colograd.extensions.recording.completions import data_url
 
     made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
     assert len(made) == 4 and all(len(each) < 6000 for each in made)

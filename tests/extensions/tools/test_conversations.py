@@ -19,12 +19,12 @@ from tool_cases import Counter
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.engine.sampling import Sampling
+from colograd.extensions.recording.completions import logged_steps, read_log
 from colograd.extensions.tools.conversations import Conversations
 from colograd.extensions.tools.tool_format import ToolFormat
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
-from colograd.reporting.completions import logged_steps, read_log
 
 CALL = r'<tool_call>\{"name": "(add|subtract)", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
 

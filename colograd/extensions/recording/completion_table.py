@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...reporting.console import printable
 from .completions import CompletionRow, extra_names
 
 DEFAULT_WIDTH = 120  # characters
@@ -85,12 +86,6 @@ def print_table(
     Console(file=buffer, width=width, force_terminal=terminal).print(table)
     sys.stdout.write(printable(buffer.getvalue()))
     sys.stdout.flush()
-
-
-def printable(text: str) -> str:
-    """Replace the characters that standard output can't encode, because they must not end a run."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, errors="replace").decode(encoding)
 
 
 def terminal_width() -> int:

@@ -23,8 +23,15 @@ import torch
 from colograd import GRPOTrainer
 from colograd.apps.cli import main
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.reporting import completion_log
-from colograd.reporting.completions import NAMES_KEY, CompletionRow, logged_steps, prompt_of, read_log, write_log
+from colograd.extensions.recording import completion_log
+from colograd.extensions.recording.completions import (
+    NAMES_KEY,
+    CompletionRow,
+    logged_steps,
+    prompt_of,
+    read_log,
+    write_log,
+)
 
 MUTATIONS = 120
 BOUND = 2**27  # bytes of memory that reading a small file may take

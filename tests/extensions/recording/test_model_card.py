@@ -12,7 +12,7 @@ import yaml
 
 from colograd.apps.report.page import NAME
 from colograd.config import ScriptArguments
-from colograd.reporting.model_card import RunFacts, license_of, reward_plot, write_card
+from colograd.extensions.recording.model_card import RunFacts, license_of, reward_plot, write_card
 from colograd.train import dataset_names
 
 GSM8K_ROWS = "colograd.rewards.gsm8k:rows"

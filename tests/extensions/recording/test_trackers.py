@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from colograd import GRPOTrainer
-from colograd.reporting.trackers import Trackers, conversation
+from colograd.extensions.recording.trackers import Trackers, conversation
 
 TRACKIO = importlib.util.find_spec("trackio") is not None
 

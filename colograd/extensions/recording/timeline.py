@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.load import Load
+from ...engine.load import Load
 
 POINTS = 100  # points of a curve, at most
 CALLS = 64  # calls of rewards, and of tools

@@ -16,27 +16,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from transformers import TrainerCallback
 
-from ..batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
-from ..engine.load import watched
-from ..losses.advantages import group_std
-from ..memory.shape import Shape
-from ..memory.table import GIB
-from ..parallel.ranks import rank, world_size
-from ..policy.packing import has_signal
-from ..reporting.advisor import Advisor
-from ..reporting.event_log import EventLog, events_of, histogram, plain, prompt_beginning
-from ..reporting.group_views import TokenTexts, chosen_groups, shown_notes
-from ..reporting.model_card import versions
-from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ..reporting.timeline import Timeline
-from ..reporting.trackers import Trackers
-from ..rollout.group_records import RewardedGroup, group_bytes
-from ..rollout.group_table import entries
-from ..rollout.statistics import Combine, RolloutStatistics
-from ..rollout.store import RolloutStore
-from ..runtime import registry
+from ...batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
+from ...engine.load import watched
+from ...losses.advantages import group_std
+from ...memory.shape import Shape
+from ...memory.table import GIB
+from ...parallel.ranks import rank, world_size
+from ...policy.packing import has_signal
+from ...reporting.events import NoRecord
+from ...reporting.redaction import is_secret, without_absolute_paths, without_secrets
+from ...rollout.group_records import RewardedGroup, group_bytes
+from ...rollout.group_table import entries
+from ...rollout.statistics import Combine, RolloutStatistics
+from ...rollout.store import RolloutStore
+from ...runtime import registry
+from .advisor import Advisor
+from .event_log import EventLog, events_of, histogram, plain, prompt_beginning
+from .group_views import TokenTexts, chosen_groups, shown_notes
+from .model_card import versions
+from .timeline import Timeline
+from .trackers import Trackers
 from .utilisation import Matrices, Work, peak_flops
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def _never_fails(method: M) -> M:
     return run  # type: ignore[return-value]
 
 
-class Recorder(TrainerCallback):
+class Recorder(NoRecord):
     """Records one training. No error here fails a run; with ``report: false`` nothing is recorded."""
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
@@ -188,6 +188,12 @@ class Recorder(TrainerCallback):
             return steps
 
         return run if self.records else work
+
+    def all_sampled(self) -> None:
+        self.lanes.all_sampled()
+
+    def early_arrived(self) -> None:
+        self.lanes.early_arrived()
 
     @_never_fails
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
@@ -344,6 +350,12 @@ class Recorder(TrainerCallback):
         if self.trackers and self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
             contents = {each.group.position: group_bytes(each) for each in recorded}
             self.trackers.traces(list(entries(notes, contents)))
+
+
+def recorder_of(trainer: Any) -> Recorder | None:
+    """Return a run's recorder; None: there is neither a report nor a tracker."""
+    args = trainer.args
+    return Recorder(trainer, trainer.is_world_process_zero()) if args.report or args.report_to else None
 
 
 def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:

@@ -16,8 +16,8 @@ import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.config import ModelConfig, ScriptArguments
-from colograd.reporting.advisor import QUIET, RULES, Advisor, Alarm
-from colograd.reporting.event_log import events_of
+from colograd.extensions.recording.advisor import QUIET, RULES, Advisor, Alarm
+from colograd.extensions.recording.event_log import events_of
 
 # A step of a run in which all is well.
 WELL = {

@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import TrainerState
 
-from ..batch import Group, ScoredGroup
-from ..config import GRPOConfig
-from ..parallel.ranks import gather
+from ...batch import Group, ScoredGroup
+from ...config import GRPOConfig
+from ...parallel.ranks import gather
+from ...reporting.spare import Spare
 from .completion_table import chosen_rows, print_table
 from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
 from .group_views import as_utf8, completion_rows
-from .spare import Spare
 from .trackers import Trackers
 
 UPLOAD_MINUTES = 2  # TRL's interval
@@ -122,6 +122,16 @@ class CompletionLog:
             with self._spare("log_completions_hub_repo: the last files aren't uploaded"):
                 self._uploads.trigger().result()
                 self._uploads.stop()
+
+
+def log_of(trainer: Any) -> CompletionLog | None:
+    """Return a run's log; None: completions aren't logged."""
+    if not trainer.args.log_completions:
+        return None
+    names, images = [reward.name for reward in trainer.rewards], trainer.policy.processor is not None
+    log = CompletionLog(trainer.args, names, trainer.recorder.trackers, images, trainer.console.warn)
+    trainer.closing.callback(log.close)
+    return log
 
 
 def _start_uploads(folder: Path, config: GRPOConfig) -> Any:

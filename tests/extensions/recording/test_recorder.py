@@ -24,11 +24,8 @@ from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, RolloutId, ScoredGroup
 from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, after_each_step, load_of, watched
-from colograd.extensions.tools.tool_format import ToolCall
-from colograd.extensions.tools.toolbox import Toolbox
-from colograd.policy.logprobs import policy_logprobs
-from colograd.reporting import timeline as lanes_module
-from colograd.reporting.event_log import (
+from colograd.extensions.recording import timeline as lanes_module
+from colograd.extensions.recording.event_log import (
     EVENTS,
     FOLDER,
     EventLog,
@@ -37,13 +34,16 @@ from colograd.reporting.event_log import (
     histogram,
     json_line,
 )
-from colograd.reporting.group_views import TokenTexts, chosen_groups, shown_notes
-from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, tail
+from colograd.extensions.recording.group_views import TokenTexts, chosen_groups, shown_notes
+from colograd.extensions.recording.recorder import Recorder, group_row, shown
+from colograd.extensions.recording.timeline import CALLS, POINTS, Timeline, curve, merged, tail
+from colograd.extensions.recording.utilisation import peak_flops
+from colograd.extensions.tools.tool_format import ToolCall
+from colograd.extensions.tools.toolbox import Toolbox
+from colograd.policy.logprobs import policy_logprobs
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.store import RolloutStore
-from colograd.training.recording import Recorder, group_row, shown
-from colograd.training.utilisation import peak_flops
 
 # -- the files
 

@@ -16,12 +16,12 @@ import torch
 from transformers.integrations import TensorBoardCallback
 
 from colograd.batch import FinishReason, Group, Logged, Rollout, ScoredGroup
-from colograd.reporting.completion_log import CompletionLog
-from colograd.reporting.completions import CompletionRow, read_log, write_log
+from colograd.extensions.recording.completion_log import CompletionLog
+from colograd.extensions.recording.completions import CompletionRow, read_log, write_log
+from colograd.extensions.recording.event_log import EventLog
+from colograd.extensions.recording.recorder import Recorder
 from colograd.reporting.console import Console
-from colograd.reporting.event_log import EventLog
 from colograd.reporting.spare import Spare, spare_from_trackers
-from colograd.training.recording import Recorder
 from colograd.usercode.untrusted import storable
 
 DEEP: Any = []

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ..memory.shape import Shape
-from ..parallel.shards import parts_of
-from ..policy.lora import unwrap
+from ...memory.shape import Shape
+from ...parallel.shards import parts_of
+from ...policy.lora import unwrap
 
 # FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
 PEAKS = {

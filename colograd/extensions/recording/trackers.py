@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .spare import Spare
+from ...reporting.spare import Spare
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 TRACES = 8  # traces of a step, at most

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..batch import Group, Media, ModelInput, RolloutId, ScoredGroup
-from ..data.messages import text_of
-from ..policy.packing import loss_tokens
+from ...batch import Group, Media, ModelInput, RolloutId, ScoredGroup
+from ...data.messages import text_of
+from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
 MOST_TOKENS = 4096  # largest number of shown tokens of a completion

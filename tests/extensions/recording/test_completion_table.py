@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.reporting.completion_table import completions_table, print_table
-from colograd.reporting.completions import CompletionRow
-from colograd.reporting.group_views import as_utf8, completion_rows
+from colograd.extensions.recording.completion_table import completions_table, print_table
+from colograd.extensions.recording.completions import CompletionRow
+from colograd.extensions.recording.group_views import as_utf8, completion_rows
 
 POSITIONS = itertools.count()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ..config.sampling import shaping
+from ...config.sampling import shaping
 
 WINDOW = 5  # steps that a rule looks at together
 LEAST = 3  # fewest steps for a finding

@@ -22,7 +22,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..usercode.untrusted import clean
+from ...usercode.untrusted import clean
 
 FOLDER = "completions"
 TEXT = "completion"  # the column of `CompletionRow.text`
@@ -40,8 +40,6 @@ IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  #
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
 ROWS = 256  # rows that are packed and written together
 PACKING = 4096  # largest ratio of unpacked rows to their file's size
-THUMBNAILS = 4  # largest number of thumbnails of a prompt
-THUMBNAIL_BYTES = 4096  # largest bytes of a thumbnail
 ROW_BYTES = 2048  # bytes of Python objects per row
 LARGEST_LIST = 100_000  # entries in a parquet file's description of itself
 # Errors that reading a file other than a completions log may raise, in addition to Arrow's own.

