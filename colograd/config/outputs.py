@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from .knob import knob
+from .knob import knob, recording
 
 
 @dataclass
@@ -67,31 +67,31 @@ TRACKERS = ("wandb", "trackio", "tensorboard")  # `report_to` names them by thei
 class LogKnobs:
     """Logs."""
 
-    log_completions: bool = knob(
+    log_completions: bool = recording(
         False,
         "Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), print a "
         "sample now and then, and send that step's to wandb or trackio. Of an evaluation too.",
     )
-    log_completions_steps: int | None = knob(
+    log_completions_steps: int | None = recording(
         None, "Steps between two tables, printed and sent; default `logging_steps`."
     )
-    num_completions_to_print: int | None = knob(
+    num_completions_to_print: int | None = recording(
         None, "Rows of the printed table; default all, 0 prints none.", at_least=0
     )
-    log_completions_hub_repo: str | None = knob(
+    log_completions_hub_repo: str | None = recording(
         None, "A dataset on the Hub to which the files of `log_completions` go, every two minutes."
     )
-    log_multimodal: bool = knob(
+    log_multimodal: bool = recording(
         True, "Have small pictures of prompts' images in the completions log and in the tables that trackers get."
     )
-    log_unique_prompts: bool = knob(False, "Show and send one completion per prompt only.")
-    report: bool = knob(
+    log_unique_prompts: bool = recording(False, "Show and send one completion per prompt only.")
+    report: bool = recording(
         True,
         "Record for the report of the run: metrics of every step, what happens inside rollouts and alarms "
         "(`_report/` in its folder; see docs/metrics.md), and some groups token by token (`_journal/`). When training "
         "ends, `report.html` is made of it; `colograd watch` shows it meanwhile (see docs/metrics.md).",
     )
-    report_groups: int = knob(
+    report_groups: int = recording(
         2,
         "Groups of each step that are recorded token by token: the one whose rewards differ most, then the one where "
         "the sampler and the trainer differ most. 0: none.",

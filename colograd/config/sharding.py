@@ -33,17 +33,19 @@ class ShardingKnobs(TrainingArguments):
         "docs/guide/several-gpus.md.",
         one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
         note=" in this version",
-        extension=dict.fromkeys(TENSOR, "tensor_parallel"),
+        extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
         "With `sharding: fsdp`, forget a block's weights after its forward and gather them again for its backward: "
         "without, ranks exchange less and hold the whole policy meanwhile.",
+        extension="fsdp",
     )
     fsdp_offload_params: bool = knob(
         False,
         "With `sharding: fsdp` on a GPU, keep this rank's part of weights, gradients and optimizer state in host "
         "memory, where the optimizer then runs too. Does nothing on a CPU.",
+        extension="fsdp",
     )
 
     offload_gradients: bool = knob(

@@ -12,6 +12,7 @@ EXTENSIONS = (
     "distillation",
     "evaluation",
     "experts",
+    "fsdp",
     "hybrids",
     "kept_tokens",
     "images",  # behind `kept_tokens`, as older versions read their tables in a record in this order

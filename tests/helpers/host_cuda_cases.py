@@ -110,8 +110,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp saved": {
         **BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True,
         # parameters of ordinary host memory: `?` is FSDP's thread of the backward
-        "waits": {"?", "sharding/rows.py _exchange", "sharding/fsdp.py FullySharded.state_dict",
-                  "sharding/fsdp.py FullySharded._taker.<locals>.take"},
+        "waits": {"?", "sharding/rows.py _exchange", "extensions/fsdp/strategy.py FullySharded.state_dict",
+                  "extensions/fsdp/strategy.py FullySharded._taker.<locals>.take"},
     },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
     "sequence": {**BF16, "sequence_parallel_size": 2},

@@ -1,4 +1,4 @@
-"""FSDP2 through the policy's own passes, with failures on one rank. Started by tests/sharding/test_fsdp.py.
+"""FSDP2 through the policy's own passes, with failures on one rank. Started by tests/extensions/fsdp/test_fsdp.py.
 
     torchrun --nproc-per-node N fsdp_ranks.py OUT_DIR
 
@@ -34,6 +34,7 @@ from colograd.batch import (
     StepBatch,
 )
 from colograd.extensions.distillation.head import TeacherHead, TeacherStep, label_states
+from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.layers import compile_layers
@@ -41,7 +42,6 @@ from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
-from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 from colograd.training.loss_pass import loss_pass

@@ -22,16 +22,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.extensions.offload import adamw, host_sums
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.on_host import ON_HOST
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
 from colograd.sharding import ShardingStrategy, buckets
-from colograd.sharding.fsdp import FullySharded
-from colograd.sharding.selection import STRATEGIES
+from colograd.sharding.selection import STRATEGIES as OF_CORE
 from colograd.training.adamw_split import accumulate_in_float32
 
+STRATEGIES = {**OF_CORE, "fsdp": FullySharded}
 STEPS, ROWS, SAVED = 6, 4, 3
 WAYS = [*STRATEGIES]
 HOST = " on the host"  # with sums of gradients there, and the optimizer's state too

@@ -23,6 +23,7 @@ import torch
 from ...memory.shape import Shape
 from ...parallel.shards import parts_of
 from ...policy.lora import unwrap
+from ...runtime.sizes import num_experts
 
 # FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
 PEAKS = {
@@ -35,7 +36,6 @@ PEAKS = {
 }
 SECONDS = 0.2  # limit of the measurement for other devices
 SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices in that measurement
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def peak_of(device: str) -> float | None:
@@ -113,8 +113,7 @@ class Matrices:
     def of(cls, model: Any) -> Matrices | None:
         """Count a model's matrices; None for a model that isn't dense."""
         base = unwrap(model)
-        config = base.config.get_text_config()
-        if any(getattr(config, name, None) for name in EXPERTS):
+        if num_experts(base.config):
             return None
         head, table = base.get_output_embeddings().weight, base.get_input_embeddings().weight
         inside = [p for p in model.parameters() if p.dim() == 2 and p is not head and p is not table]

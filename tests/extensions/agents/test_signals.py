@@ -11,8 +11,8 @@ from pathlib import Path
 
 from reward_cases import terminated
 
+from colograd.extensions.agents.programs import CommandProgram
 from colograd.extensions.evaluation.python_runner import run_python
-from colograd.usercode.programs import CommandProgram
 from colograd.usercode.worker_pool import WorkerPool
 
 PATIENCE = 1000  # seconds
@@ -33,7 +33,7 @@ pool.close()
 """
 PARENT = """
 import sys, time
-from colograd.usercode.programs import CommandProgram
+from colograd.extensions.agents.programs import CommandProgram
 CommandProgram(["sh", "-c", 'echo $$ > "$0"; sleep 10000', sys.argv[1]], {}, {})
 time.sleep(10000)
 """

@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from .calls import Outcome, raised_outcome
-from .untrusted import parse_json
+from ...usercode.calls import Outcome, raised_outcome
+from ...usercode.untrusted import parse_json
 
 STARTER = Path(__file__).with_name("command_process.py")
 MOST_OUTPUT = 2**20  # bytes kept of a command's output

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ..config import GRPOConfig
-from ..parallel.faults import telling
-from ..parallel.ranks import on_all_ranks
+from ...config import GRPOConfig
+from ...parallel.faults import telling
+from ...parallel.ranks import on_all_ranks
+from ...sharding.parts import SharedParts
+from ...sharding.rows import Cut, cuts_of, gathered
+from ...sharding.strategy import Owned, drop_graph
+from ...sharding.weight_files import WeightFiles, all_names, completed
 from .blocks import Blocks, Exchange, cut, whole_parameters
-from .parts import SharedParts
-from .rows import Cut, cuts_of, gathered
-from .strategy import Owned, drop_graph
-from .weight_files import WeightFiles, all_names, completed
 
 FORWARD, BACKWARD = "forward", "backward"
 

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..parallel import watchdog
-from ..parallel.ranks import world_size
-from ..parallel.shards import all_gather
-from ..policy.layers import decoder_layers
-from ..policy.towers import keep_gradients_out, tower_layers
-from ..runtime.page_locked import host_empty
-from .buckets import reduce_scatter
+from ...parallel import watchdog
+from ...parallel.ranks import world_size
+from ...parallel.shards import all_gather
+from ...policy.layers import decoder_layers
+from ...policy.towers import keep_gradients_out, tower_layers
+from ...runtime.page_locked import host_empty
+from ...sharding.buckets import reduce_scatter
 
 
 class Exchange(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .calls import Outcome, awaited_outcome, event_loop, raised_outcome
+from ...usercode.calls import Outcome, awaited_outcome, event_loop, raised_outcome
 
 # Python's errors when another thread sets a signal handler (for `signal.alarm`), or uses a connection that the main
 # thread opened. Only the main thread may do these.

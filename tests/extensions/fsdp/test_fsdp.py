@@ -11,8 +11,8 @@ import pytest
 import torch
 from paths import SCRIPTS
 
+from colograd.extensions.fsdp.blocks import check_blocks
 from colograd.policy.layers import decoder_layers
-from colograd.sharding.blocks import check_blocks
 
 SCRIPT = SCRIPTS / "fsdp_ranks.py"
 FAULTS = ("before", "forward", "backward", "forward memory", "backward memory")
