@@ -13,6 +13,7 @@ EXTENSIONS = (
     "evaluation",
     "experts",
     "fsdp",
+    "graders",
     "hybrids",
     "kept_tokens",
     "images",  # behind `kept_tokens`, as older versions read their tables in a record in this order

@@ -48,8 +48,7 @@ from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
 from .calling import SplitParts, check_log, checked_values, keywords_for, parameters_of, with_parts
-from .functions import RewardError, RewardFunction, is_async, is_of_module
-from .models import RewardModel
+from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of_module
 
 MOST_WORKERS = 4  # maximum number of workers by default
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # errors of using messages
@@ -221,8 +220,8 @@ class Scorer:
         self._told_late: set[str] = set()
         self._state: tuple[Any, Any] = ((), None)  # a key of the trainer's state, and a copy for functions
         self._pickled: tuple[Any, bytes] = ((), b"")
-        self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # waiting calls
-        sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
+        self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []  # waiting calls
+        sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
         able = {reward.name: reward.function for reward in sync if reward not in here}
         if workers is None:
@@ -260,7 +259,7 @@ class Scorer:
 
     def _runs_here(self, reward: RewardFunction) -> bool:
         """Return whether the function runs in this process, where environments live."""
-        return reward.name not in self._pool and not isinstance(reward.function, RewardModel)
+        return reward.name not in self._pool and not isinstance(reward.function, ModelReward)
 
     def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
         if (tell := self.on_call) is not None:
@@ -333,7 +332,7 @@ class Scorer:
         done: Future[Outcome] = Future()
         log = CallLog()
         keywords = keywords_for(reward, groups, texts, self._state_copy(trainer_state)[1], log)
-        if isinstance(reward.function, RewardModel):
+        if isinstance(reward.function, ModelReward):
             self._for_models.append((reward.function, keywords, done))
             return done
         started = time.perf_counter()

@@ -25,7 +25,7 @@ from ..policy.outline import note_on_cpu
 from ..policy.reference import check_reference
 from ..policy.supported import check_supported
 from ..reporting.console import Console
-from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
+from ..rewards import RewardFunction, Scorer, resolve_rewards
 from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..rollout.custom import UserFeature
@@ -75,7 +75,9 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         objective = Objective.from_config(args)
         feature = source_feature(given, args, [UserFeature])
         closing.callback(feature.close)
-        functions = with_models(given.reward_funcs, given.reward_processing_classes, args)
+        functions = given.reward_funcs
+        for with_models in registry.hooks("reward_models"):
+            functions = with_models(functions, given.reward_processing_classes, args)
         rewards = rewards_of(functions, args, feature.rewards)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
         scorer.environments = feature.lender

@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer
 
 from ..policy.reference import FrozenCopy
-from ..rewards.models import RewardModel
+from ..rewards.functions import ModelReward
 
 # Attributes of TRL's trainer that are fields of its configuration.
 OF_ARGUMENTS = (
@@ -166,7 +166,7 @@ _FOUND = {
     "reward_func_names": lambda trainer: [reward.name for reward in trainer.rewards],
     "reward_weights": lambda trainer: torch.tensor(trainer.estimator.weights, dtype=torch.float32),
     "reward_processing_classes": lambda trainer: [
-        reward.function.tokenizer if isinstance(reward.function, RewardModel) else None for reward in trainer.rewards
+        reward.function.tokenizer if isinstance(reward.function, ModelReward) else None for reward in trainer.rewards
     ],
     **{name: functools.partial(_of_source, name, default) for name, default in OF_SOURCES.items()},
 }

@@ -15,8 +15,8 @@ from reward_cases import odd
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
+from colograd.extensions.graders.models import batches
 from colograd.rewards import RewardError, RewardModel, Scorer, resolve_rewards, with_models
-from colograd.rewards.models import batches
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 258, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from colograd.extensions.graders.judge import Judge
 from colograd.rewards.functions import is_async, resolve_rewards
-from colograd.rewards.judge import Judge
 
 
 class Server(ThreadingHTTPServer):

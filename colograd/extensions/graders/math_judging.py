@@ -12,7 +12,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from .answers import Verdict
+from ...rewards.answers import Verdict
 
 SECONDS = 5  # time limit for math-verify to read one expression, or to compare two
 # The last box of a completion counts, else LaTeX behind words such as "the answer is" (TRL's rule).

@@ -18,8 +18,8 @@ from typing import Any
 
 import cloudpickle
 
-from ..usercode.worker_pool import Worker, WorkerCall
-from .answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
+from ...rewards.answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
+from ...usercode.worker_pool import Worker, WorkerCall
 
 LIMIT = 25.0  # maximum seconds for one answer; math-verify's own limits, of 5 s each, almost always come first
 LOOK_SECONDS = 0.1  # seconds between two chances to interrupt the caller

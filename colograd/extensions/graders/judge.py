@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .answers import number_in, text_of
+from ...rewards.answers import number_in, text_of
 
 ADDRESS, MODEL, KEYS = "COLOGRAD_JUDGE_ADDRESS", "COLOGRAD_JUDGE_MODEL", ("COLOGRAD_JUDGE_KEY", "OPENAI_API_KEY")
 QUESTION = (

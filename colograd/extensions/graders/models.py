@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from ..config import GRPOConfig
-from ..data.messages import template_messages
-from ..runtime.hub import check_model_name
-from .builtin import BUILTIN_REWARDS
-from .functions import as_list
+from ...config import GRPOConfig
+from ...data.messages import template_messages
+from ...rewards.builtin import builtin_rewards
+from ...rewards.functions import ModelReward, as_list
+from ...runtime.hub import check_model_name
 
 BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward, including padding
 GPU_BATCH_TOKENS = 16384
@@ -55,10 +55,10 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 def _is_model(item: Any) -> bool:
     if not isinstance(item, str):
         return isinstance(item, torch.nn.Module)
-    return item not in BUILTIN_REWARDS and ":" not in item and ("/" in item or os.path.isdir(item))
+    return item not in builtin_rewards() and ":" not in item and ("/" in item or os.path.isdir(item))
 
 
-class RewardModel:
+class RewardModel(ModelReward):
     """A reward function that runs a model: the reward is the model's logit for prompt and completion.
 
     The logit is read at the last token. A checkpoint that names its padding token was trained to read the last token
