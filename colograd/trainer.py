@@ -21,7 +21,6 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .config import GRPOConfig
 from .config.policy import KEEPS_MASTER
-from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
@@ -370,7 +369,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     # -- data
 
-    def get_train_dataloader(self) -> PromptLoader | StreamLoader:
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """Return a loader with one item per optimizer step: the list of this rank's prompts."""
         self._follow_datasets()
         return loader_of(self.train_prompts, self.args)

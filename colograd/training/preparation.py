@@ -28,7 +28,6 @@ from ..reporting.console import Console
 from ..rewards import RewardFunction, Scorer, resolve_rewards
 from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
-from ..rollout.custom import UserFeature
 from ..rollout.features import SourceFeature, TrainerArguments, source_feature
 from ..runtime import process, registry
 from ..sharding import check_sharding
@@ -73,7 +72,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         check_engines(args.layout, places)
         _check_config(given, args)
         objective = Objective.from_config(args)
-        feature = source_feature(given, args, [UserFeature])
+        feature = source_feature(given, args)
         closing.callback(feature.close)
         functions = given.reward_funcs
         for with_models in registry.hooks("reward_models"):

@@ -28,6 +28,7 @@ from colograd.batch import Group, Prompt, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
+from colograd.extensions.custom_rollouts.source import CustomRollouts
 from colograd.extensions.tools.conversations import Conversations
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
 from colograd.extensions.tools.toolbox import Toolbox
@@ -35,7 +36,6 @@ from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.rollout.custom import CustomRollouts
 from colograd.rollout.rounds import DynamicRound
 from colograd.rollout.stages import Stages
 from colograd.runtime import process

@@ -230,7 +230,7 @@ def test_what_is_in_flight_is_aborted_when_nobody_wants_it(trained: Any) -> None
 
 
 def test_a_function_may_write_the_rollouts(trained: Any) -> None:
-    from colograd.rollout.custom import CustomRollouts
+    from colograd.extensions.custom_rollouts.source import CustomRollouts
 
     trainer, _, _ = trained
     asked: list[Any] = []

@@ -11,12 +11,12 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..batch import ModelInput, Prompt
-from ..config import GRPOConfig
-from ..config.conflicts import check_conflicts
-from .columns import by_column, check_columns, check_no_images, check_prompt_column
-from .order import seed_of
-from .prompts import PromptRules
+from ...batch import ModelInput, Prompt
+from ...config import GRPOConfig
+from ...config.conflicts import check_conflicts
+from ...data.columns import by_column, check_columns, check_no_images, check_prompt_column
+from ...data.order import seed_of
+from ...data.prompts import PromptRules
 
 ROWS_AT_ONCE = 64  # rows that are read and tokenised together
 
@@ -29,8 +29,10 @@ class PromptStream(torch.utils.data.IterableDataset):
     round are left out of the pass, and the next pass begins. Every rank reads all rows and takes its own.
 
     A resumed run finds its place by reading the earlier rows again. A checkpoint holds a digest of the prompts read so
-    far, which shows whether the rows are the same (see `state` and `expect`).
+    far, which shows whether the rows are the same (see `saved` and `load`).
     """
+
+    missing = "wasn't streamed"  # see `PromptDataset.choice`
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         """Raise ValueError if the first row isn't a prompt, there is no row, or the run has no `max_steps`."""
@@ -53,9 +55,17 @@ class PromptStream(torch.utils.data.IterableDataset):
         self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
-        self.state: dict[str, Any] = {}  # {"items", "digest"} of the yielded prompts
+        self.saved: dict[str, Any] = {}  # {"items", "digest"} of the yielded prompts
         self._expected: dict[str, Any] = {}
         self.first(1)
+
+    @property
+    def choice(self) -> PromptStream:
+        """See `PromptDataset.choice`."""
+        return self
+
+    def loader(self) -> StreamLoader:
+        return StreamLoader(self)
 
     def first(self, count: int) -> list[Prompt]:
         """Return the first prompts that fit, without taking them.
@@ -71,7 +81,7 @@ class PromptStream(torch.utils.data.IterableDataset):
             )
         return _prompts(found, 0)
 
-    def expect(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Make the next iteration fail unless it passes through ``state``, which a checkpoint holds."""
         self._expected = state
 
@@ -87,7 +97,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 position, rounds = position + size, rounds + 1
                 for step in [*range(self.round_steps)] * self.iterations:
                     items += 1
-                    self.state = {"items": items, "digest": digest.hexdigest()}
+                    self.saved = {"items": items, "digest": digest.hexdigest()}
                     self._compare()
                     first = step * self.per_step + self.layout.data_rank * per_rank
                     yield prompts[first : first + per_rank]
@@ -99,10 +109,10 @@ class PromptStream(torch.utils.data.IterableDataset):
 
     def _compare(self) -> None:
         """Raise ValueError if the rows read again differ from the rows that the checkpoint was trained on."""
-        if self._expected.get("items") != self.state["items"]:
+        if self._expected.get("items") != self.saved["items"]:
             return
         expected, self._expected = self._expected, {}
-        if expected != self.state:
+        if expected != self.saved:
             raise ValueError(
                 f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first {expected['items']} "
                 "steps' prompts are others now, so that resuming can't go on where it stopped. Make its order "

@@ -11,7 +11,7 @@ import torch
 
 from colograd.batch import ModelInput, Prompt
 from colograd.engine.sampling import Sampling
-from colograd.rollout.custom import CustomRollouts
+from colograd.extensions.custom_rollouts.source import CustomRollouts
 
 MASK = [[1, 0, 1], [1, 1, 0]]
 

@@ -10,17 +10,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
-from ..config import GRPOConfig
-from ..engine.protocol import Engine
-from ..engine.sampling import Sampling
-from ..policy.loading import Policy
-from ..rewards.calling import RESERVED
-from ..runtime import registry
-from ..runtime.importing import find_object
-from ..usercode.copies import own_copy
-from .features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerArguments
-from .stages import RolloutSource
+from ...batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ...config import GRPOConfig
+from ...engine.protocol import Engine
+from ...engine.sampling import Sampling
+from ...policy.loading import Policy
+from ...rewards.calling import RESERVED
+from ...rollout.features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerArguments
+from ...rollout.stages import RolloutSource
+from ...runtime import registry
+from ...runtime.importing import find_object
+from ...usercode.copies import own_copy
 
 SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
