@@ -29,7 +29,6 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
 from .policy.frozen import FrozenModel
-from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
@@ -175,8 +174,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         for second in built.second_models.values():
             if isinstance(second, FrozenModel) and not (second.offload and args.cuts_weights):
                 self.sharding.share_frozen(second.model)
-            if isinstance(second, FrozenCopy) and second.follows:
-                self.add_callback(FollowPolicy(second, self.model))
+            if isinstance(second, FrozenModel) and (callback := second.callback(self.model)):
+                self.add_callback(callback)
         self.memory_plan = built.memory
         self.events = Events(self.times, self.console, self.recorder, self.completion_log)
         self.learner = Learner(

@@ -25,6 +25,7 @@ EXTENSIONS = (
     "quantized",
     "remedies",
     "recording",
+    "reference",
     "reward_kl",
     "sequence_parallel",
     "streams",

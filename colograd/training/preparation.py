@@ -22,7 +22,6 @@ from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy, load_policy, proven_on
 from ..policy.outline import note_on_cpu
-from ..policy.reference import check_reference
 from ..policy.supported import check_supported
 from ..reporting.console import Console
 from ..rewards import RewardFunction, Scorer, resolve_rewards
@@ -88,7 +87,6 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         check_choice(args.weights, policy.adapter, args.cuts_weights)
         check_split(args, policy.model.config)
         objective = objective.with_terms(args, policy)
-        check_reference(args, policy)
         check_compiled(args, policy.why_padded)
         args.resolve_precision(policy.model.dtype)
         feature.check_policy(policy, args)

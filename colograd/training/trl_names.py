@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
-from ..policy.reference import FrozenCopy
+from ..policy.frozen import FrozenModel
 from ..rewards.functions import ModelReward
 
 # Attributes of TRL's trainer that are fields of its configuration.
@@ -150,8 +150,10 @@ def _of_source(name: str, default: Any, trainer: Any) -> Any:
 
 _FOUND = {
     # As in TRL, an adapter's reference is no second model.
-    "ref_model": lambda trainer: next(
-        (second.model for second in trainer.learner.second_models.values() if isinstance(second, FrozenCopy)), None
+    "ref_model": lambda trainer: (
+        reference.model
+        if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)
+        else None
     ),
     "num_generations_eval": lambda trainer: trainer.args.eval_generations(),
     "max_tool_calling_iterations": lambda trainer: trainer.args.max_tool_calling_iterations or sys.maxsize,

@@ -40,13 +40,13 @@ from colograd.extensions.offload import host_sums
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
+from colograd.extensions.reference.model import FrozenCopy
 from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import keep_inputs_as_they_are, wrap
 from colograd.policy.packing import dummy
-from colograd.policy.reference import FrozenCopy
 from colograd.policy.row_proof import set_attention
 from colograd.policy.sending import to_device_async
 from colograd.sharding.whole import WholeCopies

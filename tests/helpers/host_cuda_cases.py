@@ -138,7 +138,8 @@ WAITS = {
     "extensions/recording/recorder.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints
-    "checkpoint/host_files.py HostFiles.take", "policy/reference.py FrozenCopy.mix", "rollout/store.py digest_of",
+    "checkpoint/host_files.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
+    "rollout/store.py digest_of",
     "training/checkpointer.py Checkpointer._write_contents", "weights/shared.py state_dict_on_host",
 }  # fmt: skip
 MEASURED = ("loss", "grad_norm", "reward", DIFFERENCE, "eval_reward", "eval_loss")

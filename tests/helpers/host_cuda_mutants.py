@@ -35,7 +35,7 @@ MUTANTS = (
         "self.held.to(engine_value.device)", "self.held", "bfloat16",
     ),
     Mutant(
-        "a dropped `.to`", "policy/reference.py",
+        "a dropped `.to`", "extensions/reference/model.py",
         "torch.lerp(own.to(theirs.device), theirs.detach(), alpha)", "torch.lerp(own, theirs.detach(), alpha)",
         "reference",
     ),

@@ -12,9 +12,9 @@ import pytest
 import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
+from colograd.extensions.reference.model import FrozenCopy, WithoutAdapter
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import BONUS_ENTROPY
-from colograd.policy.reference import FrozenCopy, WithoutAdapter
 from colograd.reporting.console import Console
 from colograd.rewards import resolve_rewards
 from colograd.rollout.features import SourceFeature

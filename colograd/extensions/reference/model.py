@@ -22,11 +22,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from ..config import GRPOConfig
-from .frozen import FrozenModel, offloads, values_in_place
-from .loading import Policy
-from .logprobs import evaluation_mode
-from .lora import base_name
+from ...config import GRPOConfig
+from ...policy.frozen import FrozenModel, offloads, values_in_place
+from ...policy.loading import Policy
+from ...policy.logprobs import evaluation_mode
+from ...policy.lora import base_name
+from ...policy.second_models import Kind
 
 FILE = "reference.safetensors"  # file in a checkpoint, if the reference follows the policy
 
@@ -52,6 +53,10 @@ class FrozenCopy(FrozenModel):
     def describe(self) -> str:
         said = f"reference: a frozen copy of the policy {self.where()}"
         return f"{said}, {self.follows}" if self.follows else said
+
+    def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
+        """See `FrozenModel.callback`."""
+        return FollowPolicy(self, policy) if self.follows else None
 
     @torch.no_grad()
     def mix(self, policy: torch.nn.Module, alpha: float) -> None:
@@ -149,6 +154,12 @@ def check_reference(config: GRPOConfig, policy: Policy) -> None:
         )
 
 
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    """Check the policy, and return it."""
+    check_reference(config, policy)
+    return policy
+
+
 def _keeps_no_copy(policy: Policy) -> bool:
     """Return whether disabling the adapter gives the reference: it is new, and nothing below it is trained."""
     trained = (name for name, parameter in policy.model.named_parameters() if parameter.requires_grad)
@@ -185,3 +196,6 @@ class FollowPolicy(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % args.ref_model_sync_steps == 0:
             self.reference.mix(self.policy, args.ref_model_mixup_alpha)
+
+
+REFERENCE = Kind("ref_logprobs", "reference", reference_of, reference_bytes)

@@ -16,6 +16,14 @@ from transformers import AutoModelForCausalLM
 from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, PackedRow, StepBatch
 from colograd.config import GRPOConfig
+from colograd.extensions.reference.model import (
+    FrozenCopy,
+    InitialAdapter,
+    WithoutAdapter,
+    check_reference,
+    reference_bytes,
+    reference_of,
+)
 from colograd.losses.objective import Objective
 from colograd.memory import token_budget
 from colograd.memory.choice import plan_or_raise
@@ -25,14 +33,6 @@ from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
-from colograd.policy.reference import (
-    FrozenCopy,
-    InitialAdapter,
-    WithoutAdapter,
-    check_reference,
-    reference_bytes,
-    reference_of,
-)
 from colograd.policy.second_models import fill, with_second_logprobs
 from colograd.training.adamw_split import accumulate_in_float32
 
