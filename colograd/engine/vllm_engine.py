@@ -109,9 +109,6 @@ class VLLMEngine:
             self.vocab_size = int(self.vllm_config.model_config.hf_text_config.vocab_size)  # of the checkpoint
             for feature in self._features.every:
                 feature.built(self)
-            from .speculation import sample_as_without_drafts
-
-            self._speculation = sample_as_without_drafts(self._runner)
 
     def _measure(self, tokens: int) -> None:
         """Read vLLM's sizes. ``tokens`` is the number of tokens in the tokenizer; 0: unknown."""
@@ -304,7 +301,7 @@ class VLLMEngine:
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def take_counts(self) -> dict[str, float]:
-        counts = self._speculation.take_counts() if self._speculation else {}
+        counts = {name: count for take in self._features.take_counts for name, count in take().items()}
         if self._unknown_tokens:
             counts[UNKNOWN_TOKENS], self._unknown_tokens = float(self._unknown_tokens), 0
         return counts

@@ -23,6 +23,7 @@ EXTENSIONS = (
     "offload",
     "overlap",
     "quantized",
+    "drafts",  # behind those that watch the sampler
     "remedies",
     "recording",
     "reference",

@@ -16,6 +16,9 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
+from ....config import GRPOConfig
+from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
+
 
 class SeededSpeculation(RejectionSampler):
     """vLLM's `RejectionSampler` (Model Runner V1), sampling with each request's own random numbers."""
@@ -145,3 +148,22 @@ def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
         )
     runner.rejection_sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
     return runner.rejection_sampler
+
+
+class Drafts(EngineFeature):
+    """vLLM's drafts, with the tokens that are sampled without them."""
+
+    _sampler: SeededSpeculation | None = None
+
+    def built(self, engine: BuiltEngine) -> None:
+        """See `sample_as_without_drafts`."""
+        self._sampler = sample_as_without_drafts(engine.core.model_executor.driver_worker.worker.model_runner)
+
+    def take_counts(self) -> dict[str, float]:
+        """See `EngineFeature.take_counts`."""
+        return self._sampler.take_counts() if self._sampler else {}
+
+
+def drafts_of(config: GRPOConfig, use: EngineUse) -> Drafts | None:
+    """Return the feature if the user's settings of vLLM name drafts."""
+    return Drafts() if dict(config.vllm_engine_kwargs or {}).get("speculative_config") else None  # type: ignore[arg-type]
