@@ -18,6 +18,7 @@ EXTENSIONS = (
     "hybrids",
     "kept_tokens",
     "images",  # behind `kept_tokens`, as older versions read their tables in a record in this order
+    "launchers",
     "liger",
     "muon",
     "offload",

@@ -21,7 +21,6 @@ from ..runtime.registry import hooks
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights, Copies, MergedWeights
-from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
 from .row_order import with_row_orders
 from .shared import SharedWeights
@@ -201,7 +200,8 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
     if is_import_path(wanted):
         return _custom(wanted, pairing)
     if cut:
-        return _gathered(pairing)
+        (gathered_weights,) = hooks("gathered_weights")
+        return gathered_weights(pairing)
     if adapter is None:
         return _whole(wanted, pairing)
     if with_slots is None:
@@ -242,16 +242,6 @@ def _custom(path: str, pairing: Pairing) -> WeightSync:
     move(pairing.policy, pairing.device)
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return find_weight_sync(path)(pairing.policy, pairing.engine, pairing.slices)
-
-
-def _gathered(pairing: Pairing) -> GatheredWeights:
-    """Create `GatheredWeights`. Until the policy is cut it is in the engine's memory if possible, so that the device
-    never has two copies."""
-    if not any(shared.obstacle(part) for part in pairing.slices):
-        shared.bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # its buffers
-    proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
-    return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:

@@ -13,7 +13,15 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from paths import RECIPES
 
 from colograd.config import GRPOConfig
-from colograd.parallel.launched import DEEPSPEED, FSDP, KEPT, MEGATRON, from_deepspeed, launched, take_launcher
+from colograd.extensions.launchers.launched import (
+    DEEPSPEED,
+    FSDP,
+    KEPT,
+    MEGATRON,
+    from_deepspeed,
+    launched,
+    take_launcher,
+)
 
 FILES = RECIPES / "accelerate_configs"
 WAYS = {"ddp": "none", "fsdp2": "fsdp", "zero2": "gradients", "zero3": "fsdp"}

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.protocol import Engine
-from ..sharding.rows import ELEMENTS, Rows, cuts_of, gathered
-from .mapping import Slice
-from .sync import PlannedSync
+from ...engine.protocol import Engine
+from ...sharding.rows import ELEMENTS, Rows, cuts_of, gathered
+from ...weights import proof, shared
+from ...weights.mapping import Slice
+from ...weights.selection import Pairing, move
+from ...weights.sync import PlannedSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +86,13 @@ class GatheredWeights(PlannedSync):
 
     def _addresses(self) -> dict[str, int]:
         return {f"engine {name}": p.data_ptr() for name, p in self.engine.tensors.parameters().items()}
+
+
+def gathered_weights(pairing: Pairing) -> GatheredWeights:
+    """Create `GatheredWeights`. Until the policy is cut it is in the engine's memory if possible, so that the device
+    never has two copies."""
+    if not any(shared.obstacle(part) for part in pairing.slices):
+        shared.bind(pairing.slices)
+        move(pairing.policy, pairing.device)  # its buffers
+    proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
+    return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

@@ -61,6 +61,13 @@ def launched() -> Launched | None:
     return Launched(**json.loads(text)) if text else None
 
 
+def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
+    """Return what the launcher's file and the setting ``deepspeed`` request."""
+    take_launcher()
+    sources = (launched(), from_deepspeed(deepspeed) if deepspeed else None)
+    return [request for request in sources if request is not None and request.sharding != "none"]
+
+
 def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on")
 
