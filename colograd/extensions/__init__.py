@@ -20,6 +20,7 @@ EXTENSIONS = (
     "images",  # behind `kept_tokens`, as older versions read their tables in a record in this order
     "launchers",
     "liger",
+    "lora",
     "muon",
     "offload",
     "overlap",

@@ -36,6 +36,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
 from colograd.extensions.experts.losses import RoutingStep
+from colograd.extensions.lora.inputs import keep_inputs_as_they_are
 from colograd.extensions.offload import host_sums
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
@@ -45,7 +46,7 @@ from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
-from colograd.policy.lora import keep_inputs_as_they_are, wrap
+from colograd.policy.lora import wrap
 from colograd.policy.packing import dummy
 from colograd.policy.row_proof import set_attention
 from colograd.policy.sending import to_device_async
