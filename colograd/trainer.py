@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
@@ -47,7 +47,6 @@ from .training.prompts import eval_prompts_of, loader_of, reader_of, train_promp
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
 from .training.transformers_seam import SeamTrainer
-from .training.trl_names import TRLNames
 
 S = TypeVar("S", bound=Sampler)
 
@@ -58,7 +57,13 @@ def _add_metrics(callbacks: Sequence[Any] | None) -> bool:
     return any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
 
 
-class GRPOTrainer(TRLNames, SeamTrainer):
+if TYPE_CHECKING:
+    TrainerBase = SeamTrainer
+else:  # extensions add attributes, such as TRL's names: seam ``trainer_base``, classes
+    TrainerBase = type("TrainerBase", (*registry.hooks("trainer_base"), SeamTrainer), {"__module__": __name__})
+
+
+class GRPOTrainer(TrainerBase):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:

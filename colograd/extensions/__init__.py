@@ -35,4 +35,5 @@ EXTENSIONS = (
     "tensor_parallel",
     "token_weights",
     "tools",
+    "trl_names",
 )

@@ -13,12 +13,12 @@ import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.extensions.reference.model import FrozenCopy, WithoutAdapter
+from colograd.extensions.trl_names.attributes import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import BONUS_ENTROPY
 from colograd.reporting.console import Console
 from colograd.rewards import resolve_rewards
 from colograd.rollout.features import SourceFeature
-from colograd.training.trl_names import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
 
 LEVELS = ("INFO", "WARNING")
 

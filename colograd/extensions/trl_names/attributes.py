@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
-from ..policy.frozen import FrozenModel
-from ..rewards.functions import ModelReward
+from ...policy.frozen import FrozenModel
+from ...rewards.functions import ModelReward
 
 # Attributes of TRL's trainer that are fields of its configuration.
 OF_ARGUMENTS = (
@@ -101,7 +101,8 @@ class TRLNames:
                     f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md, "
                     "Replacing a stage)."
                 )
-        given = inspect.signature(getattr(cls, LOSS, lambda: None)).parameters
+        loss = getattr(cls, LOSS, None)
+        given = {} if loss in (None, Trainer.compute_loss) else inspect.signature(loss).parameters
         if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
             raise ValueError(
                 f"{cls.__name__} defines compute_loss({', '.join(given)}) as transformers has it, but nothing here "
