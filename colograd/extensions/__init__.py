@@ -7,6 +7,7 @@ An extension's `__init__.py` names these offers in ``HOOKS``: seam -> "module:at
 # The order of the names is the order of the hooks of one seam.
 EXTENSIONS = (
     "agents",
+    "best_model",
     "carry_over",
     "curriculum",
     "custom_rollouts",

@@ -31,7 +31,6 @@ from ..rollout.features import SourceFeature, TrainerArguments, source_feature
 from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
-from .best_metric import check_best_metric
 from .prompts import Prompts, eval_prompts_of, proof_prompts, train_prompts_of
 
 
@@ -94,7 +93,8 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        check_best_metric(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
+        for check in registry.hooks("evaluation_check"):  # (config, rewards, prompts, whether code adds metrics)
+            check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
         if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream fails at its first rows
             check_columns_for(rewards, columns_of(train_prompts.dataset))

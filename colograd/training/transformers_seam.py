@@ -31,16 +31,20 @@ from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
 from ..rollout.rounds import PlainRound
 from ..rollout.store import RolloutStore, digest_of
-from ..runtime import registry
+from ..runtime.registry import hooks
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
-from .best_metric import best_metric, lacks_best
 from .checkpoint_config import CheckpointConfig
 from .checkpointer import Checkpointer
 from .learner import Learner
 
 # Schedules that step on an evaluation's metric.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
+
+
+def best_metric(args: GRPOConfig) -> str:
+    """Return the name of ``metric_for_best_model`` among an evaluation's metrics."""
+    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
 
 
 class SeamTrainer(Trainer):
@@ -69,7 +73,7 @@ class SeamTrainer(Trainer):
         self._gathered: dict[str, torch.Tensor] | None = None  # weights to save, gathered from a sharded policy
         self.checkpointer = self.make_checkpointer()
         # The seam "recorder": functions (trainer) -> a subclass of `NoRecord`, or None.
-        made = (make(self) for make in registry.hooks("recorder"))
+        made = (make(self) for make in hooks("recorder"))
         self.recorder: NoRecord = next(filter(None, made), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
@@ -177,10 +181,13 @@ class SeamTrainer(Trainer):
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if self.args.metric_for_best_model is None:
             return metrics
-        if line := lacks_best(self.args, metrics, earlier=self.state.best_metric is not None):
-            self.console.warn(line)
-        elif not skip_scheduler and isinstance(self.lr_scheduler, DRIVEN_BY_METRICS):
-            self.lr_scheduler.step(metrics[best_metric(self.args)])
+        # The seam "lacks_best": (config, metrics, whether an earlier evaluation had the metric) -> a warning, or "".
+        for line in (lacks(self.args, metrics, self.state.best_metric is not None) for lacks in hooks("lacks_best")):
+            if line:
+                self.console.warn(line)
+        value = metrics.get(best_metric(self.args))
+        if value is not None and not skip_scheduler and isinstance(self.lr_scheduler, DRIVEN_BY_METRICS):
+            self.lr_scheduler.step(value)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -309,5 +316,5 @@ class SeamTrainer(Trainer):
             tags: further tags for the Hub.
         """
         if self.is_world_process_zero():
-            for write in registry.hooks("model_card"):
+            for write in hooks("model_card"):
                 write(self, model_name, dataset_name, tags)

@@ -19,12 +19,11 @@ from ..policy.towers import sees
 from ..runtime.importing import find_object, is_import_path
 from ..runtime.registry import hooks
 from . import proof, shared
-from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights, Copies, MergedWeights
 from .mapping import Slice, map_parameters
 from .row_order import with_row_orders
 from .shared import SharedWeights
-from .sync import WeightSync
+from .sync import Unserved, WeightSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,16 +290,17 @@ def _shared(pairing: Pairing, obstacles: Mapping[str, str], constant: bool) -> S
     return SharedWeights(pairing.policy, pairing.engine, views, copies)
 
 
-def _adapter(wanted: str, pairing: Pairing) -> AdapterWeights:
-    """Create `AdapterWeights` on a base that is shared or, if that is impossible and not required, copied once."""
+def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
+    """Create the sync of an adapter on a base that is shared or, if that is impossible and not needed, copied once."""
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
     if reordered := [part.name for part in pairing.slices if part.rows is not None and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
     if copied := [part.name for part in pairing.slices if part.is_copy and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has {len(copied)} adapted layers twice, but adds an adapter once ({copied[0]})")
-    slots = map_adapter(pairing.policy, pairing.engine)
+    slots = hooks("map_adapter")[0](pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)
-    return AdapterWeights(pairing.policy, pairing.engine, slots, base)
+    sync: WeightSync = hooks("adapter_weights")[0](pairing.policy, pairing.engine, slots, base)
+    return sync
 
 
 def _merged(pairing: Pairing, why: str) -> MergedWeights:

@@ -58,7 +58,7 @@ MUTANTS = (
         "starts = (next(sent).to(torch.int32),", "starts = (next(sent),", "bfloat16",
     ),
     Mutant(
-        "a generator of the other device", "weights/adapter.py",
+        "a generator of the other device", "extensions/lora/weights.py",
         "torch.rand(slot.whole_shape, generator=generator)",
         "torch.rand(slot.whole_shape, generator=generator, device=slot.destination.device)", "lora and teacher",
     ),

@@ -43,12 +43,12 @@ from colograd.extensions.images.data import ImageReader, in_rgb, with_images
 from colograd.extensions.images.engine.features import check_expanded
 from colograd.extensions.images.memory import Tower
 from colograd.extensions.images.rider import Images
+from colograd.extensions.lora.weights import AdapterWeights
 from colograd.memory.shape import Lengths
 from colograd.policy import attention, merged_attention, row_proof, towers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
-from colograd.weights.adapter import AdapterWeights
 from colograd.weights.copied import MergedWeights
 
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]

@@ -19,9 +19,9 @@ from colograd import GRPOTrainer
 from colograd.engine import arguments
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import StaleWeights
+from colograd.extensions.lora.weights import AdapterWeights
 from colograd.policy.lora import adapted_layers, unwrap
 from colograd.weights import proof
-from colograd.weights.adapter import AdapterWeights
 from colograd.weights.copied import MergedWeights
 
 pytestmark = pytest.mark.engine

@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..config import GRPOConfig
-from ..config.conflicts import OF_LOSS
-from ..config.objective import LOSSES
-from ..rewards import RewardFunction
-from ..rewards.calling import parameters_of
-from .prompts import Benchmark
+from ...config import GRPOConfig
+from ...config.conflicts import OF_LOSS
+from ...config.objective import LOSSES
+from ...rewards import RewardFunction
+from ...rewards.calling import parameters_of
+from ...training.prompts import Benchmark
+from ...training.transformers_seam import best_metric
 
 # Names of an evaluation's metrics: of rewards, and of the loss. OF_LOSS matches the loss's other metrics.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
@@ -46,11 +47,6 @@ def check_best_metric(
         f"metric_for_best_model is {best!r}, but no evaluation of this run has a metric of that name (they have "
         f"{', '.join(names)}): name one of these; the nearest is {near!r}."
     )
-
-
-def best_metric(args: GRPOConfig) -> str:
-    """Return the name of ``metric_for_best_model`` among an evaluation's metrics."""
-    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:

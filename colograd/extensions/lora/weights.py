@@ -16,16 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..engine.protocol import Engine, EngineTensors, LoRALayer
-from ..parallel.shards import Shard
-from ..policy.lora import PREFIX, AdaptedLayer, adapted_layers
-from .copied import CopiedWeights
-from .shared import SharedWeights
-from .sync import PlannedSync
-
-
-class Unserved(ValueError):
-    """An adapted layer has no LoRA slot in the engine."""
+from ...engine.protocol import Engine, EngineTensors, LoRALayer
+from ...parallel.shards import Shard
+from ...policy.lora import PREFIX, AdaptedLayer, adapted_layers
+from ...weights.copied import CopiedWeights
+from ...weights.shared import SharedWeights
+from ...weights.sync import PlannedSync, Unserved
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import tiny
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
+from colograd.extensions.best_model.metric import check_best_metric, lacks_best
 from colograd.rewards import resolve_rewards
-from colograd.training.best_metric import check_best_metric, lacks_best
 
 PROMPTS: Any = object()
 
