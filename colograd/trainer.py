@@ -3,7 +3,7 @@
     sampler        rollout/sampler.py        prompts -> scored groups
     learner        training/learner.py       scored groups -> optimizer steps -> gradients
     checkpointer   training/checkpointer.py  checkpoints, resuming, SIGTERM
-    recorder       training/recording.py     data of the run's report
+    recorder       extensions/recording/     data of the run's report
 
 To change one stage, override `generate`, `score`, `compute_advantages` or `compute_loss`.
 """

@@ -29,7 +29,7 @@ from colograd.config.conflicts import When, tables
 from colograd.config.knob import REFUSED, RENAMED, UNUSED, rules_of
 from colograd.extensions import EXTENSIONS
 from colograd.extensions.trl_names.attributes import ABSENT, DIFFERENT, HOOKS
-from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
+from colograd.extensions.recording.advisor import LEAST, QUIET, RULES, WINDOW
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

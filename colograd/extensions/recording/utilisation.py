@@ -93,7 +93,7 @@ class Work:
         return cls.of(
             (
                 len(part.rollouts[0].input),
-                [(seen, b.length) for r in part.rollouts for seen, b in zip(r.seen, r.tree, strict=True)],
+                [(seen, b.length) for r in part.rollouts for seen, b in zip(r.context_lengths, r.tree, strict=True)],
             )
             for part in parts
         )
