@@ -24,8 +24,8 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 STAMP := $(VENV)/.colograd-setup
 REQUIREMENTS := requirements/cpu.txt requirements/cuda.txt requirements/nodeps.txt
 # What another vLLM may break.
-VLLM_TESTS := $(addprefix tests/,$(addsuffix .py,engine/test_engine weights/test_weights weights/test_weights_adapter \
-	policy/test_lora training/test_trainer))
+VLLM_TESTS := $(addprefix tests/,$(addsuffix .py,engine/test_engine weights/test_weights extensions/lora/test_weights_adapter \
+	extensions/lora/test_lora training/test_trainer))
 VLLM_PYTHON := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 VLLM_VENV = .venv-vllm-$(VERSION)$(addprefix -,$(notdir $(VLLM_PYTHON)))
 SITE_VENV := .venv-site

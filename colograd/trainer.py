@@ -3,7 +3,7 @@
     sampler        rollout/sampler.py        prompts -> scored groups
     learner        training/learner.py       scored groups -> optimizer steps -> gradients
     checkpointer   training/checkpointer.py  checkpoints, resuming, SIGTERM
-    recorder       training/recording.py     data of the run's report
+    recorder       extensions/recording/     data of the run's report
 
 To change one stage, override `generate`, `score`, `compute_advantages` or `compute_loss`.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
@@ -29,8 +29,6 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .policy.frozen import FrozenModel
 from .policy.logprobs import PolicyForward, label_values
-from .policy.reference import FollowPolicy, FrozenCopy
-from .reporting.completion_log import CompletionLog
 from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.dynamic import round_of
@@ -47,7 +45,6 @@ from .training.prompts import reader_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
 from .training.transformers_seam import SeamTrainer
-from .training.trl_names import TRLNames
 
 S = TypeVar("S", bound=Sampler)
 
@@ -58,7 +55,13 @@ def _add_metrics(callbacks: Sequence[Any] | None) -> bool:
     return any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
 
 
-class GRPOTrainer(TRLNames, SeamTrainer):
+if TYPE_CHECKING:
+    TrainerBase = SeamTrainer
+else:  # extensions add attributes, such as TRL's names: seam ``trainer_base``, classes
+    TrainerBase = type("TrainerBase", (*registry.hooks("trainer_base"), SeamTrainer), {"__module__": __name__})
+
+
+class GRPOTrainer(TrainerBase):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
@@ -152,15 +155,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.closing.callback(self.checkpointer.finish_alone)
         if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
-        names = [reward.name for reward in self.rewards]
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = None
-        if args.log_completions:
-            images = task.policy.processor is not None
-            self.completion_log = CompletionLog(args, names, self.recorder.trackers, images, self.console.warn)
+        logs = (make(self) for make in registry.hooks("completion_log"))
+        self.completion_log = next(filter(None, logs), None)
         self.journal = store_of(args, self.rewards, self.feature, reader_of(task.policy))
-        if self.completion_log is not None:
-            self.closing.callback(self.completion_log.close)
         if self.journal is not None:
             self.closing.callback(self.journal.close)
         resolve_by_memory(args, task, self.samples)
@@ -179,8 +177,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         for second in built.second_models.values():
             if isinstance(second, FrozenModel) and not (second.offload and args.cuts_weights):
                 self.sharding.share_frozen(second.model)
-            if isinstance(second, FrozenCopy) and second.follows:
-                self.add_callback(FollowPolicy(second, self.model))
+            if isinstance(second, FrozenModel) and (callback := second.callback(self.model)):
+                self.add_callback(callback)
         self.memory_plan = built.memory
         self.events = Events(self.times, self.console, self.recorder, self.completion_log)
         self.learner = Learner(

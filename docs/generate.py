@@ -29,8 +29,8 @@ from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
 from colograd.config.conflicts import Conflict, When, tables
 from colograd.config.knob import REFUSED, RENAMED, UNUSED, rules_of
 from colograd.extensions import EXTENSIONS
-from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
-from colograd.training.trl_names import ABSENT, DIFFERENT, HOOKS
+from colograd.extensions.recording.advisor import LEAST, QUIET, RULES, WINDOW
+from colograd.extensions.trl_names.attributes import ABSENT, DIFFERENT, HOOKS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -72,7 +72,7 @@ FAMILIES = ("<!-- families: written by docs/generate.py -->", "<!-- end of famil
 ALARMS = f"""A run checks its metrics while it trains. An alarm appears once on the console, in the logger `colograd`,
 in `_report/events.jsonl` and at the top of the report, with the numbers, the reason and the keys to change. "The last
 steps" are {WINDOW}; most rules need at least {LEAST}. An alarm ends after {QUIET} steps without its cause.
-`report: false` turns alarms off. The rules are functions in `colograd/reporting/advisor.py`."""
+`report: false` turns alarms off. The rules are functions in `colograd/extensions/recording/advisor.py`."""
 
 CONFIGURATION = """# Configuration
 

@@ -277,8 +277,8 @@ def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
     """Score the groups as training does, and print some of their completions. Each error fails the check."""
     import torch
 
-    from ..reporting.completion_table import print_table
-    from ..reporting.group_views import as_utf8, completion_rows
+    from ..extensions.recording.completion_table import print_table
+    from ..extensions.recording.group_views import as_utf8, completion_rows
     from ..rewards import RewardError
 
     names, problem, sampler = [reward.name for reward in trainer.rewards], "", trainer.sampler

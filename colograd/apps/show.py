@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..reporting.completion_table import print_table, prompt_text
-from ..reporting.completions import CompletionRow, logged_steps, read_log
+from ..extensions.recording.completion_table import print_table, prompt_text
+from ..extensions.recording.completions import CompletionRow, logged_steps, read_log
 from .report.samples import Samples
 
 MOST_BYTES = 2**28  # bytes of a step's completions as JSON

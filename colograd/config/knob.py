@@ -85,6 +85,7 @@ def knob(default: Any, meaning: str, **words: Any) -> Any:
 agents = functools.partial(knob, extension="agents")
 distillation = functools.partial(knob, extension="distillation")
 quantized = functools.partial(knob, extension="quantized")
+recording = functools.partial(knob, extension="recording")
 tools = functools.partial(knob, extension="tools")
 
 BARE_FLAG = {"nargs": "?", "const": True}  # for a bool that may be None: the flag alone means true

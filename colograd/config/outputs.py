@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from .knob import knob
+from .knob import knob, recording
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # reward workers ignore these, see usercode/worker_process.py
 
@@ -96,30 +96,30 @@ TRACKERS = ("wandb", "trackio", "tensorboard")  # `report_to` names them by thei
 class LogKnobs:
     """Logs."""
 
-    log_completions: bool = knob(
+    log_completions: bool = recording(
         False,
         "Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), print a "
         "sample now and then, and send it to wandb or trackio. Evaluations too.",
     )
-    log_completions_steps: int | None = knob(
+    log_completions_steps: int | None = recording(
         None, "Steps between two printed and sent tables; default `logging_steps`."
     )
-    num_completions_to_print: int | None = knob(
+    num_completions_to_print: int | None = recording(
         None, "Rows of the printed table; default all, 0: no table.", at_least=0
     )
-    log_completions_hub_repo: str | None = knob(
+    log_completions_hub_repo: str | None = recording(
         None, "A dataset on the Hub that gets the files of `log_completions` every two minutes."
     )
-    log_multimodal: bool = knob(
+    log_multimodal: bool = recording(
         True, "Keep small pictures of prompts' images in the completions log and the trackers' tables."
     )
-    log_unique_prompts: bool = knob(False, "Show and send one completion per prompt.")
-    report: bool = knob(
+    log_unique_prompts: bool = recording(False, "Show and send one completion per prompt.")
+    report: bool = recording(
         True,
         "Record the run for its report (`_report/`, and some groups token by token in `_journal/`), and write "
         "`report.html` at the end; `colograd watch` shows it during training (see docs/metrics.md).",
     )
-    report_groups: int = knob(
+    report_groups: int = recording(
         2,
         "Groups of each step that are recorded token by token: first the largest reward difference, then the "
         "largest difference of sampler and trainer. 0: none.",

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
-from ..parallel.launched import from_deepspeed, launched, take_launcher
-from ..runtime import process
+from ..runtime import process, registry
 from .knob import knob
 
 # A policy that is cut as the engine's ranks cut it. Ranks with the same part share out nothing, ZeRO-1's or ZeRO-2's
 # part.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # variables of accelerate's files
 
 
 @dataclass
@@ -30,17 +31,19 @@ class ShardingKnobs(TrainingArguments):
         "files select the same. See docs/guide/several-gpus.md.",
         one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
         note=" in this version",
-        extension=dict.fromkeys(TENSOR, "tensor_parallel"),
+        extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
         "With `sharding: fsdp`, free a block's weights after its forward and gather them again for its backward. "
         "`false`: fewer exchanges, the whole policy in memory.",
+        extension="fsdp",
     )
     fsdp_offload_params: bool = knob(
         False,
         "With `sharding: fsdp` on a GPU, keep this rank's weights, gradients and optimizer state in host memory; "
         "the optimizer runs there. No effect on a CPU.",
+        extension="fsdp",
     )
 
     offload_gradients: bool = knob(
@@ -65,9 +68,10 @@ class ShardingKnobs(TrainingArguments):
         Raises:
             ValueError: the request contradicts ``sharding``, or the other request.
         """
-        take_launcher()
-        sources = (launched(), from_deepspeed(self.deepspeed) if self.deepspeed else None)
-        requests = [request for request in sources if request is not None and request.sharding != "none"]
+        if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
+            registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
+        # The seam "launched": functions of `deepspeed` -> requests with the fields' values, a name and a note.
+        requests = [request for read in registry.hooks("launched") for request in read(self.deepspeed)]
         for request in requests:
             if self.sharding not in ("none", "auto", request.sharding):
                 raise ValueError(

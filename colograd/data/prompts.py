@@ -73,7 +73,9 @@ class PromptDataset(torch.utils.data.Dataset):
         self.dropped = dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
         self._latest: dict[int, ModelInput] = {}  # by row, with their media
-        self.curriculum: Any = None  # `curriculum.CurriculumState`, if the run has a curriculum
+        # Chooses the prompts of each step in place of `StepOrder`, in an extension: `order(config)`, and with the state
+        # that a checkpoint holds `saved`, `load(state)` and `missing`, why a checkpoint may have none.
+        self.choice: Any = None
 
     def dropped_line(self) -> str:
         """Return a line for the user with the number and the rows of too long prompts."""

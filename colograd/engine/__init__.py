@@ -6,6 +6,6 @@ the configuration into arguments of `vllm.LLM`, `sampling` into sampling paramet
 start first. `building` sets the conditions under which vLLM is built, and replaces parts of vLLM. `cpu_layers` and
 `model_classes` mend layers and models. `closing` shuts an engine down, and keeps the state that other engines need.
 `tensors` finds vLLM's tensors by name. `load` calls listeners after each step, and reads the engine's load.
-`speculation` compares vLLM's drafts with the sampled tokens. `leading` keeps the ranks of one engine in step: the first
+`leading` keeps the ranks of one engine in step: the first
 rank decides, the others follow.
 """

@@ -11,6 +11,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
+from ..runtime import registry
 
 CPU_BLOCK = 32  # tokens per KV block. A group shares only whole blocks; with vLLM's 128 most prompts fill none
 MOST_SEQUENCES = 1024  # sequences decoded at once: vLLM's default on the largest GPUs
@@ -48,6 +49,8 @@ def engine_kwargs(
             raise ValueError(f"vllm_engine_kwargs sets {name!r}, which the trainer sets itself: remove it.")
     if "enable_sleep_mode" in given:
         raise ValueError("vllm_engine_kwargs sets 'enable_sleep_mode': set vllm_enable_sleep_mode instead.")
+    if given.get("speculative_config"):
+        registry.require("drafts", "speculative_config in vllm_engine_kwargs")
     kwargs: dict[str, Any] = {
         "model": model_path,
         "distributed_executor_backend": "external_launcher",

@@ -91,6 +91,10 @@ class EngineFeature:
     def scored(self, prompt: ModelInput, output: Any) -> None:
         """Check the output of `Engine.prompt_logprobs`, and forget it: the weights may change before the next call."""
 
+    def take_counts(self) -> dict[str, float]:
+        """Return what the feature has counted since the last call, as metrics."""
+        return {}
+
     def drop(self, request: str) -> None:
         """Drop everything about a request that has ended."""
 
@@ -110,6 +114,7 @@ class Features:
         self.request = self._overridden("request")
         self.completions = self._overridden("completions")
         self.scored = self._overridden("scored")
+        self.take_counts = self._overridden("take_counts")
         self.drop = self._overridden("drop")
         self.forget = self._overridden("forget")
 

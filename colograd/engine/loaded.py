@@ -103,9 +103,6 @@ class LoadedVLLM:
             self.vocab_size = int(self.vllm_config.model_config.hf_text_config.vocab_size)  # of the checkpoint
             for feature in self._features.every:
                 feature.built(self)
-            from .speculation import sample_as_without_drafts
-
-            self._speculation = sample_as_without_drafts(self._runner)
 
     def _measure(self, tokens: int) -> None:
         """Read vLLM's sizes. ``tokens`` is the number of tokens in the tokenizer; 0: unknown."""

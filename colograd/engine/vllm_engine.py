@@ -103,7 +103,7 @@ class VLLMEngine(LoadedVLLM):
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def take_counts(self) -> dict[str, float]:
-        counts = self._speculation.take_counts() if self._speculation else {}
+        counts = {name: count for take in self._features.take_counts for name, count in take().items()}
         if self._unknown_tokens:
             counts[UNKNOWN_TOKENS], self._unknown_tokens = float(self._unknown_tokens), 0
         return counts

@@ -210,7 +210,8 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
     whole, weights = not is_adapted(model), settings.weights
     size = settings.sequence_parallel_size
     found = {*WHOLE}
-    if whole and not settings.offload_gradients and weights in ("auto", "gathered") and size == 1:
+    gathers = weights in ("auto", "gathered") and "fsdp" in registry.installed()
+    if whole and gathers and size == 1 and not settings.offload_gradients:
         found.add("fsdp")
     cut = {"sharding": "tensor", "vllm_tensor_parallel_size": per_engine}
     refused = conflict(settings, cut, "sharding") or largest_dropout(model)

@@ -114,7 +114,7 @@ def _tensor(run: RunDescription, strategy: str, engine: int) -> RankBytes:
 def _fsdp(run: RunDescription, engine: int) -> RankBytes:
     """Compute the bytes with FSDP: each rank, or its host, owns a part of everything, and the largest block (a layer,
     the head, the embedding) is gathered. Measured: 13 to 15.5 bytes per element of a bfloat16 block
-    (tests/sharding/test_fsdp.py)."""
+    (tests/extensions/fsdp/test_fsdp.py)."""
     sizes, ranks = run.sizes, run.devices.ranks
     on_host = run.offloads_parts and run.devices.on_gpu
     largest = max(sizes.block, sizes.largest)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from ..config import GRPOConfig
 
@@ -35,6 +36,10 @@ class FrozenModel:
         )
         with torch.no_grad(), values_in_place(moved if self.offload else ()):
             yield self.model
+
+    def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
+        """Return a callback that changes this model during the training of the policy; None: nothing does."""
+        return None
 
     def where(self) -> str:
         """Describe the model's place and size for a log line."""

@@ -35,9 +35,8 @@ from .logprobs import products_in_float32
 from .lora import (
     Adapter,
     adapter_folder,
-    describe_adapter,
     is_adapted,
-    keep_inputs_as_they_are,
+    taken_adapter,
     unwrap,
     wrap,
 )  # fmt: skip
@@ -189,16 +188,16 @@ def load_policy(
     elif (saved := adapter_folder(path)) is None:
         loaded = from_name(path, config, has_images=has_images)
     else:
-        loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config, has_images)
+        registry.require("lora", f"model: {path}")
+        (from_adapter,) = registry.hooks("saved_adapter")
+        loaded, path, tokenizer_path = from_adapter(path, saved, config, peft_config, has_images)
     set_text_alone(unwrap(loaded), has_images)
     freeze_unread(unwrap(loaded))
     for feature in features():
         feature.on_load(unwrap(loaded), path, config)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
-    adapter = describe_adapter(loaded) if is_adapted(loaded) else None
-    if adapter is not None:
-        keep_inputs_as_they_are(loaded)
+    adapter = taken_adapter(loaded)
     if adapter is not None and not adapter.why_merged and _copies_into_parts(config):
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
@@ -296,43 +295,6 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
             "vLLM has nothing to load: save it with save_pretrained and give the folder."
         )
     return path
-
-
-def _from_adapter(
-    folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
-) -> tuple[PreTrainedModel, str, str]:
-    """Load the model and trainable adapter of a folder with an adapter_config.json.
-
-    Returns:
-        The model, the base's path and the tokenizer's path.
-
-    Raises:
-        ValueError: ``peft_config`` requests a second adapter, or the base can't be found.
-    """
-    if peft_config is not None:
-        raise ValueError(
-            f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "
-            "remove use_peft to go on with the saved one, or give model_name_or_path the base model."
-        )
-    base = str(saved.get("base_model_name_or_path") or "")
-    if not base:
-        raise ValueError(
-            f"{folder!r} holds an adapter that doesn't name its base: set base_model_name_or_path in its "
-            "adapter_config.json."
-        )
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError(
-            f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
-        ) from None
-    try:
-        loaded = from_name(base, config, adapter=folder, has_images=has_images)
-    except ValueError as error:
-        raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
-    model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
-    has_tokenizer = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
-    return model, base, folder if has_tokenizer else base
 
 
 def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:

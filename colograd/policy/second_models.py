@@ -1,4 +1,4 @@
-"""Second models: the reference of the KL term, and others. The objective needs their values of the rows.
+"""Second models, such as the reference of the KL term. The objective needs their values of the rows.
 
 They are computed once, after a round has been sampled, and travel with the rows. A further kind is a `Kind` at the seam
 "second_model", a field of `PackedRow` and `MicroBatch`, and a term of the objective.
@@ -22,7 +22,6 @@ from .loading import Policy
 from .logprobs import install, policy_logprobs, steps_of
 from .lora import unwrap
 from .packing import collate
-from .reference import reference_bytes, reference_of
 
 
 class SecondModel(Protocol):
@@ -69,8 +68,7 @@ SecondModels = dict[str, SecondModel]  # by the field of the rows, plus the name
 
 def kinds() -> dict[str, Kind]:
     """Return the kinds by the field of the rows that they fill."""
-    reference = Kind("ref_logprobs", "reference", reference_of, reference_bytes)
-    return {kind.field: kind for kind in (reference, *registry.hooks("second_model"))}
+    return {kind.field: kind for kind in registry.hooks("second_model")}
 
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
@@ -86,6 +84,8 @@ def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> S
 
 def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:
     """Yield each second model's key, its kind, and the configuration as if it were the only one of its kind."""
+    if "ref_logprobs" in needs:
+        registry.require("reference", f"beta: {config.beta:g}")
     for field in needs:
         kind = kinds()[field]
         for name, own in kind.configs(config).items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
+from ..runtime import registry
 from .answers import gsm8k_reward, has_thought_apart, last_number, text_of, thought_begun
-from .judge import judge
-from .mathematics import accuracy_reward, math_answer_reward, reasoning_accuracy_reward
 
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 
@@ -60,14 +60,14 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     return soft_overlong_punishment_reward
 
 
-BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
-    "last_number": last_number,
-    "gsm8k_reward": gsm8k_reward,
-    "math_answer_reward": math_answer_reward,
-    "accuracy_reward": accuracy_reward,
-    "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward,
-    "judge": judge,
-    # TRL's name and values for its command line. For other values, call the factory in a module of your own.
-    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
-}
+@functools.cache
+def builtin_rewards() -> dict[str, Callable[..., Any]]:
+    """Return the reward functions by their names in recipes, with those of the extensions' seam ``rewards``."""
+    return {
+        "last_number": last_number,
+        "gsm8k_reward": gsm8k_reward,
+        "think_format_reward": think_format_reward,
+        # TRL's name and values for its command line. For other values, call the factory in a module of your own.
+        "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
+        **{function.__name__: function for function in registry.hooks("rewards")},
+    }

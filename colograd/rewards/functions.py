@@ -8,18 +8,20 @@ import difflib
 import functools
 import hashlib
 import inspect
+import os
 import reprlib
 import sys
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..runtime import registry
 from ..runtime.importing import find_object, is_import_path
-from .builtin import BUILTIN_REWARDS
-from .judge import Judge
+from .builtin import builtin_rewards
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,16 @@ def is_of_module(function: Callable[..., Any]) -> bool:
         and function.__module__ != "__main__"
         and getattr(module, function.__qualname__, None) is function
     )
+
+
+class ModelReward(ABC):
+    """Base class of reward functions that run a model in this process, on all completions after the generation."""
+
+    tokenizer: Any
+
+    @abstractmethod
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """Return the rewards of any number of completions."""
 
 
 class RewardError(RuntimeError):
@@ -81,7 +93,7 @@ def resolve_rewards(
     """Turn names, import paths and callables into functions with unique names and weights.
 
     Args:
-        reward_funcs: one or several of: a key of `BUILTIN_REWARDS`, an import path (``package.module:function`` or
+        reward_funcs: one or several of: a key of `builtin_rewards`, an import path (``package.module:function`` or
             ``package.module.function``; modules in the current directory are found), a callable. `with_models` turns
             models into callables first.
         weights: one per function; None: 1 for each.
@@ -93,7 +105,7 @@ def resolve_rewards(
     if not given:
         raise ValueError(
             "there is no reward function, but GRPO needs at least one: set reward_funcs to a built-in "
-            f"({', '.join(BUILTIN_REWARDS)}), an import path (package.module:function) or a callable."
+            f"({', '.join(builtin_rewards())}), an import path (package.module:function) or a callable."
         )
     if weights is not None and len(weights) != len(given):
         raise ValueError(
@@ -110,12 +122,14 @@ def resolve_rewards(
 
 
 def _find_function(spec: str) -> Any:
-    if spec in BUILTIN_REWARDS:
-        return BUILTIN_REWARDS[spec]
+    if spec in builtin_rewards():
+        return builtin_rewards()[spec]
+    if "/" in spec or os.path.isdir(spec):
+        registry.require("graders", f"reward_funcs: {spec}")
     if not is_import_path(spec):
-        near = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(spec, builtin_rewards(), n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"reward function {spec!r} isn't one of the built-in ones ({', '.join(BUILTIN_REWARDS)}): the nearest is "
+            f"reward function {spec!r} isn't one of the built-in ones ({', '.join(builtin_rewards())}): the nearest is "
             f"{near!r}. For a function of your own give its import path (package.module:function), for a reward model "
             "its folder or Hub id."
         )
@@ -136,8 +150,8 @@ def _check_function(item: Any, function: Any) -> None:
             f"reward function {shown!r} is of type {type(function).__name__}, but must be callable: give a function "
             "f(prompts, completions, **kwargs) -> list[float]."
         )
-    if isinstance(function, Judge):
-        function.check_settings()
+    if check := getattr(function, "check_settings", None):  # of a judge
+        check()
 
 
 def function_name(function: Any) -> str:

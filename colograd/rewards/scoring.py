@@ -42,8 +42,7 @@ from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
 from .calling import SplitParts, checked_values, keywords_for, parameters_of
-from .functions import RewardError, RewardFunction, is_async, is_of_module
-from .models import RewardModel
+from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of_module
 from .outcomes import StateCopies, late_error, logged_outcome, raised_error
 from .values import check_log, with_parts
 
@@ -217,8 +216,8 @@ class Scorer:
         self.environments: Lender | None = None  # takes a group's environments back once it is scored
         self._told_late: set[str] = set()
         self._state = StateCopies()
-        self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # waiting calls
-        sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
+        self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []  # waiting calls
+        sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
         able = {reward.name: reward.function for reward in sync if reward not in here}
         if workers is None:
@@ -256,7 +255,7 @@ class Scorer:
 
     def _runs_here(self, reward: RewardFunction) -> bool:
         """Return whether the function runs in this process, where environments live."""
-        return reward.name not in self._pool and not isinstance(reward.function, RewardModel)
+        return reward.name not in self._pool and not isinstance(reward.function, ModelReward)
 
     def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
         if (tell := self.on_call) is not None:
@@ -329,7 +328,7 @@ class Scorer:
         done: Future[Outcome] = Future()
         log = CallLog()
         keywords = keywords_for(reward, groups, texts, self._state.copy(trainer_state)[1], log)
-        if isinstance(reward.function, RewardModel):
+        if isinstance(reward.function, ModelReward):
             self._for_models.append((reward.function, keywords, done))
             return done
         started = time.perf_counter()

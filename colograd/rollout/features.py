@@ -21,8 +21,8 @@ from .stages import RolloutSource
 
 # (advantages [G], group, estimator, weight of each reward function) -> advantages [G], or [sum C] with one per token.
 AddAdvantages = Callable[[torch.Tensor, Group, AdvantageEstimator, Mapping[str, float]], torch.Tensor]
-# The trainer's arguments that choose a source, and the extension of each; "": the core's own.
-SOURCES = {"tools": "tools", "rollout_func": "", "environment_factory": "tools", "agent": "agents"}
+# The trainer's arguments that choose a source, and the extension of each.
+SOURCES = {"tools": "tools", "rollout_func": "custom_rollouts", "environment_factory": "tools", "agent": "agents"}
 
 # Parts of errors for a source that doesn't record a truncated distribution.
 TRUNCATED = "top_k (with top_p or min_p) truncates the sampler's distribution, but"
@@ -112,21 +112,16 @@ class SourceFeature:
         """End processes and threads."""
 
 
-def source_feature(
-    arguments: TrainerArguments, config: GRPOConfig, own: Sequence[type[SourceFeature]]
-) -> SourceFeature:
+def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFeature:
     """Return the feature that the trainer's arguments choose.
-
-    Args:
-        own: the core's subclasses.
 
     Raises:
         ValueError: see `SourceFeature.of`; or the extension of an argument is missing.
     """
     for name, extension in SOURCES.items():
-        if extension and arguments.sources[name]:
+        if arguments.sources[name]:
             registry.require(extension, name)
-    chosen = [feature for kind in (*own, *registry.hooks("source")) if (feature := kind.of(arguments, config))]
+    chosen = [feature for kind in registry.hooks("source") if (feature := kind.of(arguments, config))]
     feature = chosen[0] if chosen else SourceFeature()
     if not arguments.samples:  # the record may have been written with a source of the user's
         feature.add_advantages = next(iter(registry.hooks("add_advantages")), None)

@@ -100,7 +100,7 @@ class Sampler:
         with on_all_ranks("the rollout"):
             steps = self.round.sample(prompts, self)
             idle_since = time.perf_counter() - (times.seconds["wait"] - waited)
-        self.events.recorder.lanes.all_sampled()
+        self.events.recorder.all_sampled()
         ended = time.perf_counter()
         if self.hooks.journal is not None:
             times.move("reward", "journal", self.hooks.journal.take_seconds())

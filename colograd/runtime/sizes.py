@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+THUMBNAILS = 4  # largest number of thumbnails of a prompt
+THUMBNAIL_BYTES = 4096  # largest bytes of a thumbnail
+
 
 def size_of(model_config: Any, *names: str) -> int:
     """Return the largest size that a transformers configuration has by these names, in any layer; 0 without one."""

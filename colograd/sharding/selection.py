@@ -11,13 +11,12 @@ from typing import Any
 
 from ..config import GRPOConfig
 from ..runtime import registry
-from .fsdp import FullySharded
 from .strategy import ShardingStrategy
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
 STRATEGIES: dict[str, type[ShardingStrategy]] = {
-    way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients, FullySharded)
+    way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients)
 }
 
 

@@ -32,7 +32,6 @@ from ..checkpoint.search import search
 from ..checkpoint.stop_signal import StopSignal, exit_status
 from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
-from ..data import PromptStream
 from ..parallel import faults
 from ..parallel.ranks import Stopped, gather, on_all_ranks, rank, world_size
 from ..policy.supported import features
@@ -118,14 +117,10 @@ class Checkpointer(TrainerCallback):
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
             with on_all_ranks("the checkpoint's settings"):
                 self._compare_settings(checkpoint)
-        if isinstance(prompts, PromptStream):
+        if (choice := prompts.choice) is not None:
             skips = checkpoint is not None and not self.args.ignore_data_skip
             with on_all_ranks("the checkpoint's prompts"):
-                prompts.expect(folders.read_prompts(str(checkpoint), "wasn't streamed") if skips else {})
-        elif prompts.curriculum is not None:
-            skips = checkpoint is not None and not self.args.ignore_data_skip
-            with on_all_ranks("the checkpoint's prompts"):
-                prompts.curriculum.load(folders.read_prompts(str(checkpoint), "had no curriculum") if skips else {})
+                choice.load(folders.read_prompts(str(checkpoint), choice.missing) if skips else {})
         if self.nodes_are_apart:
             say(
                 f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole ones into "
@@ -356,10 +351,8 @@ class Checkpointer(TrainerCallback):
         if names := self._weight_names(folder):
             folders.write_index(folder, names)
         folders.write_settings(folder, run_settings(self.args, trainer.rewards, trainer.feature.digests()))
-        if isinstance(trainer.train_prompts, PromptStream):
-            folders.write_prompts(folder, trainer.train_prompts.state)
-        elif trainer.train_prompts.curriculum is not None:
-            folders.write_prompts(folder, trainer.train_prompts.curriculum.saved)
+        if (choice := trainer.train_prompts.choice) is not None:
+            folders.write_prompts(folder, choice.saved)
 
     @contextlib.contextmanager
     def _own_folder(self, aside: Path) -> Iterator[Path]:

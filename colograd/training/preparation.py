@@ -22,18 +22,15 @@ from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy, load_policy, proven_on
 from ..policy.outline import note_on_cpu
-from ..policy.reference import check_reference
 from ..policy.supported import check_supported
 from ..reporting.console import Console
-from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
+from ..rewards import RewardFunction, Scorer, resolve_rewards
 from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
-from ..rollout.custom import UserFeature
 from ..rollout.features import SourceFeature, TrainerArguments, source_feature
 from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
-from .best_metric import check_best_metric
 from .eval_prompts import eval_prompts_of
 from .prompts import Prompts, proof_prompts, train_prompts_of
 
@@ -74,9 +71,11 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         check_engines(args.layout, places)
         _check_config(given, args)
         objective = Objective.from_config(args)
-        feature = source_feature(given, args, [UserFeature])
+        feature = source_feature(given, args)
         closing.callback(feature.close)
-        functions = with_models(given.reward_funcs, given.reward_processing_classes, args)
+        functions = given.reward_funcs
+        for with_models in registry.hooks("reward_models"):
+            functions = with_models(functions, given.reward_processing_classes, args)
         rewards = rewards_of(functions, args, feature.rewards)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
         scorer.environments = feature.lender
@@ -88,7 +87,6 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         check_choice(args.weights, policy.adapter, args.cuts_weights)
         check_split(args, policy.model.config)
         objective = objective.with_terms(args, policy)
-        check_reference(args, policy)
         check_compiled(args, policy.why_padded)
         args.resolve_precision(policy.model.dtype)
         feature.check_policy(policy, args)
@@ -96,7 +94,8 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        check_best_metric(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
+        for check in registry.hooks("evaluation_check"):  # (config, rewards, prompts, whether code adds metrics)
+            check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
         if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream fails at its first rows
             check_columns_for(rewards, columns_of(train_prompts.dataset))

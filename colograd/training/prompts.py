@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
-from ..batch import ModelInput
+from ..batch import ModelInput, Prompt
 from ..config import GRPOConfig
 from ..data import (
     PromptDataset,
     PromptLoader,
     PromptRules,
-    PromptStream,
     StepOrder,
-    StreamLoader,
     tokenize_prompts,
 )
 from ..data.columns import EMPTY, IMAGES, check_columns, columns_of
@@ -24,7 +23,22 @@ from ..reporting.console import Console
 from ..rollout.features import SourceFeature
 from ..runtime import registry
 
-Prompts = PromptDataset | PromptStream
+
+class StreamedPrompts(Protocol):
+    """Prompts that are read while training. An extension makes them at the seam ``prompt_stream``.
+
+    The seam has (dataset, rules, config) -> prompts.
+    """
+
+    choice: Any  # see `PromptDataset.choice`
+    dataset: Any
+    longest: int  # tokens, an upper bound
+
+    def first(self, count: int) -> list[Prompt]: ...
+    def loader(self) -> DataLoader: ...
+
+
+Prompts = PromptDataset | StreamedPrompts
 NO_FEATURE = SourceFeature()
 
 
@@ -49,7 +63,9 @@ def train_prompts_of(
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     prompts: Prompts
     if isinstance(rows, IterableDataset):
-        prompts = PromptStream(rows, rules, args)
+        registry.require("streams", "train_dataset: an IterableDataset")
+        (stream_of,) = registry.hooks("prompt_stream")
+        prompts = stream_of(rows, rules, args)
     else:
         prompts = tokenize_prompts(rows, rules)
         StepOrder.of(args, len(prompts))
@@ -58,11 +74,11 @@ def train_prompts_of(
     return prompts
 
 
-def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
+def loader_of(prompts: Prompts, args: GRPOConfig) -> DataLoader:
     """Return a loader with one item per optimizer step: the list of this rank's prompts."""
-    if isinstance(prompts, PromptStream):
-        return StreamLoader(prompts)
-    chosen = prompts.curriculum
+    if not isinstance(prompts, PromptDataset):
+        return prompts.loader()
+    chosen = prompts.choice
     return PromptLoader(prompts, StepOrder.of(args, len(prompts)) if chosen is None else chosen.order(args))
 
 

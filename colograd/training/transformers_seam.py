@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from httpx import HTTPError
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.optimization import GreedyLR
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
@@ -19,36 +20,39 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from ..checkpoint import folders, search
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
-from ..data import PromptLoader, StreamLoader
 from ..engine.sampling import LengthHistory
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
 from ..reporting.console import Console
+from ..reporting.events import NoRecord
 from ..reporting.metrics import PhaseTimes
-from ..reporting.model_card import OF_TEACHERS, SETTINGS, RunFacts, license_of, write_card
 from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
 from ..rollout.rounds import PlainRound
 from ..rollout.store import RolloutStore, digest_of
+from ..runtime.registry import hooks
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
-from .best_metric import best_metric, lacks_best
 from .checkpoint_config import CheckpointConfig
 from .checkpointer import Checkpointer
 from .eval_prompts import eval_prompts_of
 from .evaluation import evaluate_prompts
 from .learner import Learner
 from .prompts import loader_of, train_prompts_of
-from .recording import Recorder
 
 # Schedules that step on an evaluation's metric.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
+def best_metric(args: GRPOConfig) -> str:
+    """Return the name of ``metric_for_best_model`` among an evaluation's metrics."""
+    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+
+
 class SeamTrainer(Trainer):
-    """`transformers.Trainer` for packed rows and sharded policies, with a `Checkpointer` and a `Recorder`."""
+    """`transformers.Trainer` for packed rows and sharded policies, with a `Checkpointer` and a recorder."""
 
     policy: Policy
     rewards: list[RewardFunction]
@@ -76,7 +80,9 @@ class SeamTrainer(Trainer):
         self._unlogged: list[dict[str, float]] = []  # metrics of each step since the last log
         self._gathered: dict[str, torch.Tensor] | None = None  # weights to save, gathered from a sharded policy
         self.checkpointer = self.make_checkpointer()
-        self.recorder = Recorder(self, self.is_world_process_zero())
+        # The seam "recorder": functions (trainer) -> a subclass of `NoRecord`, or None.
+        made = (make(self) for make in hooks("recorder"))
+        self.recorder: NoRecord = next(filter(None, made), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # in a notebook our table replaces it
@@ -167,7 +173,7 @@ class SeamTrainer(Trainer):
 
     # -- data
 
-    def get_train_dataloader(self) -> PromptLoader | StreamLoader:
+    def get_train_dataloader(self) -> DataLoader:
         """Return a loader with one item per optimizer step: the list of this rank's prompts."""
         self._follow_datasets()
         return loader_of(self.train_prompts, self.args)
@@ -249,10 +255,13 @@ class SeamTrainer(Trainer):
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if self.args.metric_for_best_model is None:
             return metrics
-        if line := lacks_best(self.args, metrics, earlier=self.state.best_metric is not None):
-            self.console.warn(line)
-        elif not skip_scheduler and isinstance(self.lr_scheduler, DRIVEN_BY_METRICS):
-            self.lr_scheduler.step(metrics[best_metric(self.args)])
+        # The seam "lacks_best": (config, metrics, whether an earlier evaluation had the metric) -> a warning, or "".
+        for line in (lacks(self.args, metrics, self.state.best_metric is not None) for lacks in hooks("lacks_best")):
+            if line:
+                self.console.warn(line)
+        value = metrics.get(best_metric(self.args))
+        if value is not None and not skip_scheduler and isinstance(self.lr_scheduler, DRIVEN_BY_METRICS):
+            self.lr_scheduler.step(value)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -380,36 +389,6 @@ class SeamTrainer(Trainer):
             dataset_name: default: the recipe's.
             tags: further tags for the Hub.
         """
-        if not self.is_world_process_zero():
-            return
-        args: GRPOConfig = self.args
-        folder, adapter = Path(args.output_dir), self.policy.adapter
-        names = (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))
-        settings = {name: getattr(args, name) for name in names}
-        if adapter is not None:
-            settings["lora_alpha"] = self.policy.model.peft_config[adapter.name].lora_alpha
-        facts = RunFacts(
-            model_name=model_name or folder.name,
-            base_model=self.policy.path,
-            datasets=_listed(dataset_name or self.facts.get("dataset")),
-            tags=_listed(tags),
-            reward_names=[reward.name for reward in self.rewards],
-            reward_weights=[reward.weight for reward in self.rewards],
-            recipe=self.facts.get("recipe"),
-            command=self.facts.get("command", ""),
-            settings=settings,
-            history=self.state.log_history,
-            hub_model_id=args.hub_model_id,
-            adapter_rank=adapter.rank if adapter else 0,
-            quantization=None if self.policy.quantization is None else self.policy.quantization.settings,
-            images=self.policy.processor is not None,
-            base_dtype=str(self.model.dtype).removeprefix("torch."),
-            teachers=[*dict.fromkeys(args.teachers.values())],
-            license=license_of(self.policy.path),
-        )
-        with Spare(self.console.warn)(f"model card: {folder / 'README.md'} isn't written"):
-            write_card(folder, run=facts)
-
-
-def _listed(names: str | Sequence[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or ())
+        if self.is_world_process_zero():
+            for write in hooks("model_card"):
+                write(self, model_name, dataset_name, tags)

@@ -19,13 +19,11 @@ from ..policy.towers import sees
 from ..runtime.importing import find_object, is_import_path
 from ..runtime.registry import hooks
 from . import proof, shared
-from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights, Copies, MergedWeights
-from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
 from .row_order import with_row_orders
 from .shared import SharedWeights
-from .sync import WeightSync
+from .sync import Unserved, WeightSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +199,8 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
     if is_import_path(wanted):
         return _custom(wanted, pairing)
     if cut:
-        return _gathered(pairing)
+        (gathered_weights,) = hooks("gathered_weights")
+        return gathered_weights(pairing)
     if adapter is None:
         return _whole(wanted, pairing)
     if with_slots is None:
@@ -242,16 +241,6 @@ def _custom(path: str, pairing: Pairing) -> WeightSync:
     move(pairing.policy, pairing.device)
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return find_weight_sync(path)(pairing.policy, pairing.engine, pairing.slices)
-
-
-def _gathered(pairing: Pairing) -> GatheredWeights:
-    """Create `GatheredWeights`. Until the policy is cut it is in the engine's memory if possible, so that the device
-    never has two copies."""
-    if not any(shared.obstacle(part) for part in pairing.slices):
-        shared.bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # its buffers
-    proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
-    return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
@@ -301,16 +290,17 @@ def _shared(pairing: Pairing, obstacles: Mapping[str, str], constant: bool) -> S
     return SharedWeights(pairing.policy, pairing.engine, views, copies)
 
 
-def _adapter(wanted: str, pairing: Pairing) -> AdapterWeights:
-    """Create `AdapterWeights` on a base that is shared or, if that is impossible and not required, copied once."""
+def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
+    """Create the sync of an adapter on a base that is shared or, if that is impossible and not needed, copied once."""
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
     if reordered := [part.name for part in pairing.slices if part.rows is not None and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
     if copied := [part.name for part in pairing.slices if part.is_copy and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has {len(copied)} adapted layers twice, but adds an adapter once ({copied[0]})")
-    slots = map_adapter(pairing.policy, pairing.engine)
+    slots = hooks("map_adapter")[0](pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)
-    return AdapterWeights(pairing.policy, pairing.engine, slots, base)
+    sync: WeightSync = hooks("adapter_weights")[0](pairing.policy, pairing.engine, slots, base)
+    return sync
 
 
 def _merged(pairing: Pairing, why: str) -> MergedWeights:

@@ -33,6 +33,10 @@ class WeightSync(Protocol):
         """Return the names of parameters with another value in the engine than the policy's, cast, bit for bit."""
 
 
+class Unserved(ValueError):
+    """An adapted layer has no LoRA slot in the engine."""
+
+
 class PlannedSync(WeightSync):
     """A `WeightSync` that plans its copies at start. Each publish checks that no tensor has moved since.
 

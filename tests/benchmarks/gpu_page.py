@@ -74,7 +74,8 @@ def _training(results: Sequence[Any]) -> list[str]:
     ]  # fmt: skip
     note = (
         "Medians of the steps after the first. The first rows' completions are sampled, of the others made up, the "
-        "same for each. Model FLOPs by the formula in colograd/training/utilisation.py; memory is what torch allocated "
+        "same for each. Model FLOPs by the formula in colograd/extensions/recording/utilisation.py; memory is what "
+        "torch allocated "
         "at the peak, beside the plan's without what it keeps free (on a CPU what the whole process gained)."
     )
     return ["### The training path", note, table(header, rows)]

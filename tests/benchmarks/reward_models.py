@@ -60,7 +60,7 @@ def ways(options: argparse.Namespace) -> dict[str, Callable[[], list[float]]]:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from colograd import GRPOConfig
-    from colograd.rewards.models import RewardModel
+    from colograd.extensions.graders.models import RewardModel
 
     shape = AutoConfig.from_pretrained(options.model, num_labels=1)
     torch.manual_seed(0)

@@ -102,10 +102,10 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
 
     from colograd.batch import Group, ModelInput, SampledStep, ScoredGroup
     from colograd.engine.vllm_engine import _sampled
+    from colograd.extensions.recording.completions import write_log
+    from colograd.extensions.recording.group_views import as_utf8, completion_rows
     from colograd.losses.advantages import group_advantages
     from colograd.policy.packing import PackingRules, collate
-    from colograd.reporting.completions import write_log
-    from colograd.reporting.group_views import as_utf8, completion_rows
     from colograd.reporting.metrics import PhaseTimes
     from colograd.rewards.functions import resolve_rewards
     from colograd.rewards.scoring import Scorer

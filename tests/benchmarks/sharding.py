@@ -29,6 +29,7 @@ from figures import machine, table, write  # noqa: E402
 from phases import ROOT, versions  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from colograd.extensions.fsdp.strategy import FullySharded  # noqa: E402
 from colograd.memory.token_budget import dummy_row  # noqa: E402
 from colograd.parallel.ranks import gather, rank, world_size  # noqa: E402
 from colograd.policy import attention  # noqa: E402
@@ -54,7 +55,7 @@ class Contestant:
         self.model.train()
         accumulate_in_float32(self.model.parameters())
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.way = STRATEGIES[name if world_size() > 1 else "none"](self.model)
+        self.way = ({**STRATEGIES, "fsdp": FullySharded})[name if world_size() > 1 else "none"](self.model)
         self.optimizer = AdamWSplit(self.parameters, lr=1e-6)
         self.way.share(self.optimizer)
         self.steps: list[dict[str, float]] = []

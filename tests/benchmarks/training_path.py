@@ -10,7 +10,7 @@ vllm_enable_sleep_mode=true it says what the sleep gives back. With --copied-key
 each of its completions, in every step, or in every second one: the others then read them in place, however short the
 prompt is, on completions of the same lengths. With --torch-backward, steps with copied keys have torch's own backward
 of attention too, which on a CPU without products of bfloat16 isn't what is run else.
-The formula of the FLOPs is in colograd/training/utilisation.py.
+The formula of the FLOPs is in colograd/extensions/recording/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
 than planned or the sleep gave too little back.
@@ -43,9 +43,9 @@ from figures import GB, PeakMemory, machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 from side_by_side import make_prompts  # noqa: E402
 
+from colograd.extensions.recording.utilisation import Matrices, Work, peak_of  # noqa: E402
 from colograd.policy import attention, cpu_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once  # noqa: E402
-from colograd.training.utilisation import Matrices, Work, peak_of  # noqa: E402
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 GIVEN_BACK = 0.9  # of the KV cache, at least, by a sleep

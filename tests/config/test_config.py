@@ -21,8 +21,8 @@ from colograd.config.knob import INERT, REFUSED, REMOVED, RENAMED, UNUSED, names
 from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
+from colograd.extensions.recording.advisor import Advisor
 from colograd.parallel.layout import RankLayout
-from colograd.reporting.advisor import Advisor
 
 
 def config(**changes: Any) -> GRPOConfig:

@@ -14,8 +14,8 @@ import torch
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, ScoredGroup
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
+from colograd.extensions.recording.completions import logged_steps, read_log
 from colograd.policy.packing import has_signal
-from colograd.reporting.completions import logged_steps, read_log
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
 from colograd.rollout.dynamic import DynamicRound

@@ -35,13 +35,19 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
+from colograd.extensions.experts.losses import RoutingStep
+from colograd.extensions.lora.inputs import keep_inputs_as_they_are
+from colograd.extensions.offload import host_sums
+from colograd.extensions.offload.adamw import HostAdamW
+from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
+from colograd.extensions.offload.on_host import WholeOnHost
+from colograd.extensions.reference.model import FrozenCopy
 from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
-from colograd.policy.lora import keep_inputs_as_they_are, wrap
+from colograd.policy.lora import wrap
 from colograd.policy.packing import dummy
-from colograd.policy.reference import FrozenCopy
 from colograd.policy.row_proof import install_steps, set_attention
 from colograd.policy.sending import to_device_async
 from colograd.sharding.whole import WholeCopies
@@ -179,7 +185,6 @@ def checkpointed(gpu: FakeGPU) -> dict[str, Any]:
 @case
 def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
     """As `checkpointed`, of more layers; and a row half as long after it."""
-    from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE | MORE_LAYERS))
     with inputs_on_host(model, LayerInputs(CUDA)):
@@ -212,7 +217,6 @@ EXPERTS = {
 
 @case
 def mixture(gpu: FakeGPU) -> dict[str, Any]:
-    from colograd.extensions.experts.losses import RoutingStep
 
     config = Qwen3MoeConfig(**SHAPE | EXPERTS, num_experts=8, moe_intermediate_size=768)
     model = bfloat16(Qwen3MoeForCausalLM, config)
@@ -366,15 +370,12 @@ def compiled_optimizer(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def streamed_optimizer(gpu: FakeGPU) -> dict[str, Any]:
-    from colograd.extensions.offload.adamw import HostAdamW
 
     return optimizer_step(gpu, HostAdamW, streamed=True)
 
 
 def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
     """Three backwards of a step, the second and third of which add to sums on the host."""
-    from colograd.extensions.offload import host_sums
-    from colograd.extensions.offload.on_host import WholeOnHost
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=tied))
     accumulate_in_float32(model.parameters())
@@ -395,7 +396,6 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
 
 def plan_of_gradients(model: Any, checkpointing: int = 0) -> int:
     """Of a pass whose gradients go to the host, and with ``checkpointing`` the layers' inputs too."""
-    from colograd.extensions.offload import host_sums
 
     sizes = PolicySizes.of(model, "adamw_split", 2)
     on_way = host_sums.on_way(sizes.gradients, 4 * sizes.matrix)
@@ -425,9 +425,7 @@ def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
 
 def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
     """Of one row and of two; bytes of page-locked memory after each step."""
-    from colograd.extensions.offload.adamw import HostAdamW
     from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
-    from colograd.extensions.offload.on_host import WholeOnHost
 
     accumulate_in_float32(model.parameters())
     sharding, locked = (WholeOnHost if offloads else WholeCopies)(model), []
@@ -449,7 +447,6 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
 @case
 def all_on_host(gpu: FakeGPU) -> dict[str, Any]:
     """On a GPU with a tenth more than what is planned with all on the host; and with nothing there."""
-    from colograd.extensions.offload import host_sums
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     with mock.patch.object(host_sums, "LIMIT", LIMIT):

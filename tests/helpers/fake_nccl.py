@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.policy.logprobs import PolicyForward
-from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.strategy import ShardingStrategy
 from colograd.sharding.whole import WholeCopies
 from colograd.sharding.zero import SharedGradients, SharedOptimizer

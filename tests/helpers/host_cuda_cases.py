@@ -88,7 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {
         **BF16, "vllm_engine_kwargs": {"speculative_config": NGRAM},
         # each step of the engine waits for the tokens that its drafts are compared with
-        "waits": {f"engine/speculation.py SeededSpeculation.{name}" for name in (
+        "waits": {f"extensions/drafts/engine/speculation.py SeededSpeculation.{name}" for name in (
             "_logprobs", "_sample", "_sample.<locals>.<listcomp>", "_constrained", "_draw", "forward",
             "_constrained.<locals>.<genexpr>",
         )},
@@ -110,8 +110,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp saved": {
         **BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True,
         # parameters of ordinary host memory: `?` is FSDP's thread of the backward
-        "waits": {"?", "sharding/rows.py _exchange", "sharding/fsdp.py FullySharded.state_dict",
-                  "sharding/fsdp.py FullySharded._taker.<locals>.take"},
+        "waits": {"?", "sharding/rows.py _exchange", "extensions/fsdp/strategy.py FullySharded.state_dict",
+                  "extensions/fsdp/strategy.py FullySharded._taker.<locals>.take"},
     },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
     "sequence": {**BF16, "sequence_parallel_size": 2},
@@ -135,10 +135,11 @@ WAITS = {
     "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
     "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",
     "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
-    "training/recording.py by_completion",
-    "training/transformers_seam.py SeamTrainer._finalize_training", "training/utilisation.py _measured",
+    "extensions/recording/recorder.py by_completion",
+    "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints
-    "checkpoint/host_files.py HostFiles.take", "policy/reference.py FrozenCopy.mix", "rollout/store.py digest_of",
+    "checkpoint/host_files.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
+    "rollout/store.py digest_of",
     "training/checkpointer.py Checkpointer._write_contents", "weights/shared.py state_dict_on_host",
 }  # fmt: skip
 MEASURED = ("loss", "grad_norm", "reward", DIFFERENCE, "eval_reward", "eval_loss")
@@ -293,8 +294,8 @@ def prepare() -> None:
 
 def shorten() -> None:
     """Let measurements that take minutes here take a moment."""
+    from colograd.extensions.recording import utilisation
     from colograd.memory import token_budget
-    from colograd.training import utilisation
 
     utilisation.SIZES["cuda"], utilisation.SECONDS, token_budget.LARGEST = 64, 0.0, 2048
 

@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     from colograd.apps import bus, cli
-    from colograd.usercode.threads import EnvironmentThread
+    from colograd.extensions.tools.threads import EnvironmentThread
 
     host_cuda_cases.shorten()
     bus.bus_speed.__defaults__ = (2**20,)  # bytes

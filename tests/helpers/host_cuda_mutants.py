@@ -35,12 +35,12 @@ MUTANTS = (
         "self.held.to(engine_value.device)", "self.held", "bfloat16",
     ),
     Mutant(
-        "a dropped `.to`", "policy/reference.py",
+        "a dropped `.to`", "extensions/reference/model.py",
         "torch.lerp(own.to(theirs.device), theirs.detach(), alpha)", "torch.lerp(own, theirs.detach(), alpha)",
         "reference",
     ),
     Mutant(
-        "a host tensor indexed by a device tensor", "training/recording.py",
+        "a host tensor indexed by a device tensor", "extensions/recording/recorder.py",
         "for _, logprobs in kept]).cpu()\n",
         "for _, logprobs in kept]).cpu()\n"
         "    values = values[torch.arange(len(values), device=kept[0][1].device)]\n", "bfloat16",
@@ -58,7 +58,7 @@ MUTANTS = (
         "starts = (next(sent).to(torch.int32),", "starts = (next(sent),", "bfloat16",
     ),
     Mutant(
-        "a generator of the other device", "weights/adapter.py",
+        "a generator of the other device", "extensions/lora/weights.py",
         "torch.rand(slot.whole_shape, generator=generator)",
         "torch.rand(slot.whole_shape, generator=generator, device=slot.destination.device)", "lora and teacher",
     ),

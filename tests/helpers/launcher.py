@@ -213,7 +213,7 @@ def preload() -> None:
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda look: look()
     # How many products the device could have done meanwhile: one is multiplied, not as many as 0.2 s take.
-    utilisation: Any = importlib.import_module("colograd.training.utilisation")
+    utilisation: Any = importlib.import_module("colograd.extensions.recording.utilisation")
     utilisation.SECONDS = 0.0
 
 

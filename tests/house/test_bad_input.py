@@ -26,11 +26,11 @@ from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompt
 from colograd.engine.arguments import check_split, engine_kwargs
 from colograd.engine.building import check_vllm, untested_vllm
 from colograd.engine.sampling import check_sampling
+from colograd.extensions.reference.model import check_reference
 from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.loading import check_tokenizer, load_policy
 from colograd.policy.lora import Adapter
-from colograd.policy.reference import check_reference
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.rollout.features import SourceFeature
 from colograd.runtime import process

@@ -26,8 +26,8 @@ import gpu_page
 import training_path
 from gpu_check import Check, Result
 
-from colograd.training import utilisation
-from colograd.training.utilisation import Matrices, Work
+from colograd.extensions.recording import utilisation
+from colograd.extensions.recording.utilisation import Matrices, Work
 
 # -- FLOPs
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, Logged, MicroBatch, ModelInput, Prompt, Rollout, ScoredGroup
+from colograd.extensions.recording.group_views import MOST_OF_A_STEP, shown_notes
 from colograd.policy import padded
 from colograd.policy.merged_attention import Call, calls_at_once, calls_one_by_one
 from colograd.policy.packing import collate, plan_rows
-from colograd.reporting.group_views import MOST_OF_A_STEP, shown_notes
 from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
 
 LONG, PROMPT, COUNT = 2**17, 2048, 4

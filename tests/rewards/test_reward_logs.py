@@ -25,8 +25,8 @@ from reward_cases import (
 from colograd import GRPOTrainer
 from colograd.apps.cli import main
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, ScoredGroup
-from colograd.reporting.completions import columns, read_log, write_log
-from colograd.reporting.group_views import completion_rows
+from colograd.extensions.recording.completions import columns, read_log, write_log
+from colograd.extensions.recording.group_views import completion_rows
 from colograd.rewards import RewardError, Scorer
 from colograd.rollout.statistics import RolloutStatistics
 from colograd.runtime import registry

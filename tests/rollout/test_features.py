@@ -14,10 +14,10 @@ def test_argument_of_missing_extension_is_refused(argument, extension, tmp_path,
     monkeypatch.setattr(registry, "installed", lambda: ())
     arguments = tiny.trainer_arguments(**{argument: [len]})
     with pytest.raises(ValueError, match=f"^{argument} needs the extension `{extension}`, but .* is missing"):
-        source_feature(arguments, tiny.config(tmp_path), [])
+        source_feature(arguments, tiny.config(tmp_path))
 
 
 def test_without_arguments_the_engine_is_the_source(tmp_path) -> None:
-    feature, engine = source_feature(tiny.trainer_arguments(), tiny.config(tmp_path), []), object()
+    feature, engine = source_feature(tiny.trainer_arguments(), tiny.config(tmp_path)), object()
     assert type(feature) is SourceFeature
     assert feature.source(engine, None, None, None) is engine  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 from reward_cases import in_order
 
 from colograd import GRPOTrainer
-from colograd.reporting.completions import logged_steps, read_log
+from colograd.extensions.recording.completions import logged_steps, read_log
 
 pytestmark = pytest.mark.engine
 

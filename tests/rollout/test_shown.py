@@ -16,7 +16,7 @@ from shown_rows import samples_of
 from colograd.apps.cli import main
 from colograd.apps.report.samples import Samples
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RolloutId, ScoredGroup
-from colograd.reporting.group_views import TokenTexts, shown_notes
+from colograd.extensions.recording.group_views import TokenTexts, shown_notes
 from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.record_file import Record, RecordFile, read_records
 from colograd.rollout.store import RolloutStore

@@ -42,7 +42,7 @@ def train(model: str, folder: Path, checkpoint: str | None) -> dict[str, Any]:
         "drawn": sorted((group.position, group.example["prompt"][0]["content"]) for group in seen),
         "tokens": sorted((group.position, [list(r.completion_ids) for r in group.rollouts]) for group in seen),
         "weights": digest.hexdigest(),
-        "record": trainer.train_prompts.curriculum.saved,
+        "record": trainer.train_prompts.choice.saved,
         "resting": [entry["curriculum/resting"] for entry in logged],
     }
     trainer.close()

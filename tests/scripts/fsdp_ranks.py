@@ -1,4 +1,4 @@
-"""FSDP2 through the policy's own passes, with failures on one rank. Started by tests/sharding/test_fsdp.py.
+"""FSDP2 through the policy's own passes, with failures on one rank. Started by tests/extensions/fsdp/test_fsdp.py.
 
     torchrun --nproc-per-node N fsdp_ranks.py OUT_DIR
 
@@ -33,6 +33,8 @@ from colograd.batch import (
     ScoredGroup,
     StepBatch,
 )
+from colograd.extensions.distillation.head import TeacherHead, TeacherStep, label_states
+from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.layers import compile_layers
@@ -41,7 +43,6 @@ from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.runtime import registry
 from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
-from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 from colograd.training.loss_pass import loss_pass
@@ -216,7 +217,6 @@ def frozen(model: Any, way: ShardingStrategy) -> float:
 
 def taught(model: Any, way: ShardingStrategy) -> float:
     """How far the divergence of the cut model from a teacher of another size, cut likewise, is from the whole one's."""
-    from colograd.extensions.distillation.head import TeacherHead, TeacherStep, label_states
 
     teacher, row = fresh(layers=4, hidden=64).eval(), collate(rows()[rank()])
     head = TeacherHead.of(teacher).copied_to(CPU)  # before it is cut, as `teacher_of` does

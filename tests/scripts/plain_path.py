@@ -39,7 +39,7 @@ OPTIONS = re.compile(
     r"|sequence_parallel|row_part|lora|adapter|offload|liger|muon|exam(?!ple)|hybrid|recurrent",
     re.IGNORECASE,
 )
-OBSERVERS = ("reporting/", "training/recording.py", "training/utilisation.py")
+OBSERVERS = ("reporting/", "extensions/recording/")
 SKIPPED = {"<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>"}
 
 

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
 from colograd.runtime import registry
 from colograd.sharding import ShardingStrategy, buckets
-from colograd.sharding.fsdp import FullySharded
-from colograd.sharding.selection import STRATEGIES
+from colograd.sharding.selection import STRATEGIES as OF_CORE
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 ON_HOST: dict[str, type[ShardingStrategy]] = {}
@@ -38,6 +38,7 @@ if "offload" in registry.installed():
     adamw.ELEMENTS = host_sums.ELEMENTS = 1000
     host_sums.LIMIT = 20000
 
+STRATEGIES = {**OF_CORE, "fsdp": FullySharded}
 STEPS, ROWS, SAVED = 6, 4, 3
 WAYS = [*STRATEGIES]
 HOST = " on the host"  # with sums of gradients there, and the optimizer's state too

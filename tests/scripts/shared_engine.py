@@ -28,11 +28,14 @@ from colograd.batch import Group, Prompt, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
+from colograd.extensions.custom_rollouts.source import CustomRollouts
+from colograd.extensions.tools.conversations import Conversations
+from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
+from colograd.extensions.tools.toolbox import Toolbox
 from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.rollout.custom import CustomRollouts
 from colograd.rollout.dynamic import DynamicRound
 from colograd.rollout.stages import Stages
 from colograd.runtime import process, registry
@@ -112,9 +115,7 @@ class Cases:
         return self._conversations("hangs", 0.2)
 
     def _conversations(self, name: str, timeout: float | None) -> Groups:
-        from colograd.extensions.tools.conversations import Conversations
-        from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
-        from colograd.extensions.tools.toolbox import Toolbox
+        from colograd.extensions.tools.tool_format import ToolCall
 
         class EachTurnCalls(ToolFormat):
             """Reads a call out of whatever a random model writes."""

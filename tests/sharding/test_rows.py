@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from colograd.extensions.fsdp.gathered import Place
 from colograd.sharding.rows import Cut, Rows
-from colograd.weights.gathered import Place
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4, 7))

@@ -15,7 +15,7 @@ import tiny
 from paths import SCRIPTS
 from shown_rows import samples_of
 
-from colograd.reporting.event_log import events_of
+from colograd.extensions.recording.event_log import events_of
 
 pytestmark = pytest.mark.engine
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from colograd.extensions.fsdp.gathered import Place
 from colograd.sharding.rows import Rows
 from colograd.weights import shared
 from colograd.weights.copied import Copies
-from colograd.weights.gathered import Place
 from colograd.weights.mapping import Slice
 from colograd.weights.row_order import with_row_orders
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from colograd.engine.tensors import VLLMTensors
+from colograd.extensions.fsdp.gathered import Place
 from colograd.sharding.rows import Rows
 from colograd.weights import mapping, shared
 from colograd.weights.copied import Copies
-from colograd.weights.gathered import Place
 from colograd.weights.mapping import map_parameters
 
 

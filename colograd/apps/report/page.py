@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...reporting.event_log import prompt_beginning
+from ...extensions.recording.event_log import prompt_beginning
 from .payload import alarm_steps, of_step, overview, spread_out
 from .recorded_run import RecordedRun
 

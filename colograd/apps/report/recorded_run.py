@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...reporting.event_log import BEGINNING
+from ...extensions.recording.event_log import BEGINNING
 from .samples import Samples
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, texts, whole
 

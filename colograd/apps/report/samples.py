@@ -16,18 +16,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...reporting.completions import (
+from ...extensions.recording.completions import (
     FOLDER,
     IMAGES,
     TEXT,
-    THUMBNAIL_BYTES,
-    THUMBNAILS,
     CompletionFile,
     data_url,
     prompt_of,
 )
 from ...rollout.group_table import shown, steps_of
 from ...rollout.record_file import positions as record_positions
+from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
 
 SAMPLES = "_report/samples.jsonl"  # older versions write it

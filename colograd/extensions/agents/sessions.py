@@ -31,13 +31,13 @@ from ...rewards.calling import PARTS as JUDGED
 from ...rewards.functions import code_digest
 from ...usercode.calls import Outcome, place_in
 from ...usercode.copies import own_copy
-from ...usercode.programs import CommandProgram, FunctionProgram, Program
 from ...usercode.untrusted import clean
 from .context import ChatFormat
 from .decoding import Decoder, WorkQueue
 from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
 from .failures import FAILURE
+from .programs import CommandProgram, FunctionProgram, Program
 from .session import Limits, Session
 from .session_log import SessionLog
 from .turn_rewards import problem_with

@@ -19,7 +19,7 @@ import torch
 
 from ...batch import SampledStep
 from ...config import GRPOConfig
-from ...data import PromptDataset, PromptStream
+from ...data import PromptDataset
 from ...data.columns import listed
 from ...data.order import StepOrder, seed_of
 from ...parallel.ranks import gather, on_all_ranks
@@ -29,7 +29,7 @@ from .settings import LEVELS, Curriculum, read_curriculum
 HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
 
 
-def add_curriculum(prompts: PromptDataset | PromptStream, config: GRPOConfig) -> None:
+def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
     """Let the curriculum choose among the prompts, if the run has one. A stream has refused it.
 
     Raises:
@@ -37,7 +37,7 @@ def add_curriculum(prompts: PromptDataset | PromptStream, config: GRPOConfig) ->
     """
     curriculum = read_curriculum(config)
     if curriculum is not None and isinstance(prompts, PromptDataset):
-        prompts.curriculum = CurriculumState(curriculum, prompts.dataset, config)
+        prompts.choice = CurriculumState(curriculum, prompts.dataset, config)
 
 
 class CurriculumState:
@@ -49,6 +49,8 @@ class CurriculumState:
     Raises:
         ValueError: the dataset lacks a column of the curriculum, or a column has values without a share.
     """
+
+    missing = "had no curriculum"  # see `PromptDataset.choice`
 
     def __init__(self, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> None:
         self.settings, self.rows = curriculum, len(dataset)
@@ -237,7 +239,7 @@ def pass_rates(trainer: Any) -> Tally | None:
         return None
 
     def record(steps: Sequence[SampledStep]) -> dict[str, float]:
-        curriculum, own = trainer.train_prompts.curriculum, []
+        curriculum, own = trainer.train_prompts.choice, []
         threshold = curriculum.settings.pass_threshold
         with on_all_ranks("the pass rates"):
             for scored in (scored for step in steps for scored in step.sampled):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...batch import ModelInput
+from ...data import PromptDataset
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature
 from ...training.prompts import Prompts
@@ -20,7 +21,7 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
     """
     if (reader := reader_of(policy)) is None:
         return []
-    if getattr(prompts[0], "most_images", 0):
+    if isinstance(prompts[0], PromptDataset) and prompts[0].most_images:
         first = (prompt.input for prompt in prompts[0].first_ones(ROWS_LOOKED_AT) if prompt.input.images is not None)
         if (found := next(first, None)) is not None:
             return [found]

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from ...reporting.completions import THUMBNAIL_BYTES, THUMBNAILS
+from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
 SIDE = 64  # pixels
 

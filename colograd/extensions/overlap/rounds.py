@@ -75,7 +75,7 @@ class OverlappedRound(PlainRound):
         self._is_shared = False  # whether this round's groups may be trained while ranks sample
         self._is_first = False  # whether the round's first step isn't packed yet
         self.beside_decoding = BesideDecoding(
-            self._rows_of, self.train_rows, self.learner.free_gradients, trainer.recorder.lanes.early_arrived,
+            self._rows_of, self.train_rows, self.learner.free_gradients, trainer.recorder.early_arrived,
             trainer.args.device,
         )  # fmt: skip
 

@@ -11,11 +11,12 @@ import torch
 from ...parallel.ranks import on_all_ranks
 from ...parallel.shards import Shard
 from ...policy.lora import Adapter, adapted_layers, base_name
+from ...runtime.registry import hooks
 from ...weights import WeightSync, proof
-from ...weights.adapter import AdapterWeights, Unserved, map_adapter
 from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
 from ...weights.shared import SharedWeights, obstacle
+from ...weights.sync import Unserved
 from .layers import adapter_shards, split
 
 
@@ -44,7 +45,8 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
     sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
     if adapter is not None:
         try:
-            sync = AdapterWeights(policy, engine, map_adapter(policy, engine, lora_shards), base)
+            (map_adapter,), (adapter_weights,) = hooks("map_adapter"), hooks("adapter_weights")
+            sync = adapter_weights(policy, engine, map_adapter(policy, engine, lora_shards), base)
         except Unserved as unserved:
             raise ValueError(f"sharding is 'tensor', but {unserved}: set sharding: gradients.") from None
     if not pairing.equal:

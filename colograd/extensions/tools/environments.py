@@ -12,7 +12,7 @@ from typing import Any
 from ...batch import Group
 from ...rewards.functions import function_name
 from ...usercode.calls import place_in, raised_outcome
-from ...usercode.threads import EnvironmentThread, MainThreadAdvice, wait_for_result
+from .threads import EnvironmentThread, MainThreadAdvice, wait_for_result
 
 CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
 

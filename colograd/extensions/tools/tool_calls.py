@@ -25,10 +25,10 @@ from ...rollout.texts import ToolCall
 from ...runtime import registry
 from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
 from ...usercode.copies import own_copy
-from ...usercode.threads import MainThreadAdvice, UserCall
 from ...usercode.untrusted import clean
 from ...usercode.worker_pool import WorkerPool
 from .environments import Environment
+from .threads import MainThreadAdvice, UserCall
 
 PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
 

@@ -15,8 +15,8 @@ from ...data.columns import EMPTY
 from ...rollout.texts import ToolCall
 from ...runtime.importing import find_object
 from ...usercode.calls import Outcome, place_in, when_done
-from ...usercode.threads import MainThreadAdvice
 from .environments import Environment, Environments, factory_names
+from .threads import MainThreadAdvice
 from .tool_calls import Answers, RunningCall, ToolRunner, answer_content, shown_content
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")

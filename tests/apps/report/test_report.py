@@ -31,7 +31,7 @@ from colograd.apps.report.recorded_run import RecordedRun
 from colograd.apps.report.untrusted import Tail, open_inside, parse
 from colograd.batch import Group, Logged, ModelInput
 from colograd.extensions.agents.tree import TokenTree
-from colograd.reporting.completions import FIXED, CompletionRow, write_log
+from colograd.extensions.recording.completions import FIXED, CompletionRow, write_log
 from colograd.rollout.group_records import RewardedGroup, group_bytes
 from colograd.rollout.group_table import entries
 

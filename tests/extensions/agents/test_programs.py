@@ -18,12 +18,12 @@ import torch
 
 from colograd.batch import Group, Logged, ModelInput
 from colograd.extensions.agents.feature import AgentFeature
+from colograd.extensions.agents.programs import CommandProgram, FunctionProgram
 from colograd.extensions.agents.sessions import Agent, returned
 from colograd.extensions.agents.tree import TokenTree
 from colograd.rollout.group_records import RewardedGroup
 from colograd.training.recorded_settings import run_settings, store_of
 from colograd.usercode.calls import Outcome
-from colograd.usercode.programs import CommandProgram, FunctionProgram
 
 
 def run(base_url: str, api_key: str) -> float:

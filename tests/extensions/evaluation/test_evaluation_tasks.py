@@ -20,7 +20,7 @@ from colograd import GRPOTrainer
 from colograd.apps import eval as command
 from colograd.extensions.evaluation import specs
 from colograd.extensions.evaluation.specs import TaskSpec, names_of
-from colograd.reporting.completions import read_log
+from colograd.extensions.recording.completions import read_log
 from colograd.rewards.answers import chance_of_pass
 
 pytest.importorskip("lm_eval")

@@ -28,6 +28,7 @@ from row_cases import PACKED, SHAPE, make, make_groups
 from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, Prompt, ScoredGroup
 from colograd.engine.sampling import Sampling
+from colograd.extensions.custom_rollouts.source import UserFeature
 from colograd.extensions.experts.engine import routed
 from colograd.extensions.experts.losses import ReplayTerm
 from colograd.extensions.experts.rider import UNKNOWN, RoutedExperts, RowExperts
@@ -39,7 +40,6 @@ from colograd.policy.packing import collate, pack, plan_rows
 from colograd.policy.padded import rows_of
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
-from colograd.rollout.custom import UserFeature
 from colograd.rollout.group_records import Logged, RewardedGroup, group_bytes, group_of
 from colograd.training.recorded_settings import settings_of
 

@@ -43,12 +43,12 @@ from colograd.extensions.images.data import ImageReader, in_rgb, with_images
 from colograd.extensions.images.engine.features import check_expanded
 from colograd.extensions.images.memory import Tower
 from colograd.extensions.images.rider import Images
+from colograd.extensions.lora.weights import AdapterWeights
 from colograd.memory.shape import Lengths
 from colograd.policy import attention, merged_attention, row_proof, towers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
-from colograd.weights.adapter import AdapterWeights
 from colograd.weights.copied import MergedWeights
 
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
@@ -158,7 +158,7 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.apps.report.samples import _pictures
     from colograd.extensions.images.thumbnails import thumbnails
-    from colograd.reporting.completions import data_url
+    from colograd.extensions.recording.completions import data_url
 
     made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
     assert len(made) == 4 and all(len(each) < 6000 for each in made)

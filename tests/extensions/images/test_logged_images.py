@@ -23,10 +23,11 @@ from colograd.apps.report.samples import Samples
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
 from colograd.extensions.images import rider, thumbnails
 from colograd.extensions.images.rider import Images
-from colograd.reporting.completion_log import CompletionLog
-from colograd.reporting.completion_table import prompt_text
-from colograd.reporting.completions import THUMBNAIL_BYTES, CompletionRow, data_url, read_log, write_log
-from colograd.reporting.group_views import completion_rows
+from colograd.extensions.recording.completion_log import CompletionLog
+from colograd.extensions.recording.completion_table import prompt_text
+from colograd.extensions.recording.completions import CompletionRow, data_url, read_log, write_log
+from colograd.extensions.recording.group_views import completion_rows
+from colograd.runtime.sizes import THUMBNAIL_BYTES
 
 PAIR = [tiny_images.picture(n, 40, 40) for n in (2, 3)]
 PLACED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]}]

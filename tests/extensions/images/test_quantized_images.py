@@ -25,6 +25,7 @@ from colograd.batch import ModelInput
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
 from colograd.extensions.images.memory import Tower
+from colograd.extensions.lora.weights import AdapterWeights
 from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.layers import packed_weights, settle
 from colograd.memory.policy_sizes import PolicySizes
@@ -33,7 +34,6 @@ from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap
 from colograd.policy.supported import check_supported
 from colograd.weights import proof
-from colograd.weights.adapter import AdapterWeights
 from colograd.weights.copied import MergedWeights
 
 pytest.importorskip("bitsandbytes")

@@ -18,8 +18,8 @@ from peft import LoraConfig
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from colograd import GRPOTrainer
+from colograd.extensions.lora.weights import AdapterWeights
 from colograd.policy import towers
-from colograd.weights.adapter import AdapterWeights
 from colograd.weights.copied import MergedWeights
 
 NAME = "sampling/sampling_logp_difference/mean"

@@ -14,6 +14,7 @@ import torch
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.extensions.agents.feature import AgentFeature
+from colograd.extensions.custom_rollouts.source import UserFeature
 from colograd.extensions.distillation.head import TeacherHead
 from colograd.extensions.kept_tokens.engine.kept_tokens import KeptTokensRecord
 from colograd.extensions.kept_tokens.rider import Candidates, KeptTokens
@@ -21,7 +22,6 @@ from colograd.policy import head as policy_head
 from colograd.policy.head import Head
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import pack
-from colograd.rollout.custom import UserFeature
 from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
 
 TRUNCATED = {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8}

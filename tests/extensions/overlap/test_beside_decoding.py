@@ -18,8 +18,8 @@ from colograd.engine.load import Load
 from colograd.extensions.overlap.beside_decoding import BesideDecoding
 from colograd.extensions.overlap.finished_groups import OwnGroups
 from colograd.extensions.overlap.rules import describe, finished_groups
+from colograd.extensions.recording.event_log import events_of
 from colograd.policy.packing import plan_rows
-from colograd.reporting.event_log import events_of
 from colograd.reporting.metrics import PhaseTimes
 
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ from colograd.config import GRPOConfig
 from colograd.extensions.overlap.first_rows import first_rows
 from colograd.extensions.overlap.partition import fits, has_equal_counts
 from colograd.extensions.overlap.rules import describe, finished_groups, why_not
+from colograd.extensions.recording.event_log import events_of
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.losses.objective import Objective
 from colograd.policy.packing import NOBODY, PackingRules, is_dummy
-from colograd.reporting.event_log import events_of
 from colograd.sharding import strategy_of
 
 

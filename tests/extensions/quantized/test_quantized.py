@@ -36,6 +36,7 @@ from colograd.apps import cli
 from colograd.apps.replaying.recorded import Replay
 from colograd.apps.replaying.replayer import Replayer
 from colograd.config import ModelConfig
+from colograd.extensions.lora.weights import AdapterWeights
 from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.engine.layers import ServedLayers
 from colograd.extensions.quantized.layers import packed_bytes, packed_weight, packed_weights
@@ -44,7 +45,6 @@ from colograd.policy import lora, outline, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
 from colograd.weights import proof
-from colograd.weights.adapter import AdapterWeights
 from colograd.weights.copied import MergedWeights
 from colograd.weights.shared import SharedWeights
 

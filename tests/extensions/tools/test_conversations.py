@@ -19,12 +19,12 @@ from tool_cases import Counter
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.engine.sampling import Sampling
+from colograd.extensions.recording.completions import logged_steps, read_log
 from colograd.extensions.tools.conversations import Conversations
 from colograd.extensions.tools.tool_format import ToolFormat
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
-from colograd.reporting.completions import logged_steps, read_log
 
 CALL = r'<tool_call>\{"name": "(add|subtract)", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
 
@@ -230,7 +230,7 @@ def test_what_is_in_flight_is_aborted_when_nobody_wants_it(trained: Any) -> None
 
 
 def test_a_function_may_write_the_rollouts(trained: Any) -> None:
-    from colograd.rollout.custom import CustomRollouts
+    from colograd.extensions.custom_rollouts.source import CustomRollouts
 
     trainer, _, _ = trained
     asked: list[Any] = []

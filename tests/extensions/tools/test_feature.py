@@ -13,10 +13,10 @@ from tool_cases import Counter, Silent
 from colograd.data.columns import EMPTY
 from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.toolbox import Toolbox
+from colograd.extensions.trl_names.attributes import TRLNames
 from colograd.policy.loading import load_policy
 from colograd.rollout.texts import ToolCall
 from colograd.training.prompts import train_prompts_of
-from colograd.training.trl_names import TRLNames
 
 
 def outcome(begun: Any) -> Any:

@@ -10,9 +10,9 @@ import torch
 
 from colograd.batch import FinishReason, Group, ScoredGroup
 from colograd.batch import Rollout as Completion
+from colograd.extensions.recording.timeline import Timeline
 from colograd.extensions.tools.tool_format import ToolCall
 from colograd.extensions.tools.toolbox import Toolbox
-from colograd.reporting.timeline import Timeline
 from colograd.rewards import Scorer, resolve_rewards
 
 

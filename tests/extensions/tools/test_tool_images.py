@@ -39,6 +39,8 @@ from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.extensions.images.data import ImageReader
 from colograd.extensions.images.rider import PER_TOKEN, STAND_IN, Images
+from colograd.extensions.recording.event_log import json_line
+from colograd.extensions.recording.group_views import TokenTexts
 from colograd.extensions.tools.conversations import Conversations
 from colograd.extensions.tools.tool_calls import answer_content, shown_content
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
@@ -46,8 +48,6 @@ from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy import row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
-from colograd.reporting.event_log import json_line
-from colograd.reporting.group_views import TokenTexts
 from colograd.rollout import group_records, store
 from colograd.rollout.store import RewardedGroup
 from colograd.usercode.calls import Outcome

@@ -1,0 +1,6 @@
+"""Checks of `metric_for_best_model`, at start and of each evaluation."""
+
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "evaluation_check": "metric:check_best_metric",
+    "lacks_best": "metric:lacks_best",
+}

@@ -1,0 +1,113 @@
+"""Checks of `metric_for_best_model`: an error at start if no evaluation can have it, a warning if one lacks it."""
+
+from __future__ import annotations
+
+import difflib
+import dis
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...config import GRPOConfig
+from ...config.conflicts import OF_LOSS
+from ...config.objective import LOSSES
+from ...rewards import RewardFunction
+from ...rewards.calling import parameters_of
+from ...training.eval_prompts import Benchmark
+from ...training.transformers_seam import best_metric
+
+# Names of an evaluation's metrics: of rewards, and of the loss. OF_LOSS matches the loss's other metrics.
+NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
+NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
+OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
+
+
+def check_best_metric(
+    args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, others: bool = False
+) -> None:
+    """Check that evaluations can have ``metric_for_best_model``.
+
+    Args:
+        others: whether the user's code may add metrics of any name.
+
+    Raises:
+        ValueError: no evaluation can have it.
+    """
+    best = args.metric_for_best_model
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
+    if best is None or not evaluates or others or args.loss_type not in LOSSES:
+        return
+    name = best.removeprefix("eval_")
+    if any(_may_log(reward.function) for reward in rewards) or _is_possible(name, args, rewards, eval_prompts):
+        return
+    names = [*_names(args, rewards, eval_prompts)]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"metric_for_best_model is {best!r}, but no evaluation of this run has a metric of that name (they have "
+        f"{', '.join(names)}): name one of these; the nearest is {near!r}."
+    )
+
+
+def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
+    """Return why an evaluation can't choose the best model; empty: it can.
+
+    Args:
+        earlier: whether an earlier evaluation had the metric.
+
+    Raises:
+        ValueError: no evaluation can have a metric of this name.
+    """
+    if (name := best_metric(args)) in metrics:
+        return ""
+    if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):
+        return (
+            f"evaluation: it has no {name} (no reward function judged a completion, say), so the best model stays the "
+            "one before"
+        )
+    near = difflib.get_close_matches(name, list(metrics), n=1, cutoff=0.0)
+    raise ValueError(
+        f"metric_for_best_model is {args.metric_for_best_model!r}, but the evaluation has no metric of that name (it "
+        f"has {', '.join(metrics)}): name one of these; the nearest is {(near or ['none'])[0]!r}."
+    )
+
+
+def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> bool:
+    if isinstance(prompts, dict):
+        return any(
+            _is_possible(name.removeprefix(f"{part}_"), args, rewards, of_part)
+            for part, of_part in prompts.items()
+            if name.startswith(f"{part}_")
+        )
+    if match := re.fullmatch(r"rewards/(.+)/(\w+)", name):
+        return match[1] in [reward.name for reward in rewards] and match[2] in OF_REWARD
+    if isinstance(prompts, Benchmark) and re.search(r"(^|_)pass@\d+$", name):
+        return True
+    return "/" in name or bool(OF_LOSS.search(name)) or name in [*_names(args, rewards, prompts), *NAMES_OF_LOSS]
+
+
+def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
+    """Yield the most common names, without `eval_`."""
+    if isinstance(prompts, dict):
+        for part, of_part in prompts.items():
+            yield from (f"{part}_{name}" for name in _names(args, rewards, of_part))
+        return
+    if isinstance(prompts, Benchmark):
+        yield from prompts.metric_names()
+        return
+    yield from NAMES if rewards else NAMES[3:]
+    yield from (f"rewards/{reward.name}/mean" for reward in rewards)
+    yield from (f"pass@{2**power}" for power in range(args.eval_generations().bit_length()) if rewards)
+    yield from ("loss", "entropy", *(["teacher_kl"] if args.distils else [])) if args.loss_eval else ()
+
+
+def _may_log(function: Callable[..., Any]) -> bool:
+    """Return whether a reward function may log metrics: it takes ``log_metric``, or uses its ``**kwargs``."""
+    parameters = parameters_of(function)
+    further = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if "log_metric" in parameters or not further:
+        return "log_metric" in parameters
+    return code is None or any(each.argval == further[0] for each in dis.get_instructions(code))

@@ -1,0 +1,166 @@
+"""Groups that a function of the user's writes (TRL's ``rollout_func``), or a rollout source of the user's."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ...batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ...config import GRPOConfig
+from ...engine.protocol import Engine
+from ...engine.sampling import Sampling
+from ...policy.loading import Policy
+from ...rewards.calling import RESERVED
+from ...rollout.features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerArguments
+from ...rollout.stages import RolloutSource
+from ...runtime import registry
+from ...runtime.importing import find_object
+from ...usercode.copies import own_copy
+
+SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
+NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+class UserFeature(SourceFeature):
+    """A function or class of the user's that writes completions (``rollout_func``)."""
+
+    adds_columns = True
+
+    def __init__(self, write: Any) -> None:
+        self.write = write
+        self.adds_metrics = isinstance(write, type)
+        self.add_advantages = next(iter(registry.hooks("add_advantages")), None) if hasattr(write, "generate") else None
+        self.trl_attributes = {"rollout_func": lambda: write}
+
+    @classmethod
+    def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
+        """Import the function if it is a path.
+
+        Raises:
+            ValueError: an import path without an object, no rollout source, tools in addition, or `router_replay`.
+        """
+        write, others = arguments.sources["rollout_func"], arguments.sources
+        if write is None:
+            return None
+        if others["tools"] or others["environment_factory"] is not None:
+            raise ValueError(
+                "rollout_func writes completions by itself, so that tools and environment_factory would never be used: "
+                "give one or the other."
+            )
+        if isinstance(write, str):
+            write = find_object(write, "rollout_func", callable)
+        if hasattr(write, "generate"):
+            return cls(write)
+        if isinstance(write, type):
+            raise ValueError(
+                f"rollout_func is the class {write.__name__}, which has no method `generate`, but must be a rollout "
+                "source: see docs/architecture.md."
+            )
+        if config.router_replay:
+            raise ValueError(
+                "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose "
+                "for them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
+            )
+        if config.replays_truncation:
+            raise ValueError(f"{TRUNCATED} a rollout_func returns tokens, not what they were drawn from: {UNCORRECTED}")
+        return cls(write)
+
+    def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
+        write = self.write
+        if hasattr(write, "generate"):
+            source: RolloutSource = write(engine) if isinstance(write, type) else write
+            return source
+        return CustomRollouts(engine, lambda prompts: write(prompts, trainer), policy.end_tokens)
+
+
+class CustomRollouts:
+    """A rollout source that calls a function of the user's in place of the engine. The function may use the engine.
+
+    Args:
+        function: ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
+            The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in nats), one
+            list per completion. ``env_mask`` is optional (1: the model wrote the token, 0: the environment did). All
+            other entries are passed to the reward functions: a sequence holds one value per completion, any other
+            value is the same for all completions.
+        end_tokens: a completion that ends with one of these tokens isn't truncated.
+    """
+
+    def __init__(
+        self, engine: Engine, function: Callable[[list[Any]], dict[str, Any]], end_tokens: Collection[int | None]
+    ) -> None:
+        self.engine, self.function, self.end_tokens = engine, function, set(end_tokens)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """Generate groups as `Engine.generate` does, but ignore ``seed``: the function makes its own random numbers.
+
+        Raises:
+            ValueError: an entry of the function's dict is missing or has the wrong length.
+        """
+        self.engine.require(version)
+        if not prompts:  # in an evaluation a rank may have no prompts
+            return
+        if any(prompt.input.media is not None for prompt in prompts):
+            raise ValueError(
+                "rollout_func is a function, which gets prompts without their images: give a class with `generate` "
+                "(docs/architecture.md, Add a rollout source), or none."
+            )
+        asked = [own_copy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
+        answer = self.function(asked)
+        rollouts = self._rollouts(answer, len(asked), version)
+        for index, prompt in enumerate(prompts):
+            of_group = tuple(rollouts[index * sampling.n : (index + 1) * sampling.n])
+            yield Group(prompt.example, of_group, prompt.position)
+
+    def _rollouts(self, answer: dict[str, Any], size: int, version: int) -> list[Rollout]:
+        if not isinstance(answer, dict) or any(answer.get(name) is None for name in NEEDED):
+            held = ", ".join(answer) if isinstance(answer, dict) else repr(answer)
+            raise ValueError(f"rollout_func returned {held}, but must return a dict with {', '.join(NEEDED)}.")
+        answer = {name: values for name, values in answer.items() if values is not None}
+        if reserved := {*answer} & {*RESERVED, "environments"} - {*NEEDED}:
+            raise ValueError(
+                f"rollout_func returned {', '.join(sorted(reserved))}, which reward functions get from the trainer: "
+                "rename it."
+            )
+        for name, values in answer.items():
+            if name not in (*NEEDED, "env_mask") and not isinstance(values, SEQUENCES):
+                answer[name] = [values] * size
+            elif not hasattr(values, "__len__") or len(values) != size:
+                raise ValueError(
+                    f"rollout_func returned {getattr(values, '__len__', lambda: 'a single')()} {name} for {size} "
+                    "prompts (each is given once per completion): return one for each, in their order."
+                )
+        further = [name for name in answer if name not in (*NEEDED, "env_mask")]
+        masks = answer.get("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
+        found = []
+        for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
+            if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):
+                raise ValueError(
+                    f"rollout_func, completion {index}: {len(ids)} completion_ids, {len(logprobs)} logprobs and a mask "
+                    f"of {len(masks[index])}: give as many of each, and at least one."
+                )
+            if (highest := max(map(int, (*prompt, *ids)))) >= self.engine.vocab_size:
+                raise ValueError(
+                    f"rollout_func, completion {index}: the token id {highest} is too high, as the model's embedding "
+                    f"has {self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
+                )
+            first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
+            flat = [math.nan if value is None else float(value) for value in first]
+            found.append(
+                Rollout(
+                    input=ModelInput(tuple(int(token) for token in prompt)),
+                    completion_ids=array("i", map(int, ids)),
+                    sampler_logprobs=torch.tensor(flat, dtype=torch.float32),
+                    sampled=torch.tensor([bool(value) for value in masks[index]]),
+                    finish_reason=FinishReason.STOP if int(ids[-1]) in self.end_tokens else FinishReason.LENGTH,
+                    policy_version=version,
+                    columns={name: answer[name][index] for name in further},
+                )
+            )
+        return found

@@ -1,0 +1,1 @@
+"""The part of `drafts` inside the engine."""

@@ -1,0 +1,169 @@
+"""Speculative decoding that changes no token: each position is sampled with its request's own random numbers.
+
+Drafted tokens save engine steps, because one step computes the logits behind several tokens. vLLM accepts or replaces a
+draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). So a completion would depend on
+the drafts, and through them on other sequences of the batch. Here each position's token is sampled as without drafts,
+and a draft is kept if it equals that token. A draft d of probability p(d) is then kept with probability p(d), as by
+vLLM's rule for drafts without probabilities. The distribution is the target's by construction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+
+from ....config import GRPOConfig
+from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
+
+
+class SeededSpeculation(RejectionSampler):
+    """vLLM's `RejectionSampler` (Model Runner V1), sampling with each request's own random numbers."""
+
+    drafted = 0  # drafted tokens since `take_counts`
+    accepted = 0  # accepted tokens since `take_counts`
+
+    def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        """See `RejectionSampler.forward`. ``logits`` (T, V) has a row per draft, and one more per request."""
+        from vllm.v1.outputs import SamplerOutput
+
+        constrained = self._constrained(metadata, logits, sampling_metadata)
+        tokens = self._sample(metadata, constrained, sampling_metadata)
+        logprobs, wanted = None, sampling_metadata.max_num_logprobs
+        if wanted is not None:
+            shown = constrained if self.is_processed_logprobs_mode else logits
+            logprobs = self._logprobs(metadata, shown, tokens, wanted)
+        return SamplerOutput(sampled_token_ids=tokens.to(logits.device), logprobs_tensors=logprobs)
+
+    def _constrained(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        """Apply temperature, top-k and top-p to the logits, in float32."""
+        last, drafted = metadata.bonus_logits_indices, metadata.target_logits_indices
+        found = torch.empty_like(logits, dtype=torch.float32)
+        found[last] = self.sampler.apply_logits_processors(logits[last].float(), sampling_metadata, True)
+        found[drafted] = self.apply_logits_processors(logits[drafted].float(), sampling_metadata, metadata)
+        if sampling_metadata.all_greedy:
+            return found
+        rows = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
+        # Plain torch, because vLLM's kernel for this was seen to leave wrong temperatures on a CPU.
+        temperature, top_k, top_p = (
+            None if value is None else value.repeat_interleave(rows)
+            for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
+        )
+        found = self.sampler.apply_temperature(found, temperature, sampling_metadata.all_random)
+        return apply_top_k_top_p(found, top_k, top_p)
+
+    def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first wrong draft.
+
+        The loop goes from place to place, and draws only for requests with right drafts up to there. So no random
+        number is drawn in vain.
+        """
+        counts = metadata.num_draft_tokens
+        drafts = [part.tolist() for part in metadata.draft_token_ids.split(counts)]
+        first = _first_rows(counts)
+        tokens = torch.full((len(counts), metadata.max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
+        greedy: Any = None if sampling_metadata.all_random else logits.argmax(dim=-1).tolist()
+        alive, place = [*range(len(counts))], 0
+        while alive:
+            rows = [first[request] + place for request in alive]
+            if sampling_metadata.all_greedy:
+                sampled = [greedy[row] for row in rows]
+            else:
+                sampled = self._draw(logits[rows], alive, sampling_metadata)
+                if greedy is not None:
+                    cold = (sampling_metadata.temperature[alive] == 0).tolist()
+                    sampled = [greedy[r] if is_cold else s for r, is_cold, s in zip(rows, cold, sampled, strict=True)]
+            tokens[alive, place] = torch.tensor(sampled, dtype=torch.int32)
+            alive = [
+                request
+                for request, token in zip(alive, sampled, strict=True)
+                if place < counts[request] and token == drafts[request][place]
+            ]
+            self.accepted += len(alive)
+            place += 1
+        self.drafted += sum(token >= 0 for draft in drafts for token in draft)  # vLLM fills some steps with -1
+        return tokens
+
+    def _draw(self, logits: torch.Tensor, requests: list[int], sampling_metadata: Any) -> list[int]:
+        """Draw one token per request, as vLLM's sampler does without drafts."""
+        own = sampling_metadata.generators
+        generators = {row: own[request] for row, request in enumerate(requests) if request in own}
+        sampled, _ = self.sampler.topk_topp_sampler(logits, generators, None, None)
+        return list(sampled.tolist())
+
+    def _logprobs(self, metadata: Any, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> Any:
+        """Return log-probabilities of the kept tokens, in the places of ``tokens``. Other places are never read."""
+        from vllm.v1.outputs import LogprobsTensors
+
+        kept = tokens != PLACEHOLDER_TOKEN_ID
+        first = torch.tensor(_first_rows(metadata.num_draft_tokens))
+        rows = (first[:, None] + torch.arange(tokens.shape[1]))[kept].to(logits.device)
+        found = logits[rows].float()
+        if not self.is_logits_logprobs_mode:
+            found = self.sampler.compute_logprobs(found)
+        told = self.sampler.gather_logprobs(found, wanted, tokens[kept].long().to(logits.device))
+        places = kept.flatten().to(logits.device)
+
+        def in_places(values: torch.Tensor) -> torch.Tensor:
+            spread = values.new_zeros(len(places), *values.shape[1:])
+            spread[places] = values
+            return spread
+
+        return LogprobsTensors(*map(in_places, told[:3]))
+
+    def take_counts(self) -> dict[str, float]:
+        """Return the numbers of drafted and accepted tokens since the last call."""
+        counts = {"drafts/tokens": float(self.drafted), "drafts/accepted": float(self.accepted)}
+        self.drafted = self.accepted = 0
+        return counts
+
+
+def _first_rows(counts: list[int]) -> list[int]:
+    """Return each request's first row in the logits. A request has a row per draft, and one more."""
+    return [drafts + request for request, drafts in enumerate(itertools.accumulate(counts[:-1], initial=0))]
+
+
+def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
+    """Give vLLM's model runner a `SeededSpeculation`, and return it; None: the runner drafts nothing.
+
+    Raises:
+        ValueError: the runner is Model Runner V2, where tokens depend on the drafts, or the model has layers with a
+            state and runs on a CPU.
+    """
+    theirs = getattr(runner, "rejection_sampler", None)
+    if theirs is None:
+        return None
+    if not isinstance(theirs, RejectionSampler):
+        raise ValueError(
+            "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
+            "tokens depend on them: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove the drafts."
+        )
+    if runner.device.type == "cpu" and runner.model_config.is_hybrid:
+        raise ValueError(
+            "This model's layers have a state, which vLLM takes back behind a wrong draft by a kernel for GPUs alone: "
+            "on a CPU remove speculative_config from vllm_engine_kwargs."
+        )
+    runner.rejection_sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
+    return runner.rejection_sampler
+
+
+class Drafts(EngineFeature):
+    """vLLM's drafts, with the tokens that are sampled without them."""
+
+    _sampler: SeededSpeculation | None = None
+
+    def built(self, engine: BuiltEngine) -> None:
+        """See `sample_as_without_drafts`."""
+        self._sampler = sample_as_without_drafts(engine.core.model_executor.driver_worker.worker.model_runner)
+
+    def take_counts(self) -> dict[str, float]:
+        """See `EngineFeature.take_counts`."""
+        return self._sampler.take_counts() if self._sampler else {}
+
+
+def drafts_of(config: GRPOConfig, use: EngineUse) -> Drafts | None:
+    """Return the feature if the user's settings of vLLM name drafts."""
+    return Drafts() if dict(config.vllm_engine_kwargs or {}).get("speculative_config") else None  # type: ignore[arg-type]

@@ -1,0 +1,264 @@
+"""FSDP2 (`fully_shard`): the policy's weights are cut as well. Each pass gathers them block by block.
+
+As in the other strategies, gradients add up in their own precision. The optimizer updates this rank's rows, plain
+tensors in the memory that torch gathers from. Because ranks exchange inside a forward, a rank that fails still takes
+part in the exchanges that the others wait for; then all ranks fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ...config import GRPOConfig
+from ...parallel.faults import telling
+from ...parallel.ranks import on_all_ranks
+from ...sharding.parts import SharedParts
+from ...sharding.rows import Cut, cuts_of, gathered
+from ...sharding.strategy import Owned, drop_graph
+from ...sharding.weight_files import WeightFiles, all_names, completed
+from .blocks import Blocks, Exchange, cut, whole_parameters
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class FullySharded(SharedParts):
+    """A strategy that divides weights, gradients and optimizer state by rows of each parameter.
+
+    Args:
+        model: the whole model, on any device. It is cut in place, one block after the other.
+        device: the device that computes; default: the model's device.
+        reshard: free a block's weights after its forward, and gather them again for its backward.
+        offload: keep each rank's rows in page-locked host memory. On a CPU this has no effect.
+
+    Raises:
+        ValueError: the model can't be cut by rows.
+    """
+
+    name = "fsdp"
+    meets_in_backward = True
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device | None = None, reshard: bool = True, offload: bool = False
+    ) -> None:
+        super().__init__(model)
+        self._device = device or next(model.parameters()).device
+        self._reshard, self._offload = reshard, offload and self._device.type != "cpu"
+        self._gradients = gradient_dtype(model)
+        self._exchanges: list[Exchange] = []  # exchanges of the present pass so far
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # exchanges of a complete pass
+        self._entered: dict[Any, None] = {}  # models that a pass has run through
+        self._began = False  # whether a pass has begun in the present `agree`
+        # This rank's rows of a block's summed gradients, and the number of elements that hooks have consumed.
+        self._summed, self._offset = torch.empty(0), 0
+        self.blocks = self._cut(model, self._reshard)
+        self._whole = [p for block in self.blocks.all() for p in whole_parameters(block) if p.requires_grad]
+        for parameter in self._whole:
+            if hasattr(parameter, "grad_dtype"):
+                parameter.grad_dtype = self._gradients  # a tied embedding has two gradients in one backward
+        self.cuts = cuts_of(model)
+        self._pieces: dict[str, Owned] = {}
+        for one in self.cuts:
+            self._register(one, model.get_parameter(one.name))
+        self._sizes = self._sizes_of_sums()
+        self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
+        self.traffic.take()  # the traffic of the setup counts for no step
+
+    @classmethod
+    def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
+        return cls(model, config.device, config.fsdp_reshard_after_forward, config.fsdp_offload_params)
+
+    def describe(self) -> str:
+        elements = sum(one.shape.numel() for one in self.cuts)
+        where = ", each in its host's memory" if self._offload else ""
+        return (
+            f"sharding: weights, gradients and optimizer state of {elements / 1e6:,.1f} M parameters in {self.parts} "
+            f"parts, one per rank (FSDP2){where}; {len(self.blocks.all())} blocks, gathered one at a time"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    # -- the cut
+
+    def _cut(self, model: Any, reshard: bool) -> Blocks:
+        blocks = cut(model, self._device, self, self._gradients, reshard, self._offload)
+        self._pattern[model, FORWARD] = [Exchange(block) for block in blocks.all()]
+        model.around_forward = functools.partial(self._forward, blocks)
+        model.tower_in_each_forward = bool(blocks.tower)
+        return blocks
+
+    def share_frozen(self, model: torch.nn.Module) -> None:
+        self._cut(model, reshard=True)
+
+    def close(self) -> None:
+        for model, kind in self._pattern:
+            if kind == FORWARD:
+                del model.around_forward, model.tower_in_each_forward
+
+    def _register(self, one: Cut, parameter: torch.nn.Parameter) -> None:
+        """Create the optimizer's view of this rank's rows, and a hook that sets its gradient from torch's sums."""
+        if not parameter.requires_grad:
+            return
+        if one.local.numel():
+            part = torch.nn.Parameter(one.local.view(-1))
+            if part.dtype != self._gradients:
+                part.grad_dtype = self._gradients
+            self._pieces[one.name] = Owned(one.name, part, one.start, one.start + part.numel())
+        parameter.register_post_accumulate_grad_hook(self._taker(one))
+
+    def _taker(self, one: Cut) -> Callable[[torch.Tensor], None]:
+        """Return the hook that moves a parameter's rows from the block's summed gradients to the optimizer's view."""
+        padded = one.share * one.row
+
+        def take(parameter: torch.Tensor) -> None:
+            parameter.grad = None  # torch has rounded it to the parameter's dtype
+            first, self._offset = self._offset, self._offset + padded
+            piece = self._pieces.get(one.name)
+            if piece is not None:
+                gradient = self._summed[first : first + piece.part.numel()].to(piece.part.device)
+                piece.part.grad = gradient if piece.part.grad is None else piece.part.grad.add_(gradient)
+
+        return take
+
+    def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
+        self._exchanges.append(Exchange(block))
+        self.traffic.gathered += whole.nbytes
+
+    def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
+        if whole.numel() != self._sizes[block]:
+            raise RuntimeError(
+                f"The gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
+                f"{self._sizes[block]:,}: the loss doesn't depend on one of its parameters. Freeze parameters that "
+                "have no effect (requires_grad_(False)), or set sharding: gradients."
+            )
+        self._exchanges.append(Exchange(block, whole.numel()))
+        self.traffic.reduced += whole.nbytes
+
+    def take(self, rows: torch.Tensor) -> None:
+        self._summed, self._offset = rows, 0
+
+    # -- a pass
+
+    @contextmanager
+    def agree(self, what: str) -> Iterator[None]:
+        self._began = False
+        with on_all_ranks(what):
+            try:
+                yield
+            except Exception as error:
+                if not self._began:
+                    self._decline(error)
+                raise
+
+    def _decline(self, error: Exception) -> None:
+        """Take part in the other ranks' forward when this rank can't begin its own: they fail at its end."""
+        with contextlib.suppress(Exception), self._forward(self.blocks):
+            raise error
+
+    @contextmanager
+    def _forward(self, blocks: Blocks) -> Iterator[None]:
+        """Run a forward of a cut model so that it fails on all ranks or on none."""
+        self._began = True
+        with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
+            yield
+        if not torch.is_grad_enabled():  # no backward follows, which would free weights that the next step changes
+            for block in blocks.all():
+                block.reshard()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward. If it fails on this rank, the rank still answers the others' exchanges. A collective."""
+        self._began = True
+        with self._answering(self.model, BACKWARD):
+            try:
+                loss.backward()
+            except Exception as error:
+                drop_graph(loss, error)
+                raise
+
+    @contextmanager
+    def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
+        """Record the exchanges of a pass. If it fails, answer the exchanges that a complete pass has after them."""
+        self._exchanges.clear()
+        try:
+            yield
+        except Exception as error:
+            if self._exchanges:
+                self._entered[model] = None
+            traceback.clear_frames(error.__traceback__)  # frees activations: the exchanges need the memory
+            for exchange in self._pattern[model, kind][len(self._exchanges) :]:
+                exchange.answer(self._device, self._gradients)
+            raise
+        self._pattern[model, kind] = tuple(self._exchanges)
+        self._entered[model] = None
+
+    def _sizes_of_sums(self) -> dict[Any, int]:
+        """Return the number of gradient elements of each block, with every parameter padded to equal shares."""
+        # The root, which contains all parameters, comes first, so that the other blocks overwrite it.
+        owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
+        sizes = dict.fromkeys(self.blocks.all(), 0)
+        for one in self.cuts:
+            parameter = self.model.get_parameter(one.name)
+            if parameter.requires_grad:
+                sizes[owner[id(parameter)]] += one.share * one.row * self.parts
+        return sizes
+
+    # -- a step
+
+    def sum_gradients(self) -> None:
+        """Set missing gradients to zeros, after a step without a backward. The backwards have summed all others."""
+        for piece in self._pieces.values():
+            if piece.part.grad is None:
+                piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return [piece.part.grad for piece in self._pieces.values() if piece.part.grad is not None]
+
+    def _after_step(self) -> None:
+        self._summed = torch.empty(0)
+        for piece in self._pieces.values():
+            piece.part.grad = None
+
+    def discard(self) -> None:
+        self._after_step()
+        for parameter in self._whole:
+            parameter.grad = None
+        for model in self._entered:
+            model.reset_iter_state()  # undoes the start of the failed pass
+
+    def owned(self) -> Sequence[Owned]:
+        return list(self._pieces.values())
+
+    def gather_weights(self) -> None:
+        """Do nothing: each pass gathers them."""
+
+    # -- files
+
+    @telling("saving")
+    def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        whole = {one.name: torch.empty(one.shape, dtype=one.local.dtype) for one in self.cuts if keep}
+        for rows in gathered(cuts_of(self.model), self._device):
+            if keep:
+                whole[rows.name][rows.first : rows.first + len(rows.values)].copy_(rows.values)
+        return completed(whole, self.model) if keep else {}
+
+    def load_weights(self, folder: Path) -> bool:
+        files, names = WeightFiles(folder), all_names(self.model)
+        for one in cuts_of(self.model):
+            files.read(names[id(self.model.get_parameter(one.name))], one)
+        return True
+
+
+def gradient_dtype(model: torch.nn.Module) -> torch.dtype:
+    """Return the dtype of gradient sums: the widest gradient dtype of a trained parameter."""
+    dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
+    return max(dtypes, key=lambda dtype: dtype.itemsize)

@@ -1,0 +1,123 @@
+"""Judges mathematical answers with math-verify. Runs in a separate process, see `mathematics`.
+
+math-verify's time limits use SIGALRM, so they need that process's main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from decimal import Decimal
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from ...rewards.answers import Verdict
+
+SECONDS = 5  # time limit for math-verify to read one expression, or to compare two
+# The last box of a completion counts, else LaTeX behind words such as "the answer is" (TRL's rule).
+LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
+# The last box, else other LaTeX, else a bare number (lighteval's rule for MATH-500 and AIME).
+LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
+ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # number of compared decimals of floats: math-verify's, lighteval's
+GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
+MOST_DIGITS = 30  # maximum digits to write out a number with an exponent
+
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
+_JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
+_EXPONENT = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?![\w.]*[0-9])")
+_ANCHOR = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
+_WORD = re.compile(r"\b(?!(?:and|or)\b)[A-Za-z]{2,}")
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # no message for each time limit reached
+
+
+def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
+    """Compare a completion's answer with the right one.
+
+    Args:
+        gold: a number, LaTeX with or without ``$``, or a text with the answer in a box or at its end.
+        bare_numbers: whether a number outside LaTeX is an answer, too.
+    """
+    expected = _read_gold(gold)
+    if not expected:
+        return Verdict(None, "[unparseable]", "[skipped]")
+    extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
+    answer = _read(_answer_in(text), extraction, first=not bare_numbers)
+    rounding = ROUNDING[extraction] + _leading_zeros(_shown(expected))
+    right = verify(expected, answer, float_rounding=rounding, timeout_seconds=SECONDS)
+    return Verdict(bool(right), _shown(expected), _shown(answer))
+
+
+def _read(text: str, extraction: tuple[Any, ...], first: bool = False) -> list[Any]:
+    mode: Any = "first_match" if first else "any_match"
+    parsed: list[Any] = parse(text, extraction_config=extraction, extraction_mode=mode, parsing_timeout=SECONDS)
+    return parsed
+
+
+def _read_gold(gold: str) -> list[Any]:
+    """Read the right answer. A text without ``$`` is LaTeX, unless it has words, as in "the answer is 42"."""
+    text = _answer_in(gold.rpartition("####")[2].strip())
+    ways = [text]
+    if not _ANCHOR.search(text):
+        words = "\\" not in text and _WORD.search(text)
+        ways = [text, f"${text}$"] if words else [f"${text}$", text]
+    return next((parsed for way in ways if (parsed := _read(way, GOLD))), [])
+
+
+def _shown(parsed: list[Any]) -> str:
+    """Return the text that was read. Don't print the expression, as printing evaluates powers and may never end."""
+    return next((part for part in parsed if isinstance(part, str)), "[unparseable]")
+
+
+def _leading_zeros(gold: str) -> int:
+    """Return the number of zeros behind the decimal point of a right answer: 3 for 0.0001."""
+    if not re.fullmatch(r"-?[0-9]*\.?[0-9]+", gold):
+        return 0
+    number = Decimal(gold)
+    return max(0, -number.adjusted() - 1) if number else MOST_DIGITS
+
+
+def _answer_in(text: str) -> str:
+    """Return the last box of a text, in a form that math-verify reads. Without boxes return the text.
+
+    math-verify joins boxes that are near each other, even if the later box corrects the earlier one. Here boxes are one
+    answer only if nothing but commas, "and" or "or" stands between them.
+    """
+    boxes = _boxes(text)
+    if not boxes:
+        return _readable(text)
+    first = len(boxes) - 1
+    while first and _are_joined(text[boxes[first - 1][1] : boxes[first][0]]):
+        first -= 1
+    return ",".join(rf"\boxed{{{_readable(content)}}}" for _, _, content in boxes[first:])
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """Return start, end and content of the closed boxes of a text, without boxes inside other boxes."""
+    boxes: list[tuple[int, int, str]] = []
+    opened: list[re.Match[str]] = []  # braces and boxes that aren't closed yet
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{":
+            while boxes and boxes[-1][0] > start.start():
+                boxes.pop()  # it is inside the new box
+            boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
+    return boxes
+
+
+def _are_joined(between: str) -> bool:
+    return _JOINT.fullmatch(between) is not None and re.search(r",|;|and|or", between) is not None
+
+
+def _readable(text: str) -> str:
+    """Return a text without a full stop at its end. Rewrite numbers such as 1e-05 and the empty set for math-verify."""
+    text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
+    return _EXPONENT.sub(_without_exponent, text)
+
+
+def _without_exponent(number: re.Match[str]) -> str:
+    value = Decimal(number[0])
+    short = not value or abs(value.adjusted()) <= MOST_DIGITS
+    return f"{value:f}" if short else rf"{number[1]} \cdot 10^{{{int(number[2])}}}"

@@ -1,0 +1,143 @@
+"""Rewards for mathematical answers. math-verify compares the answers in a separate process that can be killed.
+
+Evaluating a model's answer may never end, and math-verify's own limits work only on a main thread. So any thread of
+this process sends its answers to that process, and waits at most `LIMIT` seconds for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cloudpickle
+
+from ...rewards.answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
+from ...usercode.worker_pool import Worker, WorkerCall
+
+LIMIT = 25.0  # maximum seconds for one answer; math-verify's own limits, of 5 s each, almost always come first
+LOOK_SECONDS = 0.1  # seconds between two chances to interrupt the caller
+
+
+def accuracy_reward(
+    completions: list[Any],
+    solution: list[Any],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return 1.0 if math-verify finds the completion's LaTeX answer equal to the column ``solution``, else 0.0.
+
+    The rule is TRL's. The last box is the answer, else LaTeX behind words such as "the answer is"; text outside LaTeX
+    isn't an answer. The reward is None if the solution can't be parsed. The texts of both are logged in the completions
+    table (``gold_parsed``, ``answer_parsed``).
+
+    Raises:
+        ImportError: math-verify isn't installed.
+    """
+    return _accuracy([text_of(completion) for completion in completions], solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: list[Any],
+    solution: list[Any],
+    reasoning_delimiters: list[str] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
+
+    Args:
+        reasoning_delimiters: texts that end the reasoning. The first one in the list that occurs is used, at its last
+            place. Default: ``</think>``.
+    """
+    answers: list[str | None] = []
+    for completion in completions:
+        text = text_of(completion)
+        ends = [delimiter for delimiter in reasoning_delimiters or ["</think>"] if delimiter in text]
+        answers.append(text.rpartition(ends[0])[2] if ends else None)
+    return _accuracy(answers, solution, log_extra)
+
+
+def math_answer_reward(
+    completions: list[Any], expected_answer: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any
+) -> list[float | None]:
+    """Return 1.0 if the answer behind the completion's thought equals the column ``expected_answer``, else 0.0.
+
+    The last box is the answer, else other LaTeX, else a bare number: lighteval's rule for MATH-500 and AIME. The reward
+    is None if the expected answer can't be read.
+
+    Raises:
+        ImportError: math-verify isn't installed.
+    """
+    begun = thought_begun(prompt_texts, len(completions))
+    texts = [
+        after_thinking(text_of(completion), within and not has_thought_apart(completion))
+        for completion, within in zip(completions, begun, strict=True)
+    ]
+    pairs = zip(texts, expected_answer, strict=True)
+    return [_reward_of(compare(text, expected, bare_numbers=True)) for text, expected in pairs]
+
+
+def _accuracy(
+    texts: list[str] | list[str | None], solution: list[Any], log_extra: Callable[[str, list[Any]], None] | None
+) -> list[float | None]:
+    rewards: list[float | None] = []
+    golds, answers = [], []
+    for text, expected in zip(texts, solution, strict=True):
+        if text is None:
+            verdict = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
+        else:
+            verdict = compare(text, expected, bare_numbers=False)
+        rewards.append(_reward_of(verdict))
+        golds.append(verdict.gold)
+        answers.append(verdict.answer)
+    if log_extra is not None:
+        for column, values in (("solution", list(solution)), ("gold_parsed", golds), ("answer_parsed", answers)):
+            log_extra(column, values)
+    return rewards
+
+
+def _reward_of(verdict: Verdict) -> float | None:
+    return None if verdict.right is None else float(verdict.right)
+
+
+def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
+    """Judge one answer (see `math_judging.judge`). An answer that takes too long is wrong.
+
+    A ``gold`` of None or NaN can't be read: the verdict is None.
+
+    Raises:
+        ImportError: math-verify isn't installed.
+        RuntimeError: the judging process can't start, or judging raised.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
+    if gold is None or (isinstance(gold, float) and math.isnan(gold)):
+        return Verdict(None, "[unparseable]", "[skipped]")
+    call = WorkerCall(0, {"text": text, "gold": str(gold), "bare_numbers": bare_numbers}, None)
+    worker, thread = _process_of(os.getpid())
+    pending = thread.submit(worker.run, call, LIMIT, lambda: False)
+    while not pending.done():  # an interrupt of the calling thread arrives between two waits
+        with contextlib.suppress(futures.TimeoutError):
+            pending.result(LOOK_SECONDS)
+    outcome = pending.result()
+    if outcome.kind == "raised":
+        raise RuntimeError(outcome.value[1])
+    return outcome.value if outcome.kind == "value" else Verdict(False, str(gold), f"[{outcome.kind}]")
+
+
+@functools.cache
+def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
+    """Return the judging process, and the thread that drives it. A fork of this process gets its own pair.
+
+    Linux kills a child when the thread that started it ends. So the child is started by this separate thread.
+    """
+    from .math_judging import judge
+
+    return Worker([cloudpickle.dumps(judge)]), ThreadPoolExecutor(1, "colograd-mathematics")

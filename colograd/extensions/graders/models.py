@@ -1,0 +1,198 @@
+"""Reward models: sequence classifiers with one output, which score prompt and completion in the trainer's process.
+
+A model runs on the device that the engine samples on (on a CPU, on the same cores). So a call during the generation
+would gain nothing, but large batches of similar lengths do. `Scorer.score_with_models` scores all completions at once,
+after the generation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from ...config import GRPOConfig
+from ...data.messages import template_messages
+from ...rewards.builtin import builtin_rewards
+from ...rewards.functions import ModelReward, as_list
+from ...runtime.hub import check_model_name
+
+BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward, including padding
+GPU_BATCH_TOKENS = 16384
+# The `model_init_kwargs` that select the policy's revision and devices. The others apply to reward models, too.
+POLICY_KWARGS = ("revision", "device_map")
+
+
+def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> list[Any]:
+    """Return the reward functions as a list, with each model turned into a `RewardModel`.
+
+    Args:
+        reward_funcs: one or several items for `resolve_rewards`, or modules, folders and Hub ids of models.
+        processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the only reward function, or a list
+            with one entry per function. None: the model's own tokenizer. Entries for functions are ignored.
+
+    Raises:
+        ValueError: the number of entries isn't the number of functions, or a model can't give rewards.
+    """
+    given = as_list(reward_funcs)
+    classes = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
+    classes = [None] * len(given) if processing_classes is None else list(classes)
+    if len(classes) != len(given):
+        raise ValueError(
+            f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one for "
+            "each, None where it is a function or a model with a tokenizer of its own."
+        )
+    return [
+        RewardModel(item, tokenizer, config) if _is_model(item) else item
+        for item, tokenizer in zip(given, classes, strict=True)
+    ]
+
+
+def _is_model(item: Any) -> bool:
+    if not isinstance(item, str):
+        return isinstance(item, torch.nn.Module)
+    return item not in builtin_rewards() and ":" not in item and ("/" in item or os.path.isdir(item))
+
+
+class RewardModel(ModelReward):
+    """A reward function that runs a model: the reward is the model's logit for prompt and completion.
+
+    The logit is read at the last token. A checkpoint that names its padding token was trained to read the last token
+    that isn't padding, and does so here. So if a text ends in that token, the logit is read at an earlier token.
+
+    Conversations are written by the tokenizer's chat template, with the run's ``chat_template_kwargs``. Other prompts
+    and completions are joined as they are. As in TRL 1.16, no special tokens are added, and rows are padded to the
+    right.
+
+    Args:
+        model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
+        tokenizer: the tokenizer; None: the model's own.
+        config: the run's configuration. Its ``model_init_kwargs``, except `POLICY_KWARGS`, apply to a model that is
+            loaded here.
+
+    Raises:
+        ValueError: the model or its tokenizer can't be loaded, or the model doesn't have one output.
+    """
+
+    def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
+        shown = model if isinstance(model, str) else type(model).__name__
+        loaded = _load_classifier(model, config) if isinstance(model, str) else model
+        settings: Any = getattr(loaded, "config", None)
+        path = model if isinstance(model, str) else getattr(settings, "_name_or_path", "")
+        self.__name__ = path.rstrip("/").split("/")[-1] or shown
+        _check_outputs(shown, getattr(settings, "num_labels", 1))
+        self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(shown, path, config)
+        self._settings: Any = None if settings is None else settings.get_text_config()
+        named = self.tokenizer.pad_token_id if settings is None else getattr(self._settings, "pad_token_id", None)
+        self._padding: int | None = None if named is None or named < 0 else named
+        self.model = loaded.to(config.device).eval()
+        self.device = config.device
+        self.batch_tokens = BATCH_TOKENS.get(config.device.type, GPU_BATCH_TOKENS)
+        self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """Return the rewards of any number of completions, computed in batches of similar lengths."""
+        texts = [self._joined_text(*pair) for pair in zip(prompts, completions, strict=True)]
+        rows = self.tokenizer(text=texts, add_special_tokens=False)
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        rewards = [0.0] * len(texts)
+        for batch in batches(lengths, self.batch_tokens):
+            padded = self._padded({name: [values[row] for row in batch] for name, values in rows.items()})
+            with torch.inference_mode():
+                logits = self.model(**padded).logits
+            if logits.shape != (len(batch), 1):
+                raise ValueError(
+                    f"reward model {self.__name__!r} gives logits of shape {tuple(logits.shape)} for {len(batch)} "
+                    "texts, but must give one number each: use a model for sequence classification with num_labels 1."
+                )
+            for row, reward in zip(batch, logits[:, 0].float().tolist(), strict=True):
+                rewards[row] = reward
+        return rewards
+
+    def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
+        """Return rows of tokens as tensors, padded to the right with the model's padding token.
+
+        transformers' classifiers read the last token that isn't padding. If a model names no padding token, rows are
+        padded with a token that none of them has. The end token wouldn't do, as it may be the last token of a text.
+        """
+        padding = self._padding
+        if padding is None:
+            used = {token for ids in rows["input_ids"] for token in ids}
+            padding = next(token for token in itertools.count() if token not in used)
+        if self._settings is not None:
+            self._settings.pad_token_id = padding
+        padded = {}
+        for name, values in rows.items():
+            tensors = [torch.tensor(row, dtype=torch.long) for row in values]
+            fill = padding if name == "input_ids" else 0
+            padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill).to(
+                self.device
+            )
+        return padded
+
+    def _joined_text(self, prompt: Any, completion: Any) -> str:
+        if not isinstance(prompt, list):
+            return str(prompt + completion)
+
+        def write(messages: list[dict[str, Any]]) -> str:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
+
+        return write(template_messages([*prompt, *completion], write))
+
+
+def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield batches of row indices, longest first, of at most ``tokens`` tokens with padding. A longer row is alone."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
+    trust = config.trust_remote_code
+    try:
+        check_model_name(path)
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"reward model {path!r} can't be loaded ({str(error).splitlines()[0]}): give a folder, a Hub id, or the "
+            "import path of a function (package.module:function)."
+        ) from error
+    _check_outputs(path, settings.num_labels)
+    kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    kwargs = {name: value for name, value in kwargs.items() if name not in POLICY_KWARGS}
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        path, **({"dtype": "auto", "trust_remote_code": trust} | kwargs), output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"reward model {path!r} has no weights for {', '.join(missing[:3])}: it wasn't trained to give rewards. "
+            "Give a checkpoint of a model for sequence classification."
+        )
+    return model
+
+
+def _check_outputs(shown: str, labels: int) -> None:
+    if labels != 1:
+        raise ValueError(
+            f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for sequence "
+            "classification with num_labels 1, or wrap it in a function that says what its outputs are worth."
+        )
+
+
+def _load_tokenizer(shown: str, path: str, config: GRPOConfig) -> Any:
+    problem = "its configuration doesn't say where it comes from"
+    if path:
+        try:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError) as error:
+            problem = str(error).splitlines()[0]
+    raise ValueError(f"reward model {shown!r} has no tokenizer ({problem}): give it in reward_processing_classes.")

@@ -1,0 +1,144 @@
+"""The sharding that accelerate's FSDP2 files and DeepSpeed's configurations request.
+
+Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a sharding strategy, which keeps the policy's
+weights where the engine reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
+# The variable that hides the launcher's request from accelerate and transformers, which would wrap the policy
+# themselves and load it on one rank only.
+KEPT = "COLOGRAD_LAUNCHED"
+STAGES = ("none", "optimizer", "gradients", "fsdp")  # the index is the stage of ZeRO
+# Sections of a DeepSpeed configuration, and Colograd's keys for the same setting.
+OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The sharding that a launcher or a DeepSpeed configuration requests."""
+
+    sharding: str
+    name: str  # the method's name, such as FSDP2
+    reshard_after_forward: bool | None = None  # None: not set
+    offload_params: bool | None = None
+    offload_optimizer: bool | None = None
+
+    def describe(self) -> str:
+        """Format a line for the start of a run."""
+        return f"sharding: {self.name}, as requested, is sharding: {self.sharding} here"
+
+
+def take_launcher() -> None:
+    """Move the launcher's request from its variables to `KEPT`. Called first.
+
+    Raises:
+        ValueError: the request has no counterpart here.
+    """
+    if _is_on(MEGATRON):
+        raise ValueError(
+            f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
+            "recipes/accelerate_configs/ddp.yaml` or `torchrun`, and set sharding."
+        )
+    requests = [read() for variable, read in ((FSDP, _fsdp), (DEEPSPEED, _deepspeed)) if _is_on(variable)]
+    if len(requests) > 1:
+        raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
+    for request in requests:
+        os.environ[KEPT] = json.dumps(asdict(request))
+        os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
+
+
+def launched() -> Launched | None:
+    """Return the launcher's request, if there is one."""
+    text = os.environ.get(KEPT)
+    return Launched(**json.loads(text)) if text else None
+
+
+def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
+    """Return what the launcher's file and the setting ``deepspeed`` request."""
+    take_launcher()
+    sources = (launched(), from_deepspeed(deepspeed) if deepspeed else None)
+    return [request for request in sources if request is not None and request.sharding != "none"]
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+def _fsdp() -> Launched:
+    version = os.environ.get("FSDP_VERSION") or "1"
+    if version != "2":
+        raise ValueError(
+            f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's "
+            "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
+        )
+
+    def flag(variable: str) -> bool | None:
+        return _is_on(variable) if os.environ.get(variable) else None
+
+    return Launched("fsdp", "FSDP2", flag("FSDP_RESHARD_AFTER_FORWARD"), flag("FSDP_OFFLOAD_PARAMS"))
+
+
+def _deepspeed() -> Launched:
+    prefix = "ACCELERATE_DEEPSPEED_"
+    if (path := os.environ.get(f"{prefix}CONFIG_FILE", "none")).lower() not in ("", "none"):
+        return from_deepspeed(path)
+    zero: dict[str, Any] = {"stage": os.environ.get(f"{prefix}ZERO_STAGE") or 2}
+    for part in ("optimizer", "param"):
+        if device := os.environ.get(f"{prefix}OFFLOAD_{part.upper()}_DEVICE"):
+            zero[f"offload_{part}"] = {"device": device}
+    return from_deepspeed({"zero_optimization": zero})
+
+
+def from_deepspeed(source: str | dict[str, Any]) -> Launched:
+    """Convert a DeepSpeed configuration, a file or a mapping.
+
+    Raises:
+        ValueError: it can't be read, or has settings that belong to other keys or aren't supported.
+    """
+    config, origin = (source, "deepspeed") if isinstance(source, dict) else (_read(source), source)
+    for section, key in OWN_KEYS.items():
+        if config.get(section):
+            raise ValueError(
+                f"{origin} has a section {section!r}, but it is {key} that says which is used: remove the section and "
+                f"set {key}."
+            )
+    if (config.get("fp16") or {}).get("enabled") in (True, "true"):
+        raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove the section.")
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if str(stage) not in ("0", "1", "2", "3"):
+        raise ValueError(f"{origin} has the ZeRO stage {stage!r}, but it must be 0, 1, 2 or 3: change it.")
+    offload = {part: str((zero.get(f"offload_{part}") or {}).get("device", "none")) for part in ("optimizer", "param")}
+    for part, device in offload.items():
+        if device not in ("none", "cpu"):
+            raise ValueError(
+                f"{origin} has offload_{part} on {device!r}, but only host memory is available: set its device to cpu "
+                "or none."
+            )
+    sharding = STAGES[int(stage)]
+    if offload["param"] == "cpu" and sharding != "fsdp":
+        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it goes with stage 3: remove it.")
+    return Launched(
+        sharding,
+        f"DeepSpeed's ZeRO-{stage}",
+        offload_params=offload["param"] == "cpu" if sharding == "fsdp" else None,
+        offload_optimizer=offload["optimizer"] == "cpu" or None,
+    )
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The DeepSpeed configuration {path!r} can't be read ({error}): give a JSON file.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"The DeepSpeed configuration {path!r} is no mapping: give one with zero_optimization.")
+    return config

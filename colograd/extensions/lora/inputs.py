@@ -1,0 +1,59 @@
+"""A bfloat16 layer's input, saved once for the backward of its float32 adapters.
+
+peft casts a layer's input to the adapter's dtype before the product with A. Autograd then saves one float32 copy each
+for queries, keys and values. Here the product saves the uncast input, which all of them share, and casts it again for
+A's gradient. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...policy.attention import autocast_dtype
+
+
+def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
+    """Save uncast inputs for each LoRA on a linear layer, except with dropout or DoRA: these use the cast input."""
+    for layer in model.modules():
+        inputs: Any = getattr(layer, "lora_A", None)
+        if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
+            continue
+        if all(type(a) is torch.nn.Linear for a in inputs.values()) and not any(
+            map(_drops, layer.lora_dropout.values())
+        ):
+            layer.cast_input_dtype_enabled = False
+            for a in inputs.values():
+                a.forward = types.MethodType(_product, a)  # a method, so that a copy of the model has its own
+
+
+def _drops(dropout: torch.nn.Module) -> bool:
+    return not isinstance(dropout, torch.nn.Identity) and getattr(dropout, "p", 1.0) > 0
+
+
+def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Compute A x, (..., rank), in A's dtype or autocast's."""
+    if x.dtype == a.weight.dtype or a.bias is not None or autocast_dtype(x.device) is not None:
+        return F.linear(x.to(a.weight.dtype), a.weight, a.bias)
+    found: torch.Tensor = _CastProduct.apply(x, a.weight)
+    return found
+
+
+class _CastProduct(torch.autograd.Function):
+    """Product W x with x cast to W's dtype, once for the forward and once more for the gradient of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(weight.dtype), weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        to_x = (gradient @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return to_x, None
+        return to_x, gradient.flatten(0, -2).t() @ x.flatten(0, -2).to(weight.dtype)

@@ -1,0 +1,423 @@
+"""The advisor: rules over a run's logged metrics, and alarms with the finding, the reason and the remedy.
+
+A rule is a function of a `History`. It looks at the last steps together, so that one odd step raises nothing (except a
+spike, which is one step by its nature). An alarm is raised once, ends when its rule has been quiet for a while, and may
+then be raised again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from ...config.sampling import shaping
+
+WINDOW = 5  # steps that a rule looks at together
+LEAST = 3  # fewest steps for a finding
+QUIET = 20  # steps without a finding that end an alarm
+KEPT = 200  # steps with all metrics kept
+ROLLOUTS = 32  # rollouts that are kept
+
+
+class Seen(NamedTuple):
+    """A rule's finding."""
+
+    text: str  # a sentence with numbers
+    severe: bool = False  # the policy learns nothing as long as it lasts
+    good: bool = False  # a note, no alarm
+
+
+@dataclass(slots=True)
+class History:
+    """A run's log so far, oldest first."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the run's knobs
+    steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    first: list[Mapping[str, float]] = field(default_factory=list)  # metrics of the first `WINDOW` steps
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (step, reward) of all steps
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # reward by the metrics' prefix
+    rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append((step, metrics))
+        if len(self.first) < WINDOW:
+            self.first.append(metrics)
+        if _is_number(reward := metrics.get("reward")):
+            self.rewards.append((step, float(reward)))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
+                self.evaluations.setdefault(found[1], []).append((step, float(value)))
+
+    def last(self, name: str, count: int = WINDOW) -> list[float]:
+        """Return a metric's values in the last ``count`` steps that logged it."""
+        recent = list(self.steps)[-count:]
+        return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
+
+    def at_first(self, name: str) -> float | None:
+        return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
+
+    def recently(self, name: str) -> float | None:
+        """Return a metric's mean over the last steps; None if there are too few."""
+        values = self.last(name)
+        return _mean(values) if len(values) >= LEAST else None
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the reward has risen to the pass threshold: low entropy is then wanted."""
+        at_first, now = self.at_first("reward"), self.recently("reward")
+        wanted = self.settings.get("pass_threshold_eval", 1.0)
+        if at_first is None or now is None or not _is_number(wanted):
+            return False
+        return now >= wanted - 0.1 * abs(wanted) and now - at_first >= 0.5 * (self.at_first("reward_std") or 0.0) > 0
+
+    @property
+    def reward_names(self) -> list[str]:
+        names = (re.fullmatch(r"rewards/(.+)/abstained", name) for _, m in list(self.steps)[-WINDOW:] for name in m)
+        return sorted({found[1] for found in names if found})
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    look: Callable[[History], Seen | None]
+    when: str  # the rule's condition, for the documentation
+    why: str
+    remedy: str  # keys in backquotes; an alarm shows their present values
+    source: str  # URL
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    rule: str
+    severity: str  # severe, warning or note
+    seen: str
+    why: str
+    remedy: str
+    source: str
+
+    def line(self) -> str:
+        return f"advisor: {self.seen}. {self.why} {self.remedy} ({self.rule}, {self.source})"
+
+
+RULES: list[Rule] = []
+_TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
+
+
+def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
+    """Make a function one of `RULES`, with its texts in alarms.toml."""
+    name = look.__name__.replace("_", "-")
+    RULES.append(Rule(name, look, **_TEXTS[name]))
+    return look
+
+
+# -- rewards
+
+
+@rule
+def no_reward_difference(history: History) -> Seen | None:
+    share, taught = history.recently("frac_reward_zero_std"), history.last("teacher_kl")
+    if share is None or share < 0.7 or history.is_solved or taught:  # a teacher gives each token a signal
+        return None
+    reward = history.recently("reward")
+    shown = "" if reward is None else f", at a mean reward of {reward:.3g}"
+    return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
+
+
+@rule
+def solved(history: History) -> Seen | None:
+    share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
+    if share is None or share < 0.7 or not history.is_solved:
+        return None
+    seen = f"{share:.0%} of the last steps' groups have no reward difference, at a mean reward of {reward:.3g}"
+    return Seen(f"{seen}: the task is nearly solved", good=True)
+
+
+@rule
+def constant_reward(history: History) -> Seen | None:
+    found = []
+    for name in [] if history.is_solved else history.reward_names:
+        means, stds = history.last(f"rewards/{name}/mean"), history.last(f"rewards/{name}/std")
+        if len(means) >= LEAST and not any(stds) and max(means) == min(means):
+            found.append(f"{name!r} gave {means[0]:g} to every completion of the last {len(means)} steps")
+    return Seen("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
+
+
+@rule
+def failing_reward(history: History) -> Seen | None:
+    found = []
+    recent = [metrics for _, metrics in list(history.steps)[-LEAST:]]
+    if len(recent) < LEAST:
+        return None
+    for name in history.reward_names:
+        at = f"rewards/{name}"
+        silent = all(f"{at}/mean" not in metrics and metrics.get(f"{at}/abstained") for metrics in recent)
+        failed = [metrics.get(f"{at}/errors", 0) + metrics.get(f"{at}/timeouts", 0) for metrics in recent]
+        if silent:
+            found.append(f"{name!r} abstained for every completion of the last {LEAST} steps")
+        elif all(failed):
+            found.append(f"{sum(failed):.0f} calls of {name!r} failed or were late in the last {LEAST} steps")
+    return Seen("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
+
+
+@rule
+def slow_rewards(history: History) -> Seen | None:
+    waited, whole = history.recently("time/reward"), history.recently("step_time")
+    if waited is None or not whole or waited < 0.4 * whole or waited < 0.2:
+        return None
+    names = history.reward_names
+    seconds = {name: history.recently(f"rewards/{name}/seconds") or 0.0 for name in names}
+    slowest = max(names, key=lambda name: seconds[name], default="")
+    most = f", most of it for {slowest!r}" if len(names) > 1 else ""
+    return Seen(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
+
+
+@rule
+def reward_hacked(history: History) -> Seen | None:
+    for prefix, values in history.evaluations.items():
+        if len(values) < LEAST:
+            continue
+        best_step, best = max(values, key=lambda entry: entry[1])
+        later = [value for step, value in values if step > best_step]
+        before, now = _reward_around(history.rewards, best_step), _reward_around(history.rewards, values[-1][0])
+        if len(later) < 2 or before is None or now is None:
+            continue
+        drop, rise = max(0.05 * abs(best), 0.01), max(0.02 * abs(before), 0.01)
+        if all(best - value >= drop for value in later[-2:]) and now - before >= rise:
+            return Seen(
+                f"{prefix}_reward fell from {best:.3g} at step {best_step} to {later[-1]:.3g}, while the training "
+                f"reward rose from {before:.3g} to {now:.3g}"
+            )
+    return None
+
+
+def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | None:
+    return _mean([reward for at, reward in rewards if at <= step][-WINDOW:])
+
+
+# -- completions
+
+
+@rule
+def all_truncated(history: History) -> Seen | None:
+    share = history.recently("completions/clipped_ratio")
+    longest = history.settings.get("max_completion_length")
+    if share is None or share < 0.7 or longest == 1:  # a completion of one token needs no end
+        return None
+    return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
+
+
+@rule
+def length_running_away(history: History) -> Seen | None:
+    name = "completions/mean_length"
+    before, now = history.at_first(name), history.recently(name)
+    if len(history.steps) < 2 * WINDOW or not before or now is None or now < max(2 * before, before + 16):
+        return None
+    at_first, recently, spread = history.at_first("reward"), history.recently("reward"), history.at_first("reward_std")
+    if at_first is not None and recently is not None and recently - at_first > 0.5 * (spread or 0.0):
+        return None
+    paid = "" if recently is None else f", while the reward went from {at_first or 0.0:.3g} to {recently:.3g}"
+    return Seen(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
+
+
+@rule
+def duplicates(history: History) -> Seen | None:
+    share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std") or 0.0
+    if share is None or share < (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
+        return None
+    return Seen(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
+
+
+# -- the policy
+
+
+@rule
+def entropy_collapse(history: History) -> Seen | None:
+    before, now = history.at_first("entropy"), history.recently("entropy")
+    if len(history.steps) < 2 * WINDOW or before is None or now is None or now >= min(0.1 * before, 0.1):
+        return None
+    if history.is_solved:
+        return None
+    return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
+
+
+@rule
+def gradient_spike(history: History) -> Seen | None:
+    *before, last = history.last("grad_norm", 21) or [0.0]
+    before = [norm for norm in before if norm > 0]  # 0 in a step without a reward difference
+    limit = history.settings.get("max_grad_norm")
+    if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
+        return None
+    return Seen(f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps")
+
+
+@rule
+def sampler_trainer_gap(history: History) -> Seen | None:
+    name = "sampling/sampling_logp_difference/mean"
+    if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
+        return None  # shaped sampling renormalises over kept tokens, another cause of a difference
+    before, now = history.at_first(name), history.recently(name)
+    if before is None or now is None:
+        return None
+    if (share := history.recently("carry_over/old_tokens_share")) is not None:  # `stale_tokens` judges old tokens
+        old = history.recently("carry_over/old_logp_difference") or 0.0
+        now = max(now - share * old, 0.0) / max(1 - share, 0.1)
+    grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
+    if now <= 0.1 and not grown:
+        return None
+    since = f", {before:.2g} in the first steps" if grown else ""
+    text = f"the sampler's and the trainer's log-probabilities differ by {now:.2g} nats on average{since}"
+    return Seen(text, severe=now > 0.5)
+
+
+@rule
+def stale_tokens(history: History) -> Seen | None:
+    share, age = (history.recently(f"carry_over/{name}") for name in ("old_tokens_share", "mean_age"))
+    difference = history.recently("carry_over/old_logp_difference")
+    if share is None or age is None or (share <= 0.5 and (difference or 0.0) <= 0.2):
+        return None
+    apart = "" if difference is None else f"; of these the log-probabilities have moved by {difference:.2g} nats"
+    text = f"{share:.0%} of the last steps' tokens were carried over, {age:.2g} optimizer steps old on average{apart}"
+    return Seen(text, severe=(difference or 0.0) > 0.5)
+
+
+@rule
+def clipped_away(history: History) -> Seen | None:
+    shares = {
+        "clipped": history.recently("clip_ratio/region_mean"),
+        "masked away by the sampler's correction": history.recently("sampling/masked_tokens_share")
+        or history.recently("sampling/masked_share"),
+    }
+    name, share = max(shares.items(), key=lambda entry: entry[1] or 0.0)
+    if share is None or share <= 0.3:
+        return None
+    return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6)
+
+
+@rule
+def no_effect(history: History) -> Seen | None:
+    rates = history.last("learning_rate")
+    if len(rates) >= LEAST and not any(rates):
+        return Seen(f"the learning rate was 0 in the last {len(rates)} steps", severe=True)
+    if len(history.rewards) < 50 or (history.recently("frac_reward_zero_std") or 0.0) > 0.9:
+        return None
+    spread = history.at_first("reward_std")
+    before, now = (_mean([reward for _, reward in part]) for part in (history.rewards[:20], history.rewards[-20:]))
+    if not spread or before is None or now is None or abs(now - before) > 0.02 * spread:
+        return None
+    for name, change in (("entropy", 0.01), ("completions/mean_length", 0.02)):
+        at_first, recently = history.at_first(name), _mean(history.last(name, 20))
+        if not at_first or recently is None or abs(recently - at_first) > change * at_first:
+            return None
+    return Seen(
+        f"after {len(history.rewards)} steps reward ({now:.3g}), entropy and length are where they were, at a learning "
+        f"rate of {rates[-1] if rates else 0.0:.2g}"
+    )
+
+
+# -- the engine
+
+
+@rule
+def engine_waits(history: History) -> Seen | None:
+    rounds = list(dict.fromkeys(rollout.get("step") for rollout in history.rollouts))[-LEAST:]
+    if len(rounds) < LEAST:
+        return None
+    of_rounds = [[r for r in history.rollouts if r.get("step") == step] for step in rounds]
+    preempted = [sum(rollout.get("preemptions") or 0 for rollout in ranks) for ranks in of_rounds]
+    if all(preempted):
+        return Seen(f"the engine preempted {sum(preempted)} sequences in the last {LEAST} rollouts")
+    if all(any(map(_waits, ranks)) for ranks in of_rounds):
+        return Seen(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
+    return None
+
+
+def _waits(rollout: Mapping[str, Any]) -> bool:
+    """Return whether, in at least half of the samples, as many sequences waited as ran while the cache was full."""
+    looks = list(zip(rollout.get("running") or [], rollout.get("waiting") or [], rollout.get("kv") or [], strict=False))
+    full = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
+    return bool(looks) and full >= len(looks) / 2
+
+
+# -- a run's alarms
+
+
+class Advisor:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.history = History(settings)
+        self._raised: dict[str, int] = {}  # rule -> step of its last finding, for raised alarms
+
+    def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
+        """Read a run's events up to step ``last``, where it resumes, so that no alarm is raised twice."""
+        for event in events:
+            kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
+            if not isinstance(step, int) or step > last:
+                continue
+            if kind == "log" and isinstance(metrics := event.get("metrics"), Mapping):
+                self._add(step, metrics)
+            elif kind == "rollout":
+                self.history.rollouts.append(event)
+            elif kind == "alarm" and isinstance(name, str):
+                self._raised[name] = step
+            elif kind == "calm":
+                self._raised.pop(str(name), None)
+
+    def _add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if any(name.startswith("eval") for name in metrics):
+            self.history.evaluation(step, metrics)
+        elif "reward" in metrics or "step_time" in metrics:
+            self.history.step(step, metrics)
+
+    def rollout(self, event: Mapping[str, Any]) -> None:
+        self.history.rollouts.append(event)
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
+        """Add a step's or an evaluation's metrics. Return new alarms, and the rules with ended alarms."""
+        self._add(step, metrics)
+        begin, end = [], []
+        for each in RULES:
+            seen, last = each.look(self.history), self._raised.get(each.name)
+            if seen is not None:
+                if last is None:
+                    begin.append(self._alarm(each, seen))
+                self._raised[each.name] = step
+            elif last is not None and step - last > QUIET:
+                del self._raised[each.name]
+                end.append(each.name)
+        return begin, end
+
+    def _alarm(self, each: Rule, seen: Seen) -> Alarm:
+        remedy = with_values(each.remedy, self.history.settings)
+        severity = "note" if seen.good else "severe" if seen.severe else "warning"
+        return Alarm(each.name, severity, seen.text, each.why, remedy, each.source)
+
+
+def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
+    """Insert the present value behind the first mention of each knob in a remedy."""
+    shown_before: set[str] = set()
+
+    def shown(match: re.Match[str]) -> str:
+        name = match[1]
+        value = settings.get(name)
+        if name not in settings or name in shown_before or isinstance(value, dict | list):
+            return match[0]
+        shown_before.add(name)
+        return f"{match[0]} (now {'null' if value is None else value})"
+
+    return re.sub(r"`(\w+)`", shown, remedy)

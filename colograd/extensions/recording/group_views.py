@@ -1,0 +1,208 @@
+"""Views of a scored group for people: rows of the completions log, and notes for the report's view by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from ...batch import Group, Media, ModelInput, RolloutId, ScoredGroup
+from ...data.messages import text_of
+from ...policy.packing import loss_tokens
+from .completions import CompletionRow, data_url
+
+MOST_TOKENS = 4096  # largest number of shown tokens of a completion
+MOST_OF_A_STEP = 32_768  # tokens of a step's shown completions together
+LEAST_TOKENS = 256  # tokens of a completion, however many completions there are
+
+
+def _prompt(group: Group) -> Any:
+    """Return the prompt as the dataset has it, without pictures."""
+    prompt = group.example.get("prompt", "")
+    return text_of(prompt) if any(rollout.input.media is not None for rollout in group.rollouts) else prompt
+
+
+def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
+    """Return each completion's advantages: () or, if there is one per token, [C]."""
+    lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
+    if len(scored.advantages) == len(lengths):
+        return list(scored.advantages)
+    return list(scored.advantages.split(lengths))
+
+
+def _logged(scored: ScoredGroup, index: int) -> dict[str, Any]:
+    return {name: values[index] for name, values in scored.logged.columns.items()}
+
+
+# -- the completions log
+
+
+def as_utf8(texts: Sequence[str]) -> list[bytes]:
+    return [text.encode(errors="replace") for text in texts]
+
+
+def completion_rows(
+    groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
+) -> list[CompletionRow]:
+    """Make the rows of a step's groups.
+
+    Args:
+        texts: ``texts[g][i]`` is completion i of group g, as UTF-8.
+    """
+    rows = []
+    small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object
+    for scored, of_group in zip(groups, texts, strict=True):
+        prompt, advantages = _prompt(scored.group), _advantages(scored)
+        for i, (rollout, text) in enumerate(zip(scored.group.rollouts, of_group, strict=True)):
+            # An environment may have begun each completion with other pictures.
+            media = rollout.input.media if images else None
+            if media is not None and media.digest not in small:
+                small[media.digest] = tuple(media.thumbnails())
+            rows.append(
+                CompletionRow(
+                    step=step,
+                    position=scored.group.position,
+                    prompt=prompt,
+                    text=text,
+                    prompt_tokens=len(rollout.prompt_ids),
+                    completion_tokens=len(rollout.completion_ids),
+                    finish_reason=rollout.finish_reason.value,
+                    rewards=tuple(scored.rewards[i].tolist()),
+                    advantage=float(advantages[i].mean()),
+                    extra=_logged(scored, i),
+                    thumbnails=() if media is None else small[media.digest],
+                    sizes=() if media is None else media.sizes,
+                )
+            )
+    return rows
+
+
+# -- the report's view by token
+
+
+class TokenTexts:
+    """A map from token ids to texts that join to the completion's text; lone bytes become escapes (``\\xe2``)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", ()))
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
+        # Byte-level vocabularies write each byte as one character.
+        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()} if b'"ByteLevel"' in decoder else None
+        self._marks_spaces = b"\xe2\x96\x81" in decoder
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        return [self._known[i] if i in self._known else self._known.setdefault(i, self._text(i)) for i in ids]
+
+    def _text(self, token: int) -> str:
+        raw = self._tokenizer.convert_ids_to_tokens(token)
+        if raw is None:
+            return f"<{token}>"
+        if token in self._special:
+            return str(raw)
+        if self._bytes is not None and all(char in self._bytes for char in raw):
+            return bytes(self._bytes[char] for char in raw).decode("utf-8", "backslashreplace")
+        if len(raw) == 6 and raw.startswith("<0x"):  # a single byte in a byte-fallback vocabulary
+            return bytes([int(raw[3:5], 16)]).decode("utf-8", "backslashreplace")
+        if self._marks_spaces:
+            return str(raw).replace("\u2581", " ")
+        return str(self._tokenizer.decode([token]))
+
+
+def shown_notes(
+    groups: Sequence[tuple[ScoredGroup, Sequence[float]]],
+    step: int,
+    purpose: str,
+    reward_names: Sequence[str],
+    trainer: Mapping[RolloutId, torch.Tensor],
+    token_texts: TokenTexts,
+    mask_truncated: bool,
+) -> dict[str, Any]:
+    """Make notes on some groups (`rollout.group_table`), for the report to show them token by token.
+
+    Args:
+        groups: each with the weighted sums of its rewards [G].
+        purpose: ``train``, or the evaluation's name.
+        trainer: log-probabilities of the completions that were trained on this rank.
+        mask_truncated: whether truncated completions are left out of the loss.
+    """
+    completions = sum(len(scored.group.rollouts) for scored, _ in groups)
+    most = min(MOST_TOKENS, max(LEAST_TOKENS, MOST_OF_A_STEP // max(completions, 1)))
+    tokens = {token for scored, _ in groups for each in scored.group.rollouts for token in each.completion_ids[:most]}
+    noted = []
+    for scored, totals in groups:
+        group, advantages = scored.group, _advantages(scored)
+        shown: dict[ModelInput, list[str]] = {}
+        found = []
+        for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
+            advantage, known = advantages[identity.index], trainer.get(identity)
+            note: dict[str, Any] = {
+                "key": rollout.input.key,
+                "trainer": None if known is None else _rounded(known[:most]),
+                "advantage": _rounded(advantage[:most]) if advantage.dim() else round(float(advantage), 4),
+                "mask": loss_tokens(rollout, mask_truncated)[:most].int().tolist(),
+                "reward": total,
+            }
+            if rollout.input not in shown:
+                shown[rollout.input] = _picture_urls(rollout.input.media)
+            answers = rollout.all(Media)
+            if pictures := [*shown[rollout.input], *_picture_urls(*answers)]:
+                note["images"] = pictures
+            if rollout.messages and answers:
+                note["messages"] = text_of(list(rollout.messages))
+            if len(rollout.completion_ids) > most:
+                note["cut"] = True
+            found.append(note)
+        noted.append({"position": group.position, "prompt": _prompt(group), "completions": found})
+    return {
+        "step": step,
+        "purpose": purpose,
+        "rewards": list(reward_names),
+        "tokens": most,
+        "texts": dict(zip(map(str, tokens), token_texts(list(tokens)), strict=True)),
+        "groups": noted,
+    }
+
+
+def _picture_urls(*media: Media | None) -> list[str]:
+    parts = [part for part in media if part is not None]
+    return [*map(data_url, parts[0].thumbnails(*parts[1:]))] if parts else []
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
+
+
+def chosen_groups(
+    groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
+) -> list[tuple[ScoredGroup, Sequence[float]]]:
+    """Choose ``number`` groups to show. They alternate between the largest difference of rewards and the largest
+    difference of sampler and trainer; equal groups are taken in order.
+    """
+    spreads = [_spread(totals) for _, totals in groups]
+    differences = [_difference(scored, trainer) for scored, _ in groups]
+    chosen: list[int] = []
+    for turn in range(min(number, len(groups))):
+        left = [index for index in range(len(groups)) if index not in chosen]
+        by = differences if turn % 2 else spreads
+        chosen.append(max(left, key=lambda index: (by[index], -index)))
+    return [groups[index] for index in sorted(chosen)]
+
+
+def _spread(totals: Sequence[float]) -> float:
+    known = [total for total in totals if total == total]
+    return max(known) - min(known) if known else 0.0
+
+
+def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
+    """Compute the mean over the group's tokens of |trainer - sampler|; 0 if unknown."""
+    total, count = 0.0, 0
+    for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
+        if (known := trainer.get(identity)) is not None:
+            apart = (known - rollout.sampler_logprobs)[rollout.sampled].abs()
+            total, count = total + float(apart.nansum()), count + len(apart)
+    return total / count if count else 0.0

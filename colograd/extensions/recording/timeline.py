@@ -1,0 +1,141 @@
+"""A rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools, and training during the tail.
+
+Engine, rewards and tools call a hook, which is None if nothing is recorded. A sample of the engine's load costs
+microseconds, and the lanes' size doesn't grow with the rollout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...engine.load import Load
+
+POINTS = 100  # points of a curve, at most
+CALLS = 64  # calls of rewards, and of tools
+KEPT = 4096  # samples of the load until every other one is dropped
+
+
+class Timeline:
+    """A record of the time between `begin` and `take`. Until all ranks have sampled, `take_early` has more."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._last_began: float | None = None  # begin of the last rollout on this rank
+        self._early: list[tuple[str, float, float, int]] = []
+        self._until: float | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._looks: list[tuple[float, Load]] = []
+        self._last: tuple[float, Load] | None = None
+        self._every, self._steps = 1, 0  # engine steps per kept sample, and engine steps so far
+        self._rewards: list[tuple[str, float, float, int]] = []
+        self._tools: list[tuple[str, float, float]] = []
+
+    def begin(self) -> None:
+        self._forget()
+        self._early, self._until = [], None
+        self._began = self._last_began = time.perf_counter()
+
+    def look(self, load: Load) -> None:
+        """Record the load after a step of the engine."""
+        if self._began is None:
+            return
+        self._last = (time.perf_counter() - self._began, load)
+        if self._steps % self._every == 0:
+            if len(self._looks) == KEPT:
+                self._looks, self._every = self._looks[::2], 2 * self._every
+            self._looks.append(self._last)
+        self._steps += 1
+
+    def reward(self, name: str, started: float, ended: float, completions: int) -> None:
+        """Record a reward function's call, at these times of `time.perf_counter`. Any thread may call it."""
+        if (began := self._began) is not None:
+            self._rewards.append((name, started - began, ended - began, completions))
+
+    def tool(self, name: str, started: float, ended: float) -> None:
+        if (began := self._began) is not None:
+            self._tools.append((name, started - began, ended - began))
+
+    def early(self, started: float, ended: float, tokens: int) -> None:
+        """Record that finished groups were trained while this rank or others sampled."""
+        if (began := self._last_began) is not None:
+            self._early.append(("train", started - began, ended - began, tokens))
+
+    def early_arrived(self) -> None:
+        """Record that the device has finished the last early training."""
+        if self._early and (began := self._last_began) is not None:
+            name, started, _, tokens = self._early[-1]
+            self._early[-1] = name, started, time.perf_counter() - began, tokens
+
+    def all_sampled(self) -> None:
+        """Record that no rank samples any more."""
+        if self._last_began is not None:
+            self._until = time.perf_counter() - self._last_began
+
+    def take_early(self) -> dict[str, Any]:
+        """Return the early training, and when all ranks had sampled, for the rollout's event."""
+        trained, self._early = self._early, []
+        until = None if self._until is None else round(self._until, 3)
+        return {"trained": [[n, *_span(a, b), k] for n, a, b, k in merged(trained)], "until": until}
+
+    def take(self, preemptions: int | None) -> dict[str, Any]:
+        """End the rollout, and return the contents of its "rollout" event."""
+        assert self._began is not None
+        seconds, self._began = time.perf_counter() - self._began, None
+        if self._last is not None and self._looks[-1] is not self._last:
+            self._looks.append(self._last)
+        found = {
+            "seconds": round(seconds, 3),
+            "running": curve([(at, load.running) for at, load in self._looks]),
+            "waiting": curve([(at, load.waiting) for at, load in self._looks]),
+            "kv": curve([(at, load.cache) for at, load in self._looks]),
+            "preemptions": preemptions,
+            "tail": tail([(at, load.running) for at, load in self._looks]),
+            "rewards": [[n, *_span(a, b), k] for n, a, b, k in merged(self._rewards)],
+            "tools": [[n, *_span(a, b)] for n, a, b, _ in merged([(n, a, b, 1) for n, a, b in self._tools])],
+        }
+        self._forget()
+        return found
+
+
+def _span(started: float, ended: float) -> list[float]:
+    return [round(max(started, 0.0), 3), round(max(ended, started, 0.0), 3)]
+
+
+def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[list[float]]:
+    """Select at most ``most`` of the points, evenly, with the first and the last."""
+    if len(points) > most:
+        last = len(points) - 1
+        points = [points[index * last // (most - 1)] for index in range(most)]
+    return [[round(at, 3), round(value, 3)] for at, value in points]
+
+
+def tail(points: Sequence[tuple[float, float]]) -> float | None:
+    """Find when the running sequences fell below half of their largest number for good; None: nothing ran."""
+    most = max((value for _, value in points), default=0)
+    if not most:
+        return None
+    after = next((index for index in range(len(points), 0, -1) if points[index - 1][1] >= most / 2), 0)
+    return round(points[min(after, len(points) - 1)][0], 3)
+
+
+def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
+    """Sort calls by their starts. If there are more than ``most``, neighbours of one name become one call that sums
+    their completions.
+    """
+    found = sorted(calls, key=lambda call: call[1])
+    names = list(dict.fromkeys(call[0] for call in found))
+    each = max(1, most // max(len(names), 1))
+    if len(found) <= most:
+        return found
+    result = []
+    for name in names[:most]:
+        own = [call for call in found if call[0] == name]
+        size = -(-len(own) // each)
+        for start in range(0, len(own), size):
+            part = own[start : start + size]
+            result.append((name, part[0][1], max(call[2] for call in part), sum(call[3] for call in part)))
+    return sorted(result, key=lambda call: call[1])

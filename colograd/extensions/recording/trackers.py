@@ -1,0 +1,147 @@
+"""Tables, histograms, traces and alarms for the trackers of ``report_to``. transformers' callbacks start the trackers
+and send metrics.
+
+    wandb         Table, Histogram, alert
+    trackio       Table, Histogram, Trace, alert, and the run in a few lines of Markdown
+    tensorboard   histograms, alarms and the run's lines as texts
+
+wandb and trackio count their own steps; nothing here begins one. For wandb `commit=False` joins the metrics' step; for
+trackio the data waits until transformers' callback has sent the metrics (`flush`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ...reporting.spare import Spare
+
+ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
+TRACES = 8  # traces of a step, at most
+
+
+class Trackers:
+    """The running trackers of a run.
+
+    Args:
+        report_to: names of the trackers.
+        writer: returns TensorBoard's writer, once transformers' callback has made it.
+        warn: receives one line, once, if something couldn't be sent.
+    """
+
+    def __init__(
+        self,
+        report_to: Sequence[str],
+        writer: Callable[[], Any] = lambda: None,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._names, self._writer, self._spare = list(report_to), writer, Spare(warn)
+        self._waiting: dict[str, Any] = {}  # data for trackio
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def flush(self) -> None:
+        """Send trackio the data of the step, after its metrics were sent."""
+        for name, tracker in self._running("trackio"):
+            if self._waiting:
+                data, self._waiting = self._waiting, {}
+                following = getattr(_current_run(tracker), "_next_step", None)  # it has no public name
+                with self._sending(name):
+                    tracker.log(data, step=None if following is None else max(following - 1, 0))
+
+    def table(
+        self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
+    ) -> None:
+        """Send a table of columns, and of columns with some picture files in each row."""
+        import pandas as pd
+
+        for name, tracker in self._running("wandb", "trackio"):
+            with self._sending(name):
+                seen = {column: [_images(tracker, files) for files in rows] for column, rows in pictures.items()}
+                self._log(name, {key: tracker.Table(dataframe=pd.DataFrame({**columns, **seen}))})
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        finite = {name: [v for v in of_name if math.isfinite(v)] for name, of_name in values.items()}
+        finite = {name: of_name for name, of_name in finite.items() if of_name}
+        for name, tracker in self._running("wandb", "trackio"):
+            with self._sending(name):
+                self._log(name, {key: tracker.Histogram(of_name) for key, of_name in finite.items()})
+        if (writer := self._tensorboard()) is not None:
+            import numpy as np
+
+            with self._sending("tensorboard"):
+                for key, of_name in finite.items():
+                    writer.add_histogram(key, np.asarray(of_name), step)
+
+    def traces(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send completions (`group_table.entries`) as conversations."""
+        for name, tracker in self._running("trackio"):
+            with self._sending(name):
+                traces = [tracker.Trace(conversation(entry), trace_facts(entry)) for entry in samples[:TRACES]]
+                if traces:
+                    self._log(name, {"completions/trace": traces})
+
+    def overview(self, text: str) -> None:
+        for name, tracker in self._running("trackio"):
+            with self._sending(name):
+                self._log(name, {"overview": tracker.Markdown(text)})
+        if (writer := self._tensorboard()) is not None:
+            with self._sending("tensorboard"):
+                writer.add_text("overview", text)
+
+    def alarm(self, step: int, title: str, text: str, severity: str) -> None:
+        for name, tracker in self._running("wandb", "trackio"):
+            with self._sending(name):
+                level = getattr(tracker.AlertLevel, ALERT_LEVELS[severity])
+                tracker.alert(title=title, text=f"Step {step}: {text}", level=level)
+        if (writer := self._tensorboard()) is not None:
+            with self._sending("tensorboard"):
+                writer.add_text("alarms", f"**{title}**: {text}", step)
+
+    def _running(self, *names: str) -> Iterator[tuple[str, Any]]:
+        for name in names:
+            tracker = sys.modules.get(name)  # transformers' callback has imported it
+            if name in self._names and tracker is not None and _current_run(tracker) is not None:
+                yield name, tracker
+
+    def _tensorboard(self) -> Any:
+        return self._writer() if "tensorboard" in self._names else None
+
+    def _log(self, name: str, data: dict[str, Any]) -> None:
+        if name == "wandb":
+            sys.modules[name].log(data, commit=False)
+        else:
+            self._waiting |= data
+
+    def _sending(self, name: str) -> AbstractContextManager[None]:
+        return self._spare(f"trackers: {name} didn't take all that was sent")
+
+
+def _images(tracker: Any, files: Sequence[bytes]) -> list[Any]:
+    from PIL import Image
+
+    return [tracker.Image(Image.open(io.BytesIO(file))) for file in files]
+
+
+def _current_run(tracker: Any) -> Any:
+    if hasattr(tracker, "context_vars"):
+        return tracker.context_vars.current_run.get()
+    return getattr(tracker, "run", None)
+
+
+def conversation(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    asked = entry.get("prompt")
+    prompt = list(asked) if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
+    written = entry.get("messages") or [{"role": "assistant", "content": "".join(entry.get("tokens") or [])}]
+    return [*prompt, *written]
+
+
+def trace_facts(entry: Mapping[str, Any]) -> dict[str, Any]:
+    rewards = {f"rewards/{name}": value for name, value in entry["rewards"].items()}
+    facts = {name: entry[name] for name in ("step", "purpose", "position", "index", "key", "reward", "finish")}
+    return facts | rewards | {"tokens": len(entry["tokens"])}

@@ -1,0 +1,131 @@
+"""Model FLOPs of a training step, and the device's peak FLOP/s.
+
+FLOPs = 6 x the matrices of the layers x tokens through the model          (4 instead of 6 if they are frozen)
+      + 6 x the head's matrix x predicted tokens                          (it takes no others)
+      + 12 x layers x heads x head size x pairs of a query and a key that it sees
+
+A multiplication with its addition is 2 FLOPs in a forward, and 4 in its backward (2 for weights without a gradient). A
+pair has two products, with the key and with the value. Tokens are counted in the packed rows, so a shared prompt counts
+once. Repeated work (checkpointing, tiles of logits) isn't counted, nor are norms, rotations and the optimizer.
+Attention windows are counted as full attention. Only dense models are supported.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...memory.shape import Shape
+from ...parallel.shards import parts_of
+from ...policy.lora import unwrap
+from ...runtime.sizes import num_experts
+
+# FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,  # SXM
+    "H200": 989e12,
+    "A100": 312e12,
+}
+SECONDS = 0.2  # limit of the measurement for other devices
+SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices in that measurement
+
+
+def peak_of(device: str) -> float | None:
+    found = (peak for name, peak in PEAKS.items() if all(re.search(rf"\b{word}\b", device) for word in name.split()))
+    return next(found, None)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Return a device's peak FLOP/s and the number's source.
+
+    The source is the maker's data sheet if it has the device, else the fastest of some matrix products in ``dtype``.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
+    if name and (peak := peak_of(name)) is not None:
+        return peak, f"{name}'s data sheet"
+    size = SIZES.get(device.type, 1024)
+    return _measured(device, dtype, size), f"measured: a {str(dtype).removeprefix('torch.')} product of {size} x {size}"
+
+
+def _measured(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    factor = torch.ones(size, size, device=device, dtype=dtype)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    fastest, began = 0.0, time.perf_counter()
+    while not fastest or time.perf_counter() - began < SECONDS:
+        wait()
+        started = time.perf_counter()
+        torch.mm(factor, factor)
+        wait()
+        fastest = max(fastest, 2 * size**3 / (time.perf_counter() - started))
+    return fastest
+
+
+@dataclass(frozen=True)
+class Work:
+    tokens: int = 0  # packed tokens
+    predicted: int = 0  # completion tokens among them
+    pairs: int = 0  # pairs of a query and a key that it sees
+
+    @classmethod
+    def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
+        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch]).
+
+        Own tokens see themselves causally."""
+        tokens = predicted = pairs = 0
+        for prompt, completions in groups:
+            own = sum(c for _, c in completions)
+            tokens += prompt + own
+            predicted += own
+            pairs += prompt * (prompt + 1) // 2 + sum(c * seen + c * (c + 1) // 2 for seen, c in completions)
+        return cls(tokens, predicted, pairs)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Any]) -> Work:
+        parts = [part for row in rows for part in row.parts]
+        return cls.of(
+            (
+                len(part.rollouts[0].input),
+                [(seen, b.length) for r in part.rollouts for seen, b in zip(r.context_lengths, r.tree, strict=True)],
+            )
+            for part in parts
+        )
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Elements of a model's matrices, and multiplications of its attention per pair of query and key."""
+
+    trained: int  # elements of the layers' matrices with a gradient
+    frozen: int  # elements of the layers' matrices without a gradient
+    head: int  # elements of the head's matrix
+    attention: int  # layers x heads x head size
+    head_is_trained: bool = True
+
+    @classmethod
+    def of(cls, model: Any) -> Matrices | None:
+        """Count a model's matrices; None for a model that isn't dense."""
+        base = unwrap(model)
+        if num_experts(base.config):
+            return None
+        head, table = base.get_output_embeddings().weight, base.get_input_embeddings().weight
+        inside = [p for p in model.parameters() if p.dim() == 2 and p is not head and p is not table]
+        trained = sum(p.numel() for p in inside if p.requires_grad)
+        shape = Shape.of(base.config)
+        frozen = sum(p.numel() for p in inside) - trained
+        parts = parts_of(base)  # matrices are this rank's parts, but `shape` has the whole model's heads
+        queries = shape.queries if parts is None else shape.queries // parts.engine.size
+        return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
+
+    def flops(self, work: Work) -> int:
+        """Return the FLOPs of a forward and its backward."""
+        layers = (6 * self.trained + 4 * self.frozen) * work.tokens
+        head = (6 if self.head_is_trained else 4) * self.head * work.predicted
+        return layers + head + 12 * self.attention * work.pairs

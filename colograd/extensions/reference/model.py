@@ -1,0 +1,201 @@
+"""Reference policy of the KL term: its memory and its updates. One of the `second_models`.
+
+    the policy is trained whole         a frozen copy of the policy, made on its device before training
+    a new adapter on a model            the model with the adapter disabled: no copy is needed
+    an adapter that came with the       its initial values, exchanged for the trained values while the reference runs
+    model (or trains the base's biases)
+
+Its log-probabilities come from the same packed rows, temperature and kernels as the policy's, so that the divergence of
+the first step is exactly 0. With compiled layers it is 0 up to rounding: without gradients they have other kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+from ...config import GRPOConfig
+from ...policy.frozen import FrozenModel, offloads, values_in_place
+from ...policy.loading import Policy
+from ...policy.logprobs import evaluation_mode
+from ...policy.lora import base_name
+from ...policy.second_models import Kind
+
+FILE = "reference.safetensors"  # file in a checkpoint, if the reference follows the policy
+
+
+class FrozenCopy(FrozenModel):
+    """Copy of the policy's (``model``'s) present weights in separate memory, equal on all ranks.
+
+    Args:
+        offload: keep the weights in host memory between uses, pinned if there is a GPU.
+        follows: description of later mixing with the policy, so that checkpoints need the copy; empty: no mixing.
+        place: device for making the copy; default: its final device.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, offload: bool, follows: str = "",
+        place: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        place = torch.device("cpu") if offload else place or device
+        super().__init__(_frozen_copy(model, place, pin=offload and device.type == "cuda"), device, offload)
+        self.follows = follows
+        self._changes = bool(follows)
+
+    def describe(self) -> str:
+        said = f"reference: a frozen copy of the policy {self.where()}"
+        return f"{said}, {self.follows}" if self.follows else said
+
+    def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
+        """See `FrozenModel.callback`."""
+        return FollowPolicy(self, policy) if self.follows else None
+
+    @torch.no_grad()
+    def mix(self, policy: torch.nn.Module, alpha: float) -> None:
+        """Set reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656, eq. 5)."""
+        for own, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
+        """Write the weights into a checkpoint, if they may differ from the copy that the next start makes."""
+        if self._changes:
+            weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+            if write is save_file:
+                weights = {name: value.cpu() for name, value in weights.items()}
+            write(weights, str(Path(checkpoint) / FILE))
+
+    @torch.no_grad()
+    def load(self, checkpoint: str | Path) -> None:
+        """Load a checkpoint's weights, if it has some."""
+        path = Path(checkpoint) / FILE
+        if not path.is_file():
+            return
+        self._changes = True
+        with safe_open(path, framework="pt", device="cpu") as weights:
+            for name, parameter in self.model.named_parameters():
+                if name not in weights.keys() or weights.get_slice(name).get_shape() != list(parameter.shape):  # noqa: SIM118
+                    raise ValueError(f"{str(path)!r} has no {name} of shape {list(parameter.shape)}.")
+                parameter.copy_(weights.get_tensor(name))
+
+
+class _OfAdapter:
+    """Base of references that borrow the policy's model. Nothing is saved: the next start makes the same reference."""
+
+    of_policy = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
+        pass
+
+    def load(self, checkpoint: str | Path) -> None:
+        pass
+
+
+class WithoutAdapter(_OfAdapter):
+    """Model below a new adapter (a PeftModel's)."""
+
+    def describe(self) -> str:
+        return "reference: the policy with its adapter disabled, no second model"
+
+    @contextmanager
+    def present(self) -> Iterator[Any]:
+        with evaluation_mode(self.model), self.model.disable_adapter():
+            yield self.model
+
+
+class InitialAdapter(_OfAdapter):
+    """PeftModel with its initial values: copies of all trained parameters, exchanged in while the reference runs."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.initial = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+
+    def describe(self) -> str:
+        nbytes = sum(values.nbytes for _, values in self.initial)
+        return f"reference: the policy with its adapter's initial values, {nbytes / 2**20:,.1f} MiB of copies"
+
+    @contextmanager
+    def present(self) -> Iterator[Any]:
+        with values_in_place(self.initial), evaluation_mode(self.model):
+            yield self.model
+
+
+def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> torch.nn.Module:
+    """Copy the model, with frozen parameters on ``device``. Copied buffers stay on the original's device."""
+    # Each tensor's copy is made before `deepcopy`, so that no tensor exists twice in between.
+    made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    for parameter in model.parameters():
+        place = torch.empty_like(parameter, device=device, pin_memory=pin)
+        made[id(parameter)] = torch.nn.Parameter(place.copy_(parameter.detach()), requires_grad=False)
+    return copy.deepcopy(model, made).eval()
+
+
+def check_reference(config: GRPOConfig, policy: Policy) -> None:
+    """Raise a ValueError if the reference is to follow the policy, but no second model can."""
+    if config.sync_ref_model and config.cuts_weights:
+        raise ValueError(
+            "sync_ref_model is true and sharding is 'fsdp', but a rank has a part of the policy only and can't mix it "
+            "into the reference: set sharding: gradients, or sync_ref_model: false."
+        )
+    if config.sync_ref_model and policy.adapter is not None:
+        raise ValueError(
+            "sync_ref_model is true, but the policy trains an adapter, whose reference is the model below it: there is "
+            "no second model to mix. Set sync_ref_model: false, or train the whole model."
+        )
+
+
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    """Check the policy, and return it."""
+    check_reference(config, policy)
+    return policy
+
+
+def _keeps_no_copy(policy: Policy) -> bool:
+    """Return whether disabling the adapter gives the reference: it is new, and nothing below it is trained."""
+    trained = (name for name, parameter in policy.model.named_parameters() if parameter.requires_grad)
+    return policy.new_adapter and all(base_name(name) is None for name in trained)
+
+
+def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
+    """Return the reference's bytes on the policy's device before it is cut.
+
+    Offloaded weights are on the device only while no gradients exist, and fit into the gradients' memory.
+    """
+    parameters = [*policy.model.parameters()]
+    if policy.adapter is None:
+        return 0 if offloads(config, config.offload_reference) else sum(parameter.nbytes for parameter in parameters)
+    return 0 if _keeps_no_copy(policy) else sum(p.nbytes for p in parameters if p.requires_grad)
+
+
+def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter:
+    """Make the reference of a policy that is on its device and hasn't been trained yet."""
+    if policy.adapter is not None:
+        return WithoutAdapter(policy.model) if _keeps_no_copy(policy) else InitialAdapter(policy.model)
+    alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
+    follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
+    waiting = torch.device("cpu") if config.cuts_weights else None  # place until it is cut like the policy
+    return FrozenCopy(policy.model, config.device, offloads(config, config.offload_reference), follows, waiting)
+
+
+class FollowPolicy(TrainerCallback):
+    """Callback that mixes the reference with the policy every `ref_model_sync_steps`, equally on each rank."""
+
+    def __init__(self, reference: FrozenCopy, policy: torch.nn.Module) -> None:
+        self.reference, self.policy = reference, policy
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self.reference.mix(self.policy, args.ref_model_mixup_alpha)
+
+
+REFERENCE = Kind("ref_logprobs", "reference", reference_of, reference_bytes)

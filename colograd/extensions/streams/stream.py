@@ -1,0 +1,164 @@
+"""Streamed prompts: a dataset without a length, tokenised while it is read, in the order of its rows."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+
+from ...batch import ModelInput, Prompt
+from ...config import GRPOConfig
+from ...config.conflicts import check_conflicts
+from ...data.columns import by_column, check_columns, check_no_images, check_prompt_column
+from ...data.order import seed_of
+from ...data.prompts import PromptRules
+
+ROWS_AT_ONCE = 64  # rows that are read and tokenised together
+
+
+class PromptStream(torch.utils.data.IterableDataset):
+    """The prompts of a `datasets.IterableDataset`; each item is the list of this rank's prompts of one optimizer step.
+
+    As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass. A round takes
+    ``steps_per_generation`` steps of ``prompts_per_step`` prompts, ``num_iterations`` times. Rows that don't fill a
+    round are left out of the pass, and the next pass begins. Every rank reads all rows and takes its own.
+
+    A resumed run finds its place by reading the earlier rows again. A checkpoint holds a digest of the prompts read so
+    far, which shows whether the rows are the same (see `saved` and `load`).
+    """
+
+    missing = "wasn't streamed"  # see `PromptDataset.choice`
+
+    def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
+        """Raise ValueError if the first row isn't a prompt, there is no row, or the run has no `max_steps`."""
+        check_columns(dataset, rules.name)
+        if rules.reader is not None:
+            raise ValueError(
+                f"{rules.name} is a streamed dataset, but a model that reads images trains on ones that are loaded "
+                "whole in this version: set streaming: false."
+            )
+        self.dataset, self.rules = dataset.with_format(None), rules
+        self.longest = rules.max_prompt_tokens  # tokens, an upper bound: later prompts are unknown
+        self.num_dropped = 0
+        if config.max_steps <= 0:
+            raise ValueError(
+                f"max_steps is {config.max_steps}, but a streamed dataset has no length that could say when training "
+                "ends: set max_steps."
+            )
+        check_conflicts(config, {"the dataset": "a stream"}, about="the dataset")
+        self.per_step, self.round_steps = int(config.prompts_per_step or 1), int(config.steps_per_generation or 1)
+        self.iterations, self.layout = config.num_iterations, config.layout
+        if config.shuffle_dataset:
+            self.dataset = self.dataset.shuffle(seed=seed_of(config))
+        self.saved: dict[str, Any] = {}  # {"items", "digest"} of the yielded prompts
+        self._expected: dict[str, Any] = {}
+        self.first(1)
+
+    @property
+    def choice(self) -> PromptStream:
+        """See `PromptDataset.choice`."""
+        return self
+
+    def loader(self) -> StreamLoader:
+        return StreamLoader(self)
+
+    def first(self, count: int) -> list[Prompt]:
+        """Return the first prompts that fit, without taking them.
+
+        Raises:
+            ValueError: there is no prompt.
+        """
+        found = list(itertools.islice(self._pass(0, counts=False), count))
+        if not found:
+            raise ValueError(
+                f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens: add prompts, or "
+                "raise max_prompt_tokens."
+            )
+        return _prompts(found, 0)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Make the next iteration fail unless it passes through ``state``, which a checkpoint holds."""
+        self._expected = state
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        size, per_rank = self.per_step * self.round_steps, self.per_step // self.layout.data_size
+        digest, items, position = hashlib.blake2b(digest_size=16), 0, 0
+        self.num_dropped = 0
+        for epoch in itertools.count():
+            rows, rounds = self._pass(epoch), 0
+            while len(block := list(itertools.islice(rows, size))) == size:
+                prompts = _prompts(block, position)
+                digest.update(repr([ids for _, ids in block]).encode())
+                position, rounds = position + size, rounds + 1
+                for step in [*range(self.round_steps)] * self.iterations:
+                    items += 1
+                    self.saved = {"items": items, "digest": digest.hexdigest()}
+                    self._compare()
+                    first = step * self.per_step + self.layout.data_rank * per_rank
+                    yield prompts[first : first + per_rank]
+            if not rounds:
+                raise ValueError(
+                    f"{self.rules.name} ended after {len(block)} prompts, but one generation takes {size}: lower "
+                    "prompts_per_step or steps_per_generation, or add prompts."
+                )
+
+    def _compare(self) -> None:
+        """Raise ValueError if the rows read again differ from the rows that the checkpoint was trained on."""
+        if self._expected.get("items") != self.saved["items"]:
+            return
+        expected, self._expected = self._expected, {}
+        if expected != self.saved:
+            raise ValueError(
+                f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first {expected['items']} "
+                "steps' prompts are others now, so that resuming can't go on where it stopped. Make its order "
+                "repeatable, or set ignore_data_skip: true to begin it anew."
+            )
+
+    def _pass(self, epoch: int, counts: bool = True) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+        """Yield the rows of one pass over the dataset that fit, with their tokens.
+
+        Args:
+            counts: whether to count and report the rows that don't fit.
+        """
+        self.dataset.set_epoch(epoch)
+        rows, number = iter(self.dataset), 0
+        while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
+            columns = by_column(block)
+            check_prompt_column(columns, self.rules.name)
+            check_no_images(columns, self.rules.name)
+            for row, ids in enumerate(self.rules.encode(columns, number), start=number):
+                if len(ids) <= self.rules.max_prompt_tokens:
+                    yield block[row - number], ids
+                elif counts:
+                    self._count_dropped(f"row {row} of pass {epoch + 1} ({len(ids)} tokens)")
+            number += len(block)
+
+    def _count_dropped(self, row: str) -> None:
+        """Count a prompt that is too long, and report the first, the tenth, the hundredth and so on."""
+        self.num_dropped += 1
+        if str(self.num_dropped).rstrip("0") == "1":
+            self.rules.tell(
+                f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were dropped, with "
+                f"a limit of {self.rules.max_prompt_tokens} tokens: the latest is {row}"
+            )
+
+
+def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
+    """Convert rows with their tokens into prompts, at positions from ``first`` on."""
+    return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]
+
+
+class StreamLoader(DataLoader):
+    """The training dataloader of a `PromptStream`: one item is this rank's prompts of one optimizer step.
+
+    A plain DataLoader, so that `accelerate.skip_first_batches` resumes it by reading.
+    """
+
+    def __init__(self, stream: PromptStream) -> None:
+        # Its own generator, because starting would otherwise draw a number from the global one.
+        super().__init__(stream, batch_size=None, num_workers=0, generator=torch.Generator())

@@ -1,0 +1,175 @@
+"""TRL's attributes of a trainer, for scripts and callbacks that read them. Nothing else in the package uses them.
+
+TRL's hooks are refused in subclasses, with the stage to override instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer
+
+from ...policy.frozen import FrozenModel
+from ...rewards.functions import ModelReward
+
+# Attributes of TRL's trainer that are fields of its configuration.
+OF_ARGUMENTS = (
+    "num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+    "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min", "loss_type", "delta", "scale_rewards", "importance_sampling_level",
+    "off_policy_mask_threshold", "multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile",
+    "use_adaptive_entropy", "num_iterations", "beta", "epsilon_high", "shuffle_dataset", "log_completions",
+    "log_unique_prompts", "log_multimodal", "num_completions_to_print",
+)  # fmt: skip
+# TRL attributes that are constant in Colograd.
+ALWAYS = {
+    "chat_template": None,
+    "use_transformers_continuous_batching": False,
+    "continuous_batching_config": None,
+    "pad_to_multiple_of": None,
+}
+# TRL attributes whose value a rollout source may have, with the value in other runs.
+OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
+ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
+LOOP = "reward functions and tools share the process's event loop, which no trainer has"
+ABSENT = {
+    "vllm_generation": ENGINE,
+    "vllm_client": ENGINE,
+    "llm": ENGINE,
+    "generation_config": ENGINE,
+    "async_loop": LOOP,
+    "async_loop_thread": LOOP,
+    "async_loop_ready_event": LOOP,
+    "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
+}
+
+# Public attributes with another type than in TRL's trainer.
+DIFFERENT = {
+    "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
+    "compute_loss_func": "None; TRL's is a text by which transformers before 5.19 leaves the loss unscaled",
+    "data_collator": "`list`; nothing is collated",
+    "optimizer_cls_and_kwargs": "a class and its arguments where `optim: auto` picks `adamw_split`; None in TRL",
+    "vllm_gpu_memory_utilization": "None where it isn't set: the KV cache is planned",
+    "generation_kwargs": "Only the configuration's; TRL's without vLLM have every sampling setting",
+}
+
+# Methods of TRL's and transformers' trainers that Colograd never calls, with the stage to override instead.
+GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
+EVALUATE, DATA = "evaluate", "get_train_dataloader"
+HOOKS = {
+    "_generate_and_score_completions": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
+    "get_batch_samples": DATA,
+    "_run_epoch": DATA,
+    "_prepare_inputs": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
+    "_generate": GENERATE,
+    "_generate_single_turn": GENERATE,
+    "_tokenize_prompts": GENERATE,
+    "_tool_call_loop": GENERATE,
+    "_calculate_rewards": SCORE,
+    "_compute_loss": LOSS,
+    "_get_per_token_logps_and_entropies": LOSS,
+    "get_high_entropy_mask": LOSS,
+    "get_off_policy_mask": LOSS,
+    "get_gamma_weights": LOSS,
+    "_get_train_sampler": DATA,
+    "_get_eval_sampler": EVALUATE,
+    "get_eval_dataloader": EVALUATE,
+    "evaluation_loop": EVALUATE,
+    "prediction_step": EVALUATE,
+}
+
+
+class TRLNames:
+    """TRL's attributes that `transformers.Trainer` doesn't have."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse overrides that can't work.
+
+        Raises:
+            TypeError: a replaced method is never called, so the override would silently have no effect.
+            ValueError: ``compute_loss`` has transformers' signature, so it would fail in the first step.
+        """
+        super().__init_subclass__(**kwargs)
+        for name, stage in HOOKS.items():
+            if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
+                raise TypeError(
+                    f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md, "
+                    "Replacing a stage)."
+                )
+        loss = getattr(cls, LOSS, None)
+        given = {} if loss in (None, Trainer.compute_loss) else inspect.signature(loss).parameters
+        if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
+            raise ValueError(
+                f"{cls.__name__} defines compute_loss({', '.join(given)}) as transformers has it, but nothing here "
+                f"gives it {' or '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
+                "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, loss=...)` "
+                "of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
+            )
+
+    if not TYPE_CHECKING:  # a type checker knows the real attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the value of TRL's attribute from its equivalent in Colograd."""
+            if name in OF_ARGUMENTS:
+                return getattr(self.args, name)
+            if name in ALWAYS:
+                return ALWAYS[name]
+            if name in _FOUND:
+                return _FOUND[name](self)
+            hint = f": {ABSENT[name]}" if name in ABSENT else ""
+            if name in HOOKS:
+                hint = f": nothing calls it here; override {HOOKS[name]} (docs/architecture.md, Replacing a stage)"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuse to set an attribute that only shows a value, because setting it would have no effect."""
+            if name in OF_ARGUMENTS or name in ALWAYS or name in _FOUND:
+                raise AttributeError(
+                    f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
+                    "GRPOConfig or GRPOTrainer, or override a stage (docs/architecture.md, Replacing a stage)."
+                )
+            super().__setattr__(name, value)
+
+
+def _end_tokens(trainer: Any) -> list[int]:
+    """Return the end tokens in TRL's order: the tokenizer's, unless the checkpoint has it, then the checkpoint's."""
+    named = getattr(trainer.model.generation_config, "eos_token_id", None)
+    named = [] if named is None else [named] if isinstance(named, int) else list(named)
+    own = trainer.policy.tokenizer.eos_token_id
+    return named if own in named else [own, *named]
+
+
+def _of_source(name: str, default: Any, trainer: Any) -> Any:
+    value = trainer.feature.trl_attributes.get(name)
+    return default if value is None else value()
+
+
+_FOUND = {
+    # As in TRL, an adapter's reference is no second model.
+    "ref_model": lambda trainer: (
+        reference.model
+        if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)
+        else None
+    ),
+    "num_generations_eval": lambda trainer: trainer.args.eval_generations(),
+    "max_tool_calling_iterations": lambda trainer: trainer.args.max_tool_calling_iterations or sys.maxsize,
+    "chat_template_kwargs": lambda trainer: trainer.args.chat_template_kwargs or {},
+    "generation_kwargs": lambda trainer: trainer.args.generation_kwargs or {},
+    "eos_token_ids": _end_tokens,
+    "epsilon_low": lambda trainer: trainer.args.epsilon,
+    "router_aux_loss_coef": lambda trainer: trainer.policy.router_coef(trainer.args),
+    "aux_loss_enabled": lambda trainer: trainer.policy.router_coef(trainer.args) != 0,
+    "entropy_coef": lambda trainer: trainer.learner.entropy.coefficient,
+    "reward_funcs": lambda trainer: [reward.function for reward in trainer.rewards],
+    "reward_func_names": lambda trainer: [reward.name for reward in trainer.rewards],
+    "reward_weights": lambda trainer: torch.tensor(trainer.estimator.weights, dtype=torch.float32),
+    "reward_processing_classes": lambda trainer: [
+        reward.function.tokenizer if isinstance(reward.function, ModelReward) else None for reward in trainer.rewards
+    ],
+    **{name: functools.partial(_of_source, name, default) for name, default in OF_SOURCES.items()},
+}
