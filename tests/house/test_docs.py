@@ -136,6 +136,8 @@ def test_links_and_named_files_exist(page: Path) -> None:
         r"(?<![\w./-])((?:recipes|requirements|docs|colograd)/[\w./-]+\.(?:yaml|txt|md|py))", text
     ):
         assert (ROOT / target).exists(), target
+    for target in re.findall(r"`(grpo_[\w.]+\.yaml)`", text):
+        assert (ROOT / "recipes" / target).exists(), target
 
 
 @functools.cache
