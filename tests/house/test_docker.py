@@ -1,4 +1,4 @@
-"""The Dockerfiles install the same requirements as the pages. No image is built: that takes a Docker daemon and downloads."""
+"""The Dockerfiles install the same requirements as the pages. Building one takes a Docker daemon and downloads."""
 
 from __future__ import annotations
 
