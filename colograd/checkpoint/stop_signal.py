@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 INTERRUPT = "Ctrl-C"
 REPEATED = 2.0  # seconds in which a launcher may send the scheduler's signal again
 RESERVE = 10.0  # seconds kept for the end of the run, if the deadline leaves twice as many
-MARGIN = 1.0  # seconds before the deadline at which the process ends by force
+MARGIN = 2.0  # seconds before the deadline at which the process ends by force, or a fifth of a short one
 TERMINATED = 143  # status of a process that SIGTERM ended, 128 + 15
 # A scheduler that restarts a job by its exit status, or counts status 0 as success, sets a variable with this prefix.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
@@ -59,7 +59,7 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
         save_seconds: seconds that the last checkpoint took.
     """
     reserve = max(RESERVE, 2 * save_seconds)
-    return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 10)
+    return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
 
 class StopSignal:
