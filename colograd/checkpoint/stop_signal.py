@@ -80,7 +80,7 @@ class StopSignal:
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
         status: int = 0,
     ) -> None:  # fmt: skip
-        self.received = ""  # name of the first signal, of any rank if there is a deadline
+        self.received = ""  # name of the first signal, of any rank after a step or with a deadline
         self.is_cut = False  # whether the round must end now
         self.status = status
         self.tell: Callable[[str, float], None] = lambda name, seconds: None  # sends the seconds left to other ranks
@@ -93,6 +93,7 @@ class StopSignal:
 
     def _reset(self) -> None:
         self.received, self.is_cut = "", False
+        self._noticed = False  # whether this process got a signal
         self._first = self._cut_at = self._end_at = float("inf")  # of time.monotonic
         self._socket: socket.socket | None = None  # the C handler writes each signal's number into it
 
@@ -145,9 +146,10 @@ class StopSignal:
                 waker.send(b"\0")
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received:
+        if number == signal.SIGINT and self._noticed:  # `received` may be another rank's, of the same Ctrl-C
             self.remove()
             raise KeyboardInterrupt
+        self._noticed = True
         self.received = self.received or self._numbers[signal.Signals(number)]
         if number == signal.SIGINT and self._speaks:  # not with print: the signal may interrupt one
             os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")

@@ -99,6 +99,18 @@ def test_signal_cuts_while_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch
         stop.forget_deadline()
 
 
+def test_first_ctrl_c_after_another_ranks_doesnt_interrupt() -> None:
+    stop = StopSignal()
+    stop.install()
+    try:
+        stop.received = "Ctrl-C"  # of rank 0, which the ranks exchange after a step
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        stop.remove()
+
+
 PROGRAM = """
 import ctypes, os, signal, sys, time
 from colograd.checkpoint.stop_signal import StopSignal
