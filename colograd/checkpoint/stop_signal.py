@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 INTERRUPT = "Ctrl-C"
 REPEATED = 2.0  # seconds in which a launcher may send the scheduler's signal again
 RESERVE = 10.0  # seconds kept for the end of the run, if the deadline leaves twice as many
-MARGIN = 1.0  # seconds before the deadline at which the process ends by force
+MARGIN = 2.0  # seconds before the deadline at which the process ends by force, or a fifth of a short one
 TERMINATED = 143  # status of a process that SIGTERM ended, 128 + 15
 # A scheduler that restarts a job by its exit status, or counts status 0 as success, sets a variable with this prefix.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
@@ -59,7 +59,7 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
         save_seconds: seconds that the last checkpoint took.
     """
     reserve = max(RESERVE, 2 * save_seconds)
-    return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 10)
+    return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
 
 class StopSignal:
@@ -80,7 +80,7 @@ class StopSignal:
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
         status: int = 0,
     ) -> None:  # fmt: skip
-        self.received = ""  # name of the first signal, of any rank if there is a deadline
+        self.received = ""  # name of the first signal, of any rank after a step or with a deadline
         self.is_cut = False  # whether the round must end now
         self.status = status
         self.tell: Callable[[str, float], None] = lambda name, seconds: None  # sends the seconds left to other ranks
@@ -93,6 +93,7 @@ class StopSignal:
 
     def _reset(self) -> None:
         self.received, self.is_cut = "", False
+        self._noticed = False  # whether this process got a signal
         self._first = self._cut_at = self._end_at = float("inf")  # of time.monotonic
         self._socket: socket.socket | None = None  # the C handler writes each signal's number into it
 
@@ -145,9 +146,10 @@ class StopSignal:
                 waker.send(b"\0")
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received:
+        if number == signal.SIGINT and self._noticed:  # `received` may be another rank's, of the same Ctrl-C
             self.remove()
             raise KeyboardInterrupt
+        self._noticed = True
         self.received = self.received or self._numbers[signal.Signals(number)]
         if number == signal.SIGINT and self._speaks:  # not with print: the signal may interrupt one
             os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")

@@ -117,11 +117,11 @@ def soak(kills: int, seed: int, ranks: int) -> dict[str, Any]:
     return dict(found)
 
 
-def stops(count: int, seed: int, ranks: int) -> dict[str, Any]:
+def stops(count: int, seed: int, ranks: int, within: float = WITHIN) -> dict[str, Any]:
     """Raises SystemExit, with what is wrong."""
     draw, found, slowest = random.Random(seed), Counter[str](), 0.0
     settings = {"max_completion_length": 160, "max_steps": 4, "report": False}
-    limited = json.dumps({**settings, "stop_within": WITHIN, "exit_status_after_stop": 143})
+    limited = json.dumps({**settings, "stop_within": within, "exit_status_after_stop": 143})
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         model = tiny.make_model(folder / "model")
@@ -152,7 +152,7 @@ def stops(count: int, seed: int, ranks: int) -> dict[str, Any]:
                     raise SystemExit(f"{stop}: statuses {[rank.returncode for rank in done]}{said}")
                 seconds = now - float(said.partition("stopped at ")[2].split()[0])
                 slowest = max(slowest, seconds)
-                if seconds > WITHIN:
+                if seconds > within:
                     raise SystemExit(f"{stop}: ended after {seconds:.1f} s{said}")
                 found["stops"] += 1
                 found["by force"] += "stopped at once" in said
@@ -168,9 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stops", type=int, default=0, help="stop the run so many times instead")
+    parser.add_argument("--within", type=float, default=WITHIN, help="seconds that a stop may take")
     options = parser.parse_args(argv)
     if options.stops:
-        found = stops(options.stops, options.seed, options.ranks)
+        found = stops(options.stops, options.seed, options.ranks, options.within)
     else:
         found = soak(options.kills, options.seed, options.ranks)
     print(
