@@ -376,6 +376,8 @@ DIFFERENT_DEFAULTS = {
 }
 NEW = {
     "curriculum",
+    "kl_in_reward",
+    "kl_in_reward_estimator",
     "agent_on_error",
     "agent_parallel",
     "agent_reasoning_parser",

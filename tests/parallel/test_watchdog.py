@@ -13,6 +13,7 @@ from typing import Any
 import launcher
 import pytest
 import tiny
+from needs import needs
 from paths import SCRIPTS
 
 from colograd.parallel import faults, watchdog
@@ -105,7 +106,9 @@ def test_stages_come_from_agreements_and_phases() -> None:
             {"rank_timeout": 60, "reward_timeout": 90},
             "reward_timeout is 90 .* raise rank_timeout above it, or lower",
         ),
-        ({"rank_timeout": 60, "tool_timeout": 60}, "tool_timeout is 60 and rank_timeout is 60"),
+        pytest.param(
+            {"rank_timeout": 60, "tool_timeout": 60}, "tool_timeout is 60 and rank_timeout is 60", marks=needs("tools")
+        ),
     ],
 )
 def test_rank_timeout_must_exceed_other_timeouts(given: dict[str, Any], said: str, tmp_path: Path) -> None:

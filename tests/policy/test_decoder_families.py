@@ -12,6 +12,7 @@ import plain_vllm
 import pytest
 import tiny
 import torch
+from needs import case
 from paths import SCRIPTS
 from peft import LoraConfig
 
@@ -22,7 +23,7 @@ SCRIPT = SCRIPTS / "one_family.py"
 # Of those whose names or layouts differ between transformers and vLLM: transposed projections, routers of other names.
 # Convolutions with a state, a configuration of vLLM's own. Latent attention, which vLLM has absorbed for decoding.
 # Queries, keys and values head by head, and a head that files have under another name.
-QUICK = ("gpt2", "granitemoe", "lfm2_moe", "deepseek_v3", "gpt_neox")
+QUICK = ("gpt2", *(case(kind, "experts") for kind in ("granitemoe", "lfm2_moe", "deepseek_v3")), "gpt_neox")
 # transformers can't build or run its own random model of them; its Trainer refuses a tokenizer without a first token.
 BROKEN = ("dbrx", "qwen4_exp_text", "cwm")
 TRAINED = 1e-3  # nats, mean: float32; bfloat16 where a kernel of the engine wants it
@@ -60,7 +61,16 @@ def test_a_family_is_trained_or_refused_in_a_line(model_type: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["lfm2", "granitemoehybrid", "deepseek_v3", "gpt_neox", "minimax_m2"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "lfm2",
+        case("granitemoehybrid", "experts"),
+        case("deepseek_v3", "experts"),
+        "gpt_neox",
+        case("minimax_m2", "experts"),
+    ],
+)
 def test_two_ranks_end_with_the_same_bits_however_they_share(model_type: str, tmp_path: Path) -> None:
     """States, latent attention and experts under other names, whole and cut by rows."""
     model, found = decoder_families.make_model(tmp_path / "model", model_type), []
@@ -71,7 +81,16 @@ def test_two_ranks_end_with_the_same_bits_however_they_share(model_type: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["lfm2", "granitemoehybrid", "deepseek_v3", "gpt_neox", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "lfm2",
+        case("granitemoehybrid", "experts"),
+        case("deepseek_v3", "experts"),
+        "gpt_neox",
+        case("llama4_text", "experts"),
+    ],
+)
 def test_an_adapter_on_all_linear_layers_agrees_with_its_sampler(model_type: str, tmp_path: Path, closing: Any) -> None:
     """Also on the projections around a state, and on those of latent attention."""
     model = decoder_families.make_model(tmp_path / "model", model_type)
