@@ -28,8 +28,8 @@ from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
 from colograd.config.conflicts import When, tables
 from colograd.config.knob import REFUSED, RENAMED, UNUSED, rules_of
 from colograd.extensions import EXTENSIONS
-from colograd.extensions.trl_names.attributes import ABSENT, DIFFERENT, HOOKS
 from colograd.extensions.recording.advisor import LEAST, QUIET, RULES, WINDOW
+from colograd.extensions.trl_names.attributes import ABSENT, DIFFERENT, HOOKS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
