@@ -386,8 +386,6 @@ NEW = {
     "agent_sessions",
     "agent_timeout",
     "agent_tool_parser",
-    "kl_in_reward",
-    "kl_in_reward_estimator",
     "chat_template_path",
     "freeze_vision_tower",
     "tool_workers",
