@@ -376,6 +376,9 @@ DIFFERENT_DEFAULTS = {
 }
 NEW = {
     "curriculum",
+    "exit_status_after_stop",
+    "stop_signals",
+    "stop_within",
     "kl_in_reward",
     "kl_in_reward_estimator",
     "agent_on_error",

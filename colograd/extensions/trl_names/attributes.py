@@ -101,8 +101,8 @@ class TRLNames:
                     f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md, "
                     "Replacing a stage)."
                 )
-        loss = getattr(cls, LOSS, None)
-        given = {} if loss in (None, Trainer.compute_loss) else inspect.signature(loss).parameters
+        replaced = any(LOSS in vars(base) for base in cls.__mro__ if not issubclass(Trainer, base))
+        given = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
         if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
             raise ValueError(
                 f"{cls.__name__} defines compute_loss({', '.join(given)}) as transformers has it, but nothing here "
