@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.metadata
 import re
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT, TESTS
+
+from colograd.runtime import registry
 
 PACKAGE = ROOT / "colograd"
 VLLM_OBJECTS = {"core", "engine_core", "llm", "llm_engine", "lora_manager", "model_executor", "vllm_config"}
@@ -72,11 +75,6 @@ def arrows() -> dict[str, set[str]]:
     return {name: {other for other in found if other in modules and other != name} for name, found in modules.items()}
 
 
-# Imports of extensions and applications by the core, and of one extension by another, that are still to be cut: the
-# importing file, and the folder.
-TO_CUT = {tuple(line.split()) for line in (TESTS / "house" / "to_cut.txt").read_text().splitlines()}
-
-
 def owner(name: str) -> str:
     """`extensions/images`, `apps`, or `core`."""
     parts = name.split("/")
@@ -95,15 +93,30 @@ def optional_imports() -> set[tuple[str, str]]:
 
 
 def test_core_and_extensions_import_no_extension() -> None:
-    found = optional_imports()
-    assert found == TO_CUT, f"new: {sorted(found - TO_CUT)}; cut, so drop their lines: {sorted(TO_CUT - found)}"
+    assert not optional_imports()
+
+
+def test_every_seam_is_described_offered_and_asked() -> None:
+    asked: dict[str, set[str]] = {"core": set(), "extensions": set()}
+    offered: set[str] = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("hooks", "hooks_of"):
+                seam = node.args[-1]
+                if isinstance(seam, ast.Constant):
+                    asked["core" if owner(own_name(path)) == "core" else "extensions"].add(str(seam.value))
+    for name in ("apps", *(f"extensions.{name}" for name in registry.installed())):
+        offered |= importlib.import_module(f"colograd.{name}").HOOKS.keys()
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert offered == asked["core"] | asked["extensions"]
+    assert not {seam for seam in asked["core"] if f"`{seam}`" not in page}
 
 
 @each_file
 def test_a_module_imports_only_from_its_own_floor_and_those_below(path: Path) -> None:
     order, own = floors(), own_name(path)
     for imported in arrows()[own]:
-        if (own, imported) in LAZY or (own, owner(imported)) in TO_CUT or imported == "extensions/__init__.py":
+        if (own, imported) in LAZY or imported == "extensions/__init__.py":
             continue
         here, there = own.split("/")[0], imported.split("/")[0]
         assert order.index(there) <= order.index(here), f"{own} imports {imported}"
