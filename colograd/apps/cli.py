@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from ..runtime import registry
 
 # Each command's arguments, its help, and its function, imported only when it runs.
 COMMANDS = {
@@ -24,6 +26,7 @@ COMMANDS = {
 }  # fmt: skip
 # These commands print bad input themselves; an error while they train keeps its traceback.
 TRAINERS = ("train", "doctor", "replay", "eval")
+READERS = ("show", "report", "watch")  # of what the extension `recording` writes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,15 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    module, _, name = COMMANDS[command][2].partition(":")
-    run = getattr(importlib.import_module(module, __package__), name)
     if command in TRAINERS:
-        return int(run(rest))
+        return int(_function(command)(rest))
     try:
-        return int(run(rest))
+        if command in READERS:
+            registry.require("recording", f"colograd {command}", "use another command")
+        return int(_function(command)(rest))
     except (ValueError, OSError) as error:
         print(f"colograd {command}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _function(command: str) -> Callable[[Sequence[str]], int]:
+    module, _, name = COMMANDS[command][2].partition(":")
+    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module, __package__), name)
+    return function
 
 
 def usage() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from ..usercode.untrusted import clean
+from ..usercode.untrusted import clean, printable
 
 # The phases of a step in the order of the line. The line omits short phases; the rest of a step is `other`.
 PHASES = (
@@ -32,12 +32,6 @@ SHORTEST = 0.005  # seconds of the shortest phase that is shown
 RECENT = 20  # steps that predict the end of a run
 
 LOGGER = logging.getLogger("colograd")
-
-
-def printable(text: str) -> str:
-    """Replace the characters that standard output can't encode, because they must not end a run."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, errors="replace").decode(encoding)
 
 
 class Console(TrainerCallback):

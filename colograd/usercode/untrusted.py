@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 DEEPEST = 64  # maximum nesting of lists and objects: templates, copies and pickles of deeper ones exceed Python's stack
@@ -57,3 +58,9 @@ def storable(value: Any) -> Any:
 
 def _too_deep() -> ValueError:
     return ValueError(f"lists and objects are nested more than {DEEPEST} deep")
+
+
+def printable(text: str) -> str:
+    """Replace the characters that standard output can't encode, because they must not end a run."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="replace").decode(encoding)

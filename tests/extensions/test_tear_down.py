@@ -20,8 +20,12 @@ RUN = """
 import importlib, pathlib, pkgutil, sys
 import colograd, tiny
 assert pathlib.Path(colograd.__file__).is_relative_to(sys.argv[1]), colograd.__file__
-for module in pkgutil.walk_packages(colograd.__path__, "colograd."):
-    if module.name != "colograd.reporting.notebook":  # which needs IPython
+from colograd.runtime import registry
+left_out = ["reporting.notebook"]  # which needs IPython
+if "recording" not in registry.installed():  # readers of what that extension writes: these commands end with one line
+    left_out += ["apps.report", "apps.pages", "apps.show"]
+for module in pkgutil.walk_packages(colograd.__path__, "colograd.", onerror=lambda name: None):
+    if not module.name.removeprefix("colograd.").startswith(tuple(left_out)):
         importlib.import_module(module.name)
 from colograd import GRPOTrainer
 folder = pathlib.Path(sys.argv[1]) / "run"

@@ -19,5 +19,5 @@ def test_the_extras_and_the_advice_ask_for_what_was_run() -> None:
         (pin,) = (Requirement(part) for part in line.split("\n") if part.strip())
         assert f"{first}.0" in pin.specifier and f"{last}.9" in pin.specifier
         assert "0.24.9" not in pin.specifier and "0.33.0" not in pin.specifier
-    table = (ROOT / "docs" / "versions.md").read_text()
+    table = (ROOT / "docs" / "models.md").read_text()
     assert all(f"| {version}." in table for version in TESTED_VLLM)

@@ -250,7 +250,8 @@ def test_all_ranks_back_off_or_all_end(
     mine: Exception | None, theirs: Exception | None, raised: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever each rank met, either every one of them sees a want of memory or none does."""
-    other = theirs and (isinstance(theirs, torch.OutOfMemoryError), f"{type(theirs).__name__}: {theirs}")
+    shared = torch.OutOfMemoryError if isinstance(theirs, torch.OutOfMemoryError) else None
+    other = theirs and (shared, f"{type(theirs).__name__}: {theirs}")
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "gather", lambda report: [report, other])
     with pytest.raises(raised, match=said) if raised else nullcontext(), ranks.on_all_ranks("training"):

@@ -432,7 +432,7 @@ def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
         proved.append(torch.is_autocast_enabled(device.type))
         return "as a test"
 
-    monkeypatch.setattr("colograd.training.learner.choose_rows_where_it_trains", prove)
+    monkeypatch.setattr("colograd.training.assembly.choose_rows_where_it_trains", prove)
 
     class Watching(GRPOTrainer):
         def compute_loss(self, model, micro_batch, **kwargs):

@@ -141,7 +141,8 @@ def test_wrong_class_path_fails_before_the_build(path: str, said: str) -> None:
 
 
 def test_the_way_in_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (written,) = re.findall(r"```python\n(.*?)```", (DOCS / "weights.md").read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "design.md").read_text(), re.S)
+    (written,) = (block for block in blocks if "class OneByOne" in block)
     (tmp_path / "my_ways.py").write_text(written)
     monkeypatch.syspath_prepend(tmp_path)
     calls: list[Any] = []
@@ -149,7 +150,7 @@ def test_the_way_in_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     part = Slice("weight", torch.nn.Parameter(torch.ones(2, 3)), torch.zeros(2, 3, dtype=torch.bfloat16))
     way = find_weight_sync("my_ways:OneByOne")(torch.nn.Module(), engine, [part])  # type: ignore[arg-type]
     assert way.differing() == ["weight"] and way.publish(7) == 12 and calls == ["invalidate", 7]
-    assert way.differing() == [] and way.describe() == "weights: one by one, 1 parameters"
+    assert way.differing() == [] and way.describe() == "weights: copied one by one"
 
 
 def test_it_gets_whole_weights_of_its_own(tiny_model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...reporting.console import printable
+from ...usercode.untrusted import printable
 from .completions import CompletionRow, extra_names
 
 DEFAULT_WIDTH = 120  # characters

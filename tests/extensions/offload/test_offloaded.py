@@ -11,9 +11,8 @@ import torch
 from peft import LoraConfig
 
 from colograd import GRPOTrainer
-from colograd import trainer as trainer_module
 from colograd.config import GRPOConfig
-from colograd.extensions.offload import adamw, host_sums
+from colograd.extensions.offload import adamw, host_sums, layer_inputs
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 
 OFFLOADS: dict[str, Any] = {"offload_optimizer": "stream", "offload_gradients": True}
@@ -64,7 +63,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Layers' inputs that went to the host."""
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr(trainer_module, "inputs_on_host", lambda model, _: inputs_on_host(model, Counting(sent)))
+    monkeypatch.setattr(layer_inputs, "inputs_on_host", lambda model, _: inputs_on_host(model, Counting(sent)))
     for module in (adamw, host_sums):
         monkeypatch.setattr(module, "ELEMENTS", 1000)
     monkeypatch.setattr(host_sums, "LIMIT", 10000)

@@ -184,6 +184,7 @@ def _model(model_type: str = "llama", **changes: Any) -> Any:
 def test_models_without_engine_layout_are_named_at_start(model: Any, adapter: Any, said: str) -> None:
     settings = SimpleNamespace(sharding="tensor", tensor_parallel=True, disable_dropout=False, torch_compile=False)
     settings.router_replay = settings.use_liger_kernel = False
+    settings.model_init_kwargs = None
     with pytest.raises(ValueError, match=said):
         check_supported(model, settings, adapter)
 
