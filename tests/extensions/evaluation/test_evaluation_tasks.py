@@ -104,6 +104,7 @@ def test_an_impossible_task_is_one_error(folder: Path, text: str, changes: dict[
         loaded(folder, text, **changes)
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_dies_or_raises_counts_as_wrong(tmp_path: Path) -> None:
     (task,) = loaded(benchmark_cases.write(tmp_path, ("", "hang", "die", "raise", "")), "letters").tasks
     requests = [("generate_until", ("", {}))]
@@ -198,6 +199,7 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.C
     assert len(error.splitlines()) == 1 and re.search(said, error)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_two_ranks_take_tasks(tmp_path: Path) -> None:
     """Samples and log-probabilities by each rank's engine; a group of the harness; then a resumed evaluation."""

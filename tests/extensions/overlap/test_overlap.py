@@ -83,6 +83,7 @@ def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path)
     assert is_replayed(results(compared, "compare")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_model: Path, tmp_path: Path) -> None:
     done = start(tiny_model, tmp_path, "kill")
