@@ -171,6 +171,7 @@ def test_a_model_with_dropout_is_proved_without() -> None:
     assert not model.training
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_run(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With a reference, whose layers are compiled too. After its first step it compiles nothing."""

@@ -297,7 +297,7 @@ COPIED = pytest.param("copied", marks=pytest.mark.slow)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
+@pytest.mark.parametrize("family", [GEMMA3, "idefics3", *OTHERS])
 @pytest.mark.parametrize("weights", ["auto", COPIED])
 def test_a_family_trains(
     family: str, weights: str, tmp_path: Path, tried: Callable[..., None], capfd: pytest.CaptureFixture[str]

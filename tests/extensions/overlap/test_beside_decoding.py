@@ -81,6 +81,7 @@ def test_killed_amid_a_micro_batch_between_two_steps_nothing_is_lost(
     assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_rank_amid_its_tail_and_one_that_has_sampled_share_a_rank_s_groups(tiny_model: Path, tmp_path: Path) -> None:
     done = start(tiny_model, tmp_path, "both")
