@@ -65,6 +65,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", metavar="NAME", help="of `engine` and `engine, ranks`; default: all")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write all answers as JSON")
     options = parser.parse_args(argv)
+    known = [name for part in options.only for name in CASES.get(part, ())]
+    if unknown := [name for name in options.case or () if name not in known]:
+        parser.error(f"--case {unknown[0]}: there are {', '.join(known)}.")
     options.model = (options.model or ROOT / MODEL).resolve()
     options.before, options.after = options.before.resolve(), options.after.resolve()
     for checkout in (options.before, options.after):
