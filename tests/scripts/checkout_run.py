@@ -97,7 +97,8 @@ class Recording(GRPOTrainer):
         for name, parameter in sorted(self.model.named_parameters()):
             if parameter.requires_grad:
                 weights.update(name.encode())
-                weights.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # FSDP's
+                weights.update(whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         rounds = [json.dumps(sorted(round_.items())).encode() for round_ in self.completions]
         return {
             "losses": self.losses,
