@@ -24,7 +24,7 @@ from colograd.runtime import registry
 left_out = ["reporting.notebook"]  # which needs IPython
 if "recording" not in registry.installed():  # readers of what that extension writes: these commands end with one line
     left_out += ["apps.report", "apps.pages", "apps.show"]
-for module in pkgutil.walk_packages(colograd.__path__, "colograd.", onerror=lambda name: None):
+for module in pkgutil.walk_packages(colograd.__path__, "colograd."):
     if not module.name.removeprefix("colograd.").startswith(tuple(left_out)):
         importlib.import_module(module.name)
 from colograd import GRPOTrainer
