@@ -187,6 +187,8 @@ def run(trainer: GRPOTrainer) -> int:
             f"stopped by {stop_signal.received} at step {state.global_step} of {state.max_steps}: the same command "
             "goes on from there with resume_from_checkpoint: auto"
         )
+        if stop_signal.has_deadline:
+            stop_signal.end_process()
         return stop_signal.status
     trainer.save_model(config.output_dir)
     trainer.save_state()

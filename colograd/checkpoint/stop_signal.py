@@ -5,10 +5,14 @@ deadline, a thread acts at two moments. `schedule` computes them. At the first o
 between two of its steps, or training between two optimizer steps. At the second one it ends the process by force,
 because a long backward pass, reward function or save can't be interrupted. Nothing is lost then: scored groups are in
 the rollout log, and half a checkpoint is none.
+
+A script that ends after such a stop ends by `StopSignal.end_process`. The interpreter's teardown would take seconds,
+and threads don't run in it, so that the process could outlive its deadline.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -85,6 +89,7 @@ class StopSignal:
         self.status = status
         self.tell: Callable[[str, float], None] = lambda name, seconds: None  # sends the seconds left to other ranks
         self.cut: Callable[[], None] = lambda: None  # is called in the thread when the round must end
+        self.leave: Callable[[], None] = lambda: None  # tells other ranks that this one may end
         self._speaks, self._stop_within = speaks, stop_within
         self._numbers = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
         self._previous: dict[int, Any] = {}
@@ -119,14 +124,28 @@ class StopSignal:
             signal.set_wakeup_fd(self._previous_descriptor)
             _descriptors.pop()
         self._previous = {}
-        if self._end_at == float("inf"):
+        if not self.has_deadline:
             self._end_thread()
 
     def forget_deadline(self) -> None:
         """Let the process live on: the training has finished."""
         self._cut_at = self._end_at = float("inf")
+        atexit.unregister(self.end_process)
         if not self._previous:  # else the C handler still writes into the socket
             self._end_thread()
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether the process must end at a given time."""
+        return self._end_at < float("inf")
+
+    def end_process(self) -> NoReturn:
+        """End the process with `status`, or after an exception with 1, without the interpreter's teardown."""
+        self.leave()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(self.status if getattr(sys, "last_value", None) is None else 1)
 
     def _end_thread(self) -> None:
         if self._socket is not None:
@@ -140,6 +159,10 @@ class StopSignal:
         self._first = min(self._first, now)
         if now + seconds < self._end_at:
             cut, end = schedule(seconds, self.save_seconds)
+            if not self.has_deadline:
+                atexit.register(
+                    self.end_process
+                )  # called before the functions of libraries that were registered earlier
             self._cut_at, self._end_at = min(self._cut_at, now + cut), now + end
         if (waker := self._socket) is not None:
             with contextlib.suppress(OSError):

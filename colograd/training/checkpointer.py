@@ -60,6 +60,7 @@ class Checkpointer(TrainerCallback):
         speaks = trainer.is_world_process_zero()
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
         self.stop_signal.tell, self.stop_signal.cut = faults.tell_stop, self._cut_sampling
+        self.stop_signal.leave = faults.leave
         self._newest = 0  # step of the newest checkpoint of this run, written or under way
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()

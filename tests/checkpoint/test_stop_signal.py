@@ -67,7 +67,9 @@ def test_a_finished_training_ends_with_0(step: int, status: int) -> None:
 
     trainer = SimpleNamespace(
         args=SimpleNamespace(output_dir=".", push_to_hub=False, report=False),
-        checkpointer=SimpleNamespace(stop_signal=SimpleNamespace(received="SIGTERM", status=143)),
+        checkpointer=SimpleNamespace(
+            stop_signal=SimpleNamespace(received="SIGTERM", status=143, has_deadline=False)
+        ),
         state=SimpleNamespace(global_step=step, max_steps=10, log_history=[]),
         console=SimpleNamespace(say=nothing),
         train=nothing, save_model=nothing, save_state=nothing, create_model_card=nothing, close=nothing,
@@ -144,6 +146,40 @@ def test_process_ends_with_the_status(within: str, signals: list[int], least: fl
             time.sleep(0.1 if index == 0 else stop_signal.REPEATED + 0.2)
         assert process.wait(PATIENCE) == 143
         assert time.monotonic() - started >= least
+
+
+ENDING_PROGRAM = """
+import atexit, signal, sys, time
+from colograd.checkpoint.stop_signal import StopSignal
+
+atexit.register(time.sleep, 600)  # a library's teardown
+stop = StopSignal(names=["SIGTERM"], stop_within=300.0, status=143)
+stop.leave = lambda: print("left")
+stop.install()
+signal.raise_signal(signal.SIGTERM)
+while not stop.has_deadline:
+    time.sleep(0.01)
+stop.remove()
+if sys.argv[1] == "finished":
+    stop.forget_deadline()
+    atexit.unregister(time.sleep)
+if sys.argv[1] == "failed":
+    raise RuntimeError("a failure")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "output"), [("stopped", 143, "left"), ("failed", 1, "left"), ("finished", 0, "")]
+)
+def test_stopped_process_ends_without_teardown(end: str, status: int, output: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING_PROGRAM, end],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=5 * PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (status, output)
 
 
 @pytest.mark.parametrize(
