@@ -290,6 +290,41 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
     return aside
 
 
+# -- the file system of a run's folder
+
+
+def check_file_system(run_dir: str | Path) -> None:
+    """Check that a run's folder allows what checkpoints and the rollout log need. Mounted buckets often don't.
+
+    Raises:
+        ValueError: the file system can't rename folders, or can't change or lengthen an existing file.
+    """
+    trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
+    renamed = trial.with_name(f"{trial.name}-renamed")
+    need = "folders can't be made or renamed"
+    try:
+        trial.mkdir(parents=True)
+        (trial / "file").write_bytes(b"ab")
+        os.rename(trial, renamed)
+        need = "an existing file can't be changed or lengthened"
+        with open(renamed / "file", "r+b") as file:
+            file.truncate(1)
+            file.seek(0, os.SEEK_END)
+            file.write(b"c")
+        with open(renamed / "file", "ab") as file:
+            file.write(b"d")
+        if (renamed / "file").read_bytes() != b"acd":
+            raise OSError("the file has other bytes than were written")
+    except OSError as error:
+        raise ValueError(
+            f"output_dir is {str(run_dir)!r}, where {need} ({error.strerror or error}). Checkpoints and the rollout log "
+            "need both. Set output_dir to a local folder, and copy checkpoints to a bucket from there."
+        ) from None
+    finally:
+        for path in (trial, renamed):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 # -- folders of several nodes
 
 

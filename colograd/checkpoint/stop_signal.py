@@ -28,6 +28,7 @@ INTERRUPT = "Ctrl-C"
 REPEATED = 2.0  # seconds in which a launcher may send the scheduler's signal again
 RESERVE = 10.0  # seconds kept for the end of the run, if the deadline leaves twice as many
 MARGIN = 2.0  # seconds before the deadline at which the process ends by force, or a fifth of a short one
+TORCHRUN_GRACE = 30.0  # seconds between SIGTERM and SIGKILL of torchrun's ranks, if its variable isn't set
 TERMINATED = 143  # status of a process that SIGTERM ended, 128 + 15
 # A scheduler that restarts a job by its exit status, or counts status 0 as success, sets a variable with this prefix.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
@@ -40,18 +41,24 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
     return TERMINATED if any(name.startswith(SCHEDULERS) for name in environ) else 0
 
 
-def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float) -> float | None:
+def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must be gone; None: nobody sets a limit.
 
     Slurm sets a variable with a job's end. It counts after an early warning (``--signal=USR1@120``). Neither Slurm nor
-    Kubernetes sets one with the seconds between SIGTERM and SIGKILL.
+    Kubernetes sets one with the seconds between SIGTERM and SIGKILL. torchrun waits `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`
+    seconds, and ranks can't see its option ``--shutdown-timeout``, so that ``stop_within`` replaces this limit.
 
     Args:
         now: seconds since 1970.
+        name: of the signal.
     """
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() else []
-    limits = [limit for limit in limits if limit > 0] + ([] if stop_within is None else [stop_within])
+    limits = [limit for limit in limits if limit > 0]
+    if stop_within is not None:
+        limits.append(stop_within)
+    elif "TORCHELASTIC_RUN_ID" in environ and name == "SIGTERM":
+        limits.append(float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_GRACE)))
     return min(limits, default=None)
 
 
@@ -206,7 +213,7 @@ class StopSignal:
             return
         is_first, self._first = self._first == float("inf"), min(self._first, now)
         self.received = self.received or name
-        if is_first and (seconds := seconds_left(self._stop_within, os.environ, time.time())) is not None:
+        if is_first and (seconds := seconds_left(self._stop_within, os.environ, time.time(), name)) is not None:
             self.stop(name, seconds)
             self.tell(name, seconds)
 

@@ -36,7 +36,8 @@ class SavingKnobs(TrainingArguments):
         None,
         "Seconds from such a signal to the end of the process. A round that can't end in time is cut: decoding stops, "
         "a checkpoint of the last finished round is written, and the rollout log has the scored groups. Unset: the "
-        "round is finished, or cut before SLURM_JOB_END_TIME. Set it to less than a scheduler's grace period.",
+        "round is finished, or cut before SLURM_JOB_END_TIME, or within torchrun's TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30 "
+        "s) after SIGTERM. Set it to less than a scheduler's grace period.",
         above=0,
         must_be="above 0",
     )

@@ -79,6 +79,9 @@ class Checkpointer(TrainerCallback):
             ValueError: ``save_on_each_node`` is set, but all nodes share the folder.
         """
         args = self.args
+        with on_all_ranks("writing into output_dir"):
+            if args.layout.leads_node:
+                folders.check_file_system(args.output_dir)
         apart = folders.nodes_are_apart(args.output_dir, args.layout)
         if args.save_on_each_node and args.layout.nodes > 1 and not apart:
             raise ValueError(

@@ -31,10 +31,17 @@ PATIENCE = 60  # seconds
         (300.0, {"SLURM_JOB_END_TIME": "1120"}, 120.0),
         (None, {"SLURM_JOB_END_TIME": "1000"}, None),  # SIGTERM at the time limit: KillWait is unknown
         (None, {"SLURM_JOB_END_TIME": "unlimited"}, None),
+        (None, {"TORCHELASTIC_RUN_ID": "1"}, 30.0),
+        (None, {"TORCHELASTIC_RUN_ID": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90"}, 90.0),
+        (60.0, {"TORCHELASTIC_RUN_ID": "1"}, 60.0),  # torchrun's option may allow more than its variable
     ],
 )
 def test_deadline_is_the_earlier_limit(stop_within: float | None, environ: dict[str, str], seconds: float) -> None:
-    assert seconds_left(stop_within, environ, now=1000.0) == seconds
+    assert seconds_left(stop_within, environ, now=1000.0, name="SIGTERM") == seconds
+
+
+def test_only_sigterm_starts_torchruns_deadline() -> None:
+    assert seconds_left(None, {"TORCHELASTIC_RUN_ID": "1"}, now=1000.0, name="SIGUSR1") is None
 
 
 def test_schedule_leaves_time_for_a_save() -> None:

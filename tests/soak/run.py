@@ -28,14 +28,14 @@ MODEL, RUN_DIR, KILL = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 SETTINGS = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
 if isinstance(KILL, list):
     KILL = dict(enumerate(KILL)).get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
-RANK = int(os.environ.get("RANK", "0"))
+RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")  # as sys.audit names them
 
 
 def tell(what: str, step: int, position: int) -> None:
     """One line, there for good when this returns."""
     RUN_DIR.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"what": what, "step": step, "position": position}) + "\n"
+    line = json.dumps({"what": what, "step": step, "position": position, "ranks": RANKS}) + "\n"
     descriptor = os.open(RUN_DIR / f"told-{RANK}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, line.encode())
     os.close(descriptor)

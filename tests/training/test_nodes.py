@@ -43,13 +43,15 @@ class Node:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    def start(self, log: Path, script: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """torchrun with two ranks."""
-        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(self.index)]
-        launcher += ["--nproc-per-node", "2", "--master-addr", ADDRESSES[0], "--master-port", "29511"]
+    def start(
+        self, log: Path, script: str, *arguments: str, launcher: list[str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start torchrun, with two ranks or the options ``launcher``."""
+        of_two = ["--nnodes", "2", "--node-rank", str(self.index), "--nproc-per-node", "2"]
+        launcher = launcher or [*of_two, "--master-addr", ADDRESSES[0], "--master-port", "29511"]
         environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         return subprocess.Popen(
-            self.command(sys.executable, *launcher, str(SCRIPTS / script), *arguments),
+            self.command(sys.executable, "-m", "torch.distributed.run", *launcher, str(SCRIPTS / script), *arguments),
             stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
 
@@ -185,3 +187,46 @@ def test_both_nodes_end_when_the_link_between_them_is_cut(nodes, tmp_path) -> No
     assert launch.wait() == [1, 1]
     assert "Rank 2 ended without a word" in launch.said(0) or "Rank 3 ended without a word" in launch.said(0)
     assert "Rank 0 ended without a word" in launch.said(1)
+
+
+@pytest.mark.engine
+def test_elastic_run_loses_and_regains_a_node(nodes: list[Node], tiny_model: Path, tmp_path: Path) -> None:
+    run, steps = tmp_path / "run", 40
+    settings = json.dumps({"max_steps": steps, "report": False})
+
+    def start(node: Node, attempt: int) -> subprocess.Popen[bytes]:
+        launcher = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+        launcher += ["--rdzv-endpoint", f"{ADDRESSES[0]}:29512", "--rdzv-id", "elastic"]
+        launcher += ["--local-addr", ADDRESSES[node.index], "--rdzv-conf"]
+        launcher.append(f"last_call_timeout=5,is_host={int(node.index == 0)}")
+        log = tmp_path / f"node{node.index}-{attempt}.log"
+        return node.start(log, "../soak/run.py", str(tiny_model), str(run), "null", settings, launcher=launcher)
+
+    def lines() -> list[dict[str, Any]]:
+        files = sorted(run.glob("told-*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    def wait_until_scored(ranks: int, step: int) -> int:
+        """Wait until a round of so many ranks is scored after ``step``; return the newest step."""
+        end = time.monotonic() + 600
+        while True:
+            newest = max((line["step"] for line in lines() if line["ranks"] == ranks), default=-1)
+            if newest > step:
+                return int(newest)
+            said = "".join(log.read_text()[-3000:] for log in sorted(tmp_path.glob("node*.log")))
+            assert time.monotonic() < end and first.poll() is None, said
+            time.sleep(0.5)
+
+    first, second = start(nodes[0], 0), start(nodes[1], 0)
+    lost_at = wait_until_scored(2, 3)
+    nodes[1].kill()
+    second.wait()
+    alone_at = wait_until_scored(1, lost_at)
+    second = start(nodes[1], 1)
+    together_at = wait_until_scored(2, alone_at)
+    assert lost_at < alone_at < together_at < steps
+    assert [first.wait(600), second.wait(600)] == [0, 0], (tmp_path / "node0-0.log").read_text()[-3000:]
+    assert (run / "model.safetensors").is_file()
+    scored = [(line["step"], line["position"]) for line in lines() if line["what"] == "scored"]
+    assert len(set(scored)) == 4 * steps, "each group of each step"
+    assert len(scored) - len(set(scored)) <= 4, "at most the groups of the round that the kill interrupted"
