@@ -28,11 +28,18 @@ FOLDER = "_journal"  # colograd.rollout.store.FOLDER, without its imports
 LEARNING_RATE = 1e-6
 
 
+VARIANTS = {
+    "trl-uncorrected": "TRL without the sampler's correction, which saves its second forward",
+    "trl-liger": "TRL with use_liger_kernel: Triton kernels, so on a GPU only",
+    "colograd-repeated": "colograd with the prompt repeated before each completion",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What one process does."""
 
-    trainer: str  # colograd or trl
+    trainer: str  # colograd or trl, or with a variant: see `VARIANTS`
     model: str  # a folder in the compared dtype
     rows: list[dict[str, Any]]  # prompts in the order of the steps, with the column `signal`
     prompt_tokens: int
@@ -174,12 +181,18 @@ def run_colograd(job: Job) -> dict[str, Any]:
     meter, rows = Meter(), Dataset.from_list(job.rows)
     clock = step_clock(meter, lambda logs, counted: _our_phases(logs))
     trainer = GRPOTrainer(job.model, hash_reward, _our_config(job), rows, callbacks=[clock])
+    _apply_variant(trainer, job)
     meter.watch(trainer.model)
     trainer.train()
     trainer.close()
     if not Path(job.rollouts).exists():
         shutil.copytree(Path(job.folder) / FOLDER, Path(job.rollouts) / FOLDER)
     return {"steps": clock.steps[1:], "recorded": _replayed(job, rows)[1:]}
+
+
+def _apply_variant(trainer: Any, job: Job) -> None:
+    if job.trainer == "colograd-repeated":
+        trainer.learner.rules = dataclasses.replace(trainer.learner.rules, share_prompts=False)
 
 
 def _our_config(job: Job, **changes: Any) -> Any:
@@ -218,6 +231,7 @@ def _replayed(job: Job, rows: Any) -> list[Step]:
     config = _our_config(job, output_dir=f"{job.folder}-replayed", learning_rate=0.0)  # each time the same
     replay = Replay(Path(job.rollouts), 1, 1)
     trainer = Timed(replay=replay, model=job.model, reward_funcs=hash_reward, args=config, train_dataset=rows)
+    _apply_variant(trainer, job)
     meter.watch(trainer.model)
     for _ in range(job.repeats + 1):
         trainer.train()
@@ -287,6 +301,8 @@ def run_trl(job: Job) -> dict[str, Any]:
         gradient_accumulation_steps=job.completions // job.rows_per_microbatch,
         use_cpu=not _on_gpu(),
         bf16=False,
+        vllm_importance_sampling_correction=job.trainer != "trl-uncorrected",
+        use_liger_kernel=job.trainer == "trl-liger",
     )
     meter = Meter()
     clock = step_clock(meter, lambda logs, counted: _their_phases(counted))
@@ -390,7 +406,7 @@ def main() -> int:
         if job.plain_malloc:
             process.keep_freed_memory = lambda: None  # type: ignore[method-assign]
         process.keep_freed_memory()
-    figures = run_colograd(job) if job.trainer == "colograd" else run_trl(job)
+    figures = run_colograd(job) if job.trainer.startswith("colograd") else run_trl(job)
     Path(job.out).write_text(json.dumps(figures))
     return 0
 

@@ -6,7 +6,8 @@
 Both train the same model on the same prompts with the same engine settings, threads and allocator settings, each in a
 process of its own, in turns (--trials of each). Figures are medians over all steps but the first of each process. The
 training phase is timed a second time on identical recorded rollouts, which takes the luck of sampling out of the
-comparison. Prints a Markdown table. It runs on a GPU where there is one, else on the CPU. Needs TRL 1.16.
+comparison. `--also` adds variants: TRL's fastest settings, and our own path without shared prompts. Prints
+a Markdown table. It runs on a GPU where there is one, else on the CPU. Needs TRL 1.16.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from typing import Any
 from colograd.runtime import process
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from contestants import VARIANTS  # noqa: E402
+
 TRAINERS = ("colograd", "trl")
 FIGURES = ("step_s", "train_s", "generate_s", "publish_s", "tokens_through_model", "forwards", "peak_memory_bytes")
 WORDS = ("red", "blue", "old", "new", "day", "night", "sun", "moon", "tree", "river", "stone", "house", "road", "bird")
@@ -56,6 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="on a CPU, leave glibc's allocator as it is: both give memory back, and spend more time on page faults",
     )
+    parser.add_argument("--also", nargs="*", default=[], choices=list(VARIANTS), help="variants to compare, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     options = parser.parse_args(argv)
@@ -151,7 +157,7 @@ def make_jobs(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
     names = {field.name for field in dataclasses.fields(_job_class())} & vars(options).keys() - shared.keys()
     shared |= {name: getattr(options, name) for name in names}
     for trial in range(options.trials):
-        for trainer in TRAINERS:
+        for trainer in (*TRAINERS, *options.also):
             place = folder / f"{trainer}-{trial}"
             yield {**shared, "trainer": trainer, "folder": str(place), "out": f"{place}.json"}
 
@@ -188,8 +194,8 @@ def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def ratios(trainers: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """TRL over colograd: above 1 is in colograd's favour."""
+def ratios(trainers: dict[str, dict[str, Any]], other: str = "trl") -> dict[str, float]:
+    """Another contestant over colograd: above 1 is in colograd's favour."""
     names = {
         "step": "step_s",
         "train": "train_s",
@@ -198,7 +204,7 @@ def ratios(trainers: dict[str, dict[str, Any]]) -> dict[str, float]:
         "memory": "peak_memory_bytes",
         "tokens": "tokens_through_model",
     }
-    ours, theirs = trainers["colograd"], trainers["trl"]
+    ours, theirs = trainers["colograd"], trainers[other]
     return {name: theirs[key] / ours[key] for name, key in names.items() if key in ours}
 
 
@@ -222,15 +228,19 @@ def report(trainers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> str
     ):
         if key not in trainers["colograd"]:
             continue  # without --repeats
-        ours, theirs = (trainers[trainer][key] / unit for trainer in TRAINERS)
-        rows.append([name, f"{ours:{form}}", f"{theirs:{form}}", f"{theirs / ours:.1f}" if ours else ""])
+        ours, *others = (trainer[key] / unit for trainer in trainers.values())
+        ratio = [f"{value / ours:.1f}" if ours else "" for value in others]
+        rows.append([name, *(f"{value:{form}}" for value in (ours, *others)), *ratio])
     head = (
         f"{settings['model']}, {settings['dtype']}, {settings['machine']}: {settings['prompts_per_step']} prompts of "
         f"{settings['prompt_tokens']} tokens x {settings['num_generations']} completions of at most "
         f"{settings['completion_tokens']} tokens; medians over {settings['steps']} step(s) of {settings['trials']} "
         "process(es) each"
     )
-    return "\n".join([head, "", table(["A step", "colograd", "TRL", "TRL / colograd"], rows), "", NOTE])
+    names = [name.replace("trl", "TRL") for name in trainers]
+    titles = ["A step", *names, *(f"{name} / colograd" for name in names[1:])]
+    variants = [f"{name}: {VARIANTS[name]}." for name in trainers if name in VARIANTS]
+    return "\n".join([head, "", table(titles, rows), "", *variants, NOTE])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from figures import machine, write
     from phases import versions
 
-    found: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in TRAINERS}
+    found: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in (*TRAINERS, *options.also)}
     with tempfile.TemporaryDirectory(prefix="colograd-bench-") as folder:
         for job in make_jobs(options, Path(folder)):
             found[job["trainer"]].append(run(job))

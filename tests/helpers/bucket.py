@@ -30,6 +30,8 @@ WRITING = os.O_WRONLY | os.O_RDWR
 class Bucket(mfusepy.Operations):
     """Passes calls on to a local folder, but for the rules of the kind."""
 
+    use_ns = True
+
     def __init__(self, kind: str, folder: str) -> None:
         self.kind, self.folder = kind, folder
         self.ends: dict[int, int] = {}  # bytes written through a descriptor of a new file
@@ -39,8 +41,9 @@ class Bucket(mfusepy.Operations):
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         found = os.lstat(self.place(path))
-        names = ("st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size", "st_uid")
-        return {name: getattr(found, name) for name in names}
+        names = ("st_gid", "st_mode", "st_nlink", "st_size", "st_uid")
+        times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "ctime", "mtime")}
+        return {name: getattr(found, name) for name in names} | times
 
     def readdir(self, path: str, fh: int) -> list[str]:
         if self.kind == "cached":
