@@ -99,6 +99,7 @@ def test_both_trainers_run_side_by_side(tiny_model: Path, tmp_path: Path) -> Non
     command = [sys.executable, str(BENCHMARKS / "side_by_side.py"), "--model", str(tiny_model), "--signal", "0.5"]
     command += ["--prompt-tokens", "70", "--completion-tokens", "8", "--num-generations", "4"]
     command += ["--prompts-per-step", "2", "--steps", "2", "--dtype", "float32", "--out", str(tmp_path / "f.json")]
+    command += ["--also", "trl-uncorrected", "colograd-repeated"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
     assert done.returncode == 0
     assert "| tokens through the model |" in done.stdout
@@ -111,3 +112,7 @@ def test_both_trainers_run_side_by_side(tiny_model: Path, tmp_path: Path) -> Non
     assert ours["forwards"] == 1 and 70 < ours["tokens_recorded"] <= 70 + 4 * 8
     # TRL: every prompt with every completion, padded, through two forwards.
     assert theirs["forwards"] == 2 and theirs["tokens_recorded"] >= 2 * 8 * (70 + 1)
+    uncorrected, repeated = found["trainers"]["trl-uncorrected"], found["trainers"]["colograd-repeated"]
+    assert (uncorrected["forwards"], uncorrected["tokens_recorded"]) == (1, theirs["tokens_recorded"] / 2)
+    # Without shared prompts: the prompt with each completion of the group that carries a signal, unpadded.
+    assert repeated["tokens_recorded"] == ours["tokens_recorded"] + 3 * 70
