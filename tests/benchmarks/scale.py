@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,8 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     import torch
 
     from colograd.batch import Group, ModelInput, SampledStep, ScoredGroup
-    from colograd.engine.vllm_engine import _sampled
+    from colograd.engine.protocol import Sampled
+    from colograd.engine.vllm_engine import _logprobs, finish_reason_of
     from colograd.extensions.recording.completions import write_log
     from colograd.extensions.recording.group_views import as_utf8, completion_rows
     from colograd.losses.advantages import group_advantages
@@ -128,7 +130,12 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
         output = made_up_outputs(options, position)
         with stages.stage("rollouts"):
             asked = ModelInput(tuple(output.prompt_token_ids))
-            rollouts = tuple(completion.rollout(asked, 0) for completion in _sampled(output))
+            rollouts = tuple(
+                Sampled(array("i", one.token_ids), _logprobs(one), finish_reason_of(one.finish_reason)).rollout(
+                    asked, 0
+                )
+                for one in output.outputs
+            )
         group = Group({"prompt": "How much is it?"}, rollouts, position)
         tokens += sum(len(rollout.completion_ids) for rollout in rollouts)
         with stages.stage("text"):
@@ -159,7 +166,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
             write_log(folder, rows, ["odd_length"], 1)
     scorer.close()
     total = [sum(seconds[clock] for seconds in stages.seconds.values()) for clock in (0, 1)]
-    return {"tokens": tokens, "packed": through, "stages": stages.seconds, "total": total,
+    return {"tokens": tokens, "packed": through, "forwards": len(batch.rows), "stages": stages.seconds, "total": total,
             "bytes": (peak.resident - before) / tokens,
             "workers": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime}  # fmt: skip
 

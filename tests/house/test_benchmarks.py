@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,6 +18,19 @@ from paths import BENCHMARKS
 sys.path.insert(0, str(BENCHMARKS))
 
 import side_by_side
+
+
+def test_benchmarks_import_names_that_exist() -> None:
+    """Imports inside functions, too: most benchmarks run by hand only."""
+    missing = []
+    for path in sorted(BENCHMARKS.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("colograd"):
+                module = importlib.import_module(str(node.module))
+                for name in (alias.name for alias in node.names):
+                    if not hasattr(module, name) and importlib.util.find_spec(f"{node.module}.{name}") is None:
+                        missing.append(f"{path.name}: {node.module}.{name}")
+    assert not missing
 
 
 def forked(benchmark: str, *arguments: Any) -> str:
