@@ -14,7 +14,7 @@ from ..policy.lora import base_name
 AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts in a checkpoint's layout
 # Functions that vLLM's weight loaders apply, by the last parts of the checkpoint's name and of vLLM's.
 FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
-    ("A_log", "A"): lambda decay: -torch.exp(decay.float()),  # Mamba's state matrix
+    ("A_log", "A"): lambda decay: -torch.exp(decay.float())  # Mamba's state matrix
 }
 
 

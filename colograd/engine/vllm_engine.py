@@ -17,10 +17,7 @@ from ..batch import Group, ModelInput, Prompt, Rollout
 from ..parallel import faults, watchdog
 from ..riders import with_shared_riders
 from ..runtime import process
-from .building import (
-    explained_errors,
-    nondeterminism_allowed,
-)
+from .building import explained_errors, nondeterminism_allowed
 from .leading import follow, last_outputs, leading
 from .loaded import LoadedVLLM
 from .protocol import Sampled, StaleWeights, T

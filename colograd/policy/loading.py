@@ -42,13 +42,7 @@ from .lora import (
 )  # fmt: skip
 from .row_proof import choose_rows, expect_rows
 from .supported import features
-from .towers import (
-    freeze_unread,
-    has_tower,
-    hears,
-    reads_text_alone,
-    set_text_alone,
-)
+from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,7 @@ import torch
 from ..batch import MicroBatch, PackedRow, StepBatch
 from ..parallel import watchdog
 from . import attention, padded
-from .head import (
-    FLOAT32_PRODUCTS,
-    Candidates,
-    Head,
-    OtherDistribution,
-    label_logprobs,
-)
+from .head import FLOAT32_PRODUCTS, Candidates, Head, OtherDistribution, label_logprobs
 from .lora import unwrap
 from .packing import PackedSequence, collate
 
