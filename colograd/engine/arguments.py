@@ -11,6 +11,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
+from ..policy.supported import read_config
 from ..runtime import registry
 
 CPU_BLOCK = 32  # tokens per KV block. A group shares only whole blocks; with vLLM's 128 most prompts fill none
@@ -43,7 +44,7 @@ def engine_kwargs(
     Raises:
         ValueError: ``vllm_engine_kwargs`` sets an argument that the trainer sets itself.
     """
-    given = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     for name in RESERVED:
         if name in given:
             raise ValueError(f"vllm_engine_kwargs sets {name!r}, which the trainer sets itself: remove it.")
@@ -73,8 +74,13 @@ def engine_kwargs(
     if config.vllm_tensor_parallel_size > 1:
         kwargs["async_scheduling"] = False  # in some versions each rank would schedule by whether its own batch is done
     if config.on_cpu:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
         kwargs["block_size"] = CPU_BLOCK
-        kwargs |= _unpacked_latents()
+        # vLLM's plain CPU kernel for multi-head latent attention; the AMX kernel packs weights out of reach. It has no
+        # effect on other models' attention.
+        if (plain := getattr(AttentionBackendEnum, "CPU_MLA", None)) is not None:
+            kwargs |= dict.fromkeys(accepted("attention_backend"), plain)
     else:
         # With a KV cache size the share has no effect, but vLLM refuses to start where less of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
@@ -82,24 +88,22 @@ def engine_kwargs(
         kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
             kwargs["disable_custom_all_reduce"] = True  # it queries the other ranks' GPUs, but a task sees only its own
-        if sequences:
-            kwargs |= _batch_kwargs(config, sequences, trained or sequences)
+        if sequences:  # vLLM's defaults suit a server: up to 512 sequences
+            width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
+            kwargs["max_num_seqs"] = width
+            says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
+            if compiles(config) and not says_graphs:
+                drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
+                most = min(width * (drafts + 1), MOST_SEQUENCES) if drafts else 0
+                sizes = graph_sizes(width, trained or sequences, most, drafts + 1)
+                kwargs |= dict.fromkeys(accepted("cudagraph_capture_sizes"), sizes)
     return {name: value for name, value in kwargs.items() if value is not None} | given
-
-
-def _unpacked_latents() -> dict[str, Any]:
-    """Select vLLM's plain CPU kernel for multi-head latent attention; the AMX kernel packs weights out of reach."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    plain = getattr(AttentionBackendEnum, "CPU_MLA", None)  # has no effect on other models' attention
-    return {} if plain is None else dict.fromkeys(accepted("attention_backend"), plain)
 
 
 def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
     """Return whether vLLM uses its Model Runner V2, which returns a completion's experts and kept tokens by itself.
 
-    Raises:
-        ValueError: V2 is switched off on a GPU. There V1 doesn't expose the values that ``setting`` needs.
+    On a GPU V1 doesn't expose the values that ``setting`` needs: a ValueError if V2 is switched off there.
     """
     import vllm.envs
 
@@ -113,18 +117,6 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
     return True
 
 
-def _batch_kwargs(config: GRPOConfig, sequences: int, trained: int) -> dict[str, Any]:
-    """Size vLLM's batches and CUDA graphs for one generation. Its defaults suit a server: up to 512 sequences."""
-    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
-    width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
-    kwargs: dict[str, Any] = {"max_num_seqs": width}
-    says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
-    if compiles(config) and not says_graphs:
-        sizes = graph_sizes(width, trained, *drafted_tokens(config, width))
-        kwargs |= dict.fromkeys(accepted("cudagraph_capture_sizes"), sizes)
-    return kwargs
-
-
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
     """Return the numbers of tokens to capture CUDA graphs for. A step runs with the next larger size.
 
@@ -132,8 +124,7 @@ def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> l
     far apart.
 
     Args:
-        width: maximum number of sequences in a step, each with one token.
-        trained: maximum number of sequences in training.
+        width: maximum number of sequences in a step, each with one token; ``trained``: in training.
         most: maximum number of tokens in a step with drafts.
         multiple: tokens per sequence and step with drafts; vLLM drops all sizes except its multiples.
     """
@@ -142,13 +133,6 @@ def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> l
     far = range(FAR_APART, largest + 1, FAR_APART)
     sizes = {size for size in near if size <= fine} | {size for size in far if size > fine} | {fine, width, most}
     return sorted({-(-size // multiple) * multiple for size in sizes if 0 < size <= largest})
-
-
-def drafted_tokens(config: GRPOConfig, width: int) -> tuple[int, int]:
-    """Return the maximum tokens of a step with drafts, and of one sequence in it; (0, 1): nothing is drafted."""
-    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
-    drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
-    return (min(width * (drafts + 1), MOST_SEQUENCES), drafts + 1) if drafts else (0, 1)
 
 
 def compiles(config: GRPOConfig) -> bool:
@@ -242,12 +226,10 @@ def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:
     """Return whether vLLM's class of this model supports adapters. Otherwise it refuses to be built with slots."""
-    from transformers import AutoConfig
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
-    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
-    model = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=config.trust_remote_code)
-    known = [ModelRegistry.models[name] for name in model.architectures or () if name in ModelRegistry.models]
+    names = getattr(read_config(model_path, config), "architectures", None) or ()
+    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
     return not known or bool(supports_lora(known[0].load_model_cls()))
 
 

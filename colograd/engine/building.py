@@ -40,10 +40,6 @@ def explained_errors(model: str) -> Iterator[None]:
     """Replace an error of vLLM's code by one that names vLLM and the model.
 
     vLLM lists models that its build for this device can't run, so such errors are expected.
-
-    Raises:
-        RuntimeError: vLLM's code failed, or can't be imported.
-        ValueError: vLLM refuses its configuration.
     """
     try:
         yield
@@ -134,12 +130,20 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
         enter(nondeterminism_allowed())
         if not on_cpu:
             while_built.callback(process.compile_with_threads, _compile_threads)
-        enter(output_with_a_descriptor())
+        try:
+            sys.stdout.fileno()
+        except (OSError, AttributeError):  # vLLM needs a file descriptor, and Colab's output has none
+            enter(contextlib.redirect_stdout(sys.__stdout__))
         # vLLM reseeds python, numpy and torch. Restore their states, so that the user's seed stays in force.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
         enter(torch.random.fork_rng(range(torch.cuda.device_count())))
-        enter(same_float32_products())
+        # vLLM's worker sets the precision of float32 products (`tf32`). torch has a newer and an older setting for it,
+        # and its compiler fails if they differ. So both are restored, the older one first.
+        for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            while_built.callback(setattr, products, "fp32_precision", products.fp32_precision)
+        with contextlib.suppress(RuntimeError):  # reading the older one fails if only the newer one was set
+            while_built.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if on_cpu:
             ranks_without_compiling()
             draws_taken_back()
@@ -157,39 +161,17 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
 
 
 @contextlib.contextmanager
-def same_float32_products() -> Iterator[None]:
-    """Keep the precision of float32 products (`tf32`), which vLLM's worker sets to the highest.
-
-    torch has an older and a newer setting for it, and its compiler fails if they differ. So both are restored. Reading
-    the older one fails if only the newer one was set.
-    """
-    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    newer, older = [each.fp32_precision for each in products], None
-    with contextlib.suppress(RuntimeError):
-        older = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        if older is not None:
-            torch.set_float32_matmul_precision(older)
-        for each, precision in zip(products, newer, strict=True):
-            each.fp32_precision = precision
-
-
-@contextlib.contextmanager
 def nondeterminism_allowed() -> Iterator[None]:
     """Let torch use nondeterministic algorithms while the context lasts.
 
     `full_determinism` concerns the policy's gradients, and some of vLLM's kernels have no deterministic counterpart.
     """
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if asked:
-        torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        if asked:
-            torch.use_deterministic_algorithms(True, warn_only=warns)
+        torch.use_deterministic_algorithms(asked, warn_only=warns)
 
 
 @contextlib.contextmanager
@@ -208,17 +190,6 @@ def rank_variables_of(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def output_with_a_descriptor() -> Iterator[None]:
-    """Give standard output the file descriptor that vLLM needs, while the context lasts. Colab's output has none."""
-    with contextlib.ExitStack() as while_built:
-        try:
-            sys.stdout.fileno()
-        except (OSError, AttributeError):
-            while_built.enter_context(contextlib.redirect_stdout(sys.__stdout__))
-        yield
-
-
-@contextlib.contextmanager
 def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
     """Replace the attribute ``name`` of ``owner`` (vLLM's module or class) by ``ours`` while the context lasts."""
     theirs = getattr(owner, name)
@@ -234,9 +205,6 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
     The policy's parameters may be views of these weights, so unmapping them would break the policy. Views into the pool
     would also prevent a second engine from being built.
-
-    Raises:
-        RuntimeError: this vLLM can't put weights and KV cache into different pools.
     """
     from vllm import __version__ as found
     from vllm.v1.worker.gpu_worker import Worker

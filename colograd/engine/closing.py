@@ -32,8 +32,15 @@ def closed_if_it_fails() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for core in _ownerless_cores():
-            _stop(core)
+        from vllm.v1.engine.core_client import InprocClient
+
+        for client in [
+            each for each in gc.get_objects() if type(each) is InprocClient and hasattr(each, "engine_core")
+        ]:
+            if (theirs := getattr(client, "_finalizer", None)) is not None:
+                theirs.detach()
+            if client.engine_core not in _alive:  # its engine failed after its core was made
+                _stop(client.engine_core)
         process.forget_frames(error, but=handled)
         _free_memory()
         raise
@@ -69,18 +76,6 @@ def _stop(core: Any) -> None:
         spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # half a second each; done once afterwards
         with contextlib.suppress(Exception):  # names differ between versions; dropping the core frees its memory
             core.shutdown()
-
-
-def _ownerless_cores() -> list[Any]:
-    """Return the cores of engines that failed to build after their core was made."""
-    from vllm.v1.engine.core_client import InprocClient
-
-    clients = [found for found in gc.get_objects() if type(found) is InprocClient and hasattr(found, "engine_core")]
-    cores = [client.engine_core for client in clients if client.engine_core not in _alive]
-    for client in clients:
-        if (theirs := getattr(client, "_finalizer", None)) is not None:
-            theirs.detach()
-    return cores
 
 
 def _leave_groups_with_the_last() -> None:

@@ -7,7 +7,7 @@ returns a feature, or None if its option is off. It is called once, when an engi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class BuiltEngine(Protocol):
 
 
 class EngineFeature:
-    """An optional part of `VLLMEngine`. Methods that a subclass doesn't override aren't called per request."""
+    """An optional part of `VLLMEngine`; a subclass overrides some methods."""
 
     blank = False  # whether the engine is built without reading weights, because a publish writes them
 
@@ -105,26 +105,8 @@ class EngineFeature:
         """Free the feature's memory."""
 
 
-class Features:
-    """The features of an engine, with a list of the overriding methods for each method that is called per request."""
-
-    def __init__(self, features: Iterable[EngineFeature] = ()) -> None:
-        self.every = tuple(features)
-        self.while_generating = self._overridden("while_generating")
-        self.request = self._overridden("request")
-        self.completions = self._overridden("completions")
-        self.scored = self._overridden("scored")
-        self.take_counts = self._overridden("take_counts")
-        self.drop = self._overridden("drop")
-        self.forget = self._overridden("forget")
-
-    def _overridden(self, name: str) -> list[Callable[..., Any]]:
-        plain = getattr(EngineFeature, name)
-        return [getattr(feature, name) for feature in self.every if getattr(type(feature), name) is not plain]
-
-
-def engine_features(config: GRPOConfig, use: EngineUse) -> list[EngineFeature]:
+def engine_features(config: GRPOConfig, use: EngineUse) -> tuple[EngineFeature, ...]:
     """Return the features of the installed extensions that a run uses. A collective."""
     with on_all_ranks("the engine's features"):
         offers = (offer(config, use) for offer in hooks("engine_feature"))
-        return [feature for feature in offers if feature is not None]
+        return tuple(feature for feature in offers if feature is not None)

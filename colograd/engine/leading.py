@@ -80,9 +80,6 @@ def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any
     its server. So a list takes the place of a client's stream while requests are aborted.
 
     The yielded mapping, from request to output, is filled when the body ends.
-
-    Raises:
-        RuntimeError: this vLLM makes no last output of aborted requests.
     """
     found, outputs, wanted = dict[str, Any](), _Outputs(), set(requests)
     for state in core.output_processor.request_states.values():

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .building import replaced
-
 
 class Load(NamedTuple):
     """The engine's load after one step."""
@@ -42,46 +40,39 @@ def load_of(core: Any) -> Load | None:
 @contextlib.contextmanager
 def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
     """Call ``look`` with the load after each step of the engine, and count preemptions, while the context lasts."""
-    found = Preemptions()
-    scheduler = None
-    with contextlib.suppress(AttributeError):
-        scheduler = engine.core.engine_core.engine_core.scheduler
+    preemptions = Preemptions()
+    inner = getattr(getattr(engine.core, "engine_core", None), "engine_core", None)
+    scheduler = getattr(inner, "scheduler", None)
     own = getattr(scheduler, "_preempt_request", None)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        assert own is not None
-        found.number = (found.number or 0) + 1
-        return own(*args, **kwargs)
+        preemptions.number = (preemptions.number or 0) + 1
+        return own(*args, **kwargs)  # type: ignore[misc]
 
-    with contextlib.ExitStack() as stack:
-        if own is not None:
-            found.number = 0
-            stack.callback(scheduler.__dict__.pop, "_preempt_request", None)  # runs last: uncovers the class's method
-            stack.enter_context(replaced(scheduler, "_preempt_request", counted))
-        stack.enter_context(load_after_each_step(engine, look))
-        yield found
-
-
-@contextlib.contextmanager
-def stepping(engine: Any, tell: Callable[[int], None]) -> Iterator[None]:
-    """Call ``tell`` with the number of running sequences after each step, while the context lasts.
-
-    Each running sequence got a token in the step.
-    """
-    with load_after_each_step(engine, lambda load: tell(load.running)):
-        yield
+    with load_after_each_step(engine, look):
+        if scheduler is None or own is None:
+            yield preemptions
+            return
+        preemptions.number, scheduler._preempt_request = 0, counted
+        try:
+            yield preemptions
+        finally:
+            vars(scheduler).pop("_preempt_request", None)  # uncovers the class's method
 
 
-@contextlib.contextmanager
-def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> Iterator[None]:
+def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
+    """Call ``tell`` with the number of running sequences, each of which got a token, after each step in the context."""
+    return load_after_each_step(engine, lambda load: tell(load.running))
+
+
+def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> contextlib.AbstractContextManager[None]:
     """Call ``look`` with the load after each step, while the context lasts."""
 
     def after_step() -> None:
         if (load := load_of(engine.core)) is not None:
             look(load)
 
-    with after_each_step(engine, after_step):
-        yield
+    return after_each_step(engine, after_step)
 
 
 @contextlib.contextmanager

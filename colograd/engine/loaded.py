@@ -18,15 +18,9 @@ from ..config import GRPOConfig
 from ..parallel import watchdog
 from ..parallel.lockstep import Lockstep
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import (
-    buffers_stay,
-    build_conditions,
-    check_vllm,
-    explained_errors,
-    untested_vllm,
-)
+from .building import buffers_stay, build_conditions, check_vllm, explained_errors, untested_vllm
 from .closing import closed_if_it_fails, closes_with
-from .feature import EngineFeature, EngineUse, Features, engine_features
+from .feature import EngineFeature, EngineUse, engine_features
 from .model_classes import classes_apart, computed_per_layer_inputs
 from .protocol import ServedWeights
 from .tensors import VLLMTensors
@@ -67,25 +61,17 @@ class LoadedVLLM:
         self._written: list[tuple[str, Sequence[int]]] = []
         self._unknown_tokens = 0  # number of sampled unknown tokens since `take_counts`
         self.served = ServedWeights()
-        self._features = Features(engine_features(config, use) if features is None else features)
-        self.blank = use.blank or any(feature.blank for feature in self._features.every)
-        shared = self.layout.ranks_per_engine > 1
-        self._lockstep = Lockstep(self.layout, config.ddp_timeout) if shared else None
+        self._features = engine_features(config, use) if features is None else tuple(features)
+        self.blank = use.blank or any(feature.blank for feature in self._features)
+        ranks = self.layout.ranks_per_engine
+        self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use.sequences, use.trained)
-        self._build(kwargs, config, use)
-        self._measure(use.tokens)
-        self.build_seconds = time.perf_counter() - started
-
-    def _build(self, kwargs: dict[str, Any], config: GRPOConfig, use: EngineUse) -> None:
-        """Build vLLM with the features' changes."""
-        model_path: str = kwargs["model"]
-        for feature in self._features.every:
+        for feature in self._features:
             kwargs |= feature.arguments(kwargs)
         kwargs |= lora_kwargs(model_path, config, use.adapter)
         if self.blank:
             kwargs |= blank_kwargs(kwargs)
         watchdog.progress("the start of vLLM")
-        ranks = self.layout.ranks_per_engine
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(closed_if_it_fails())
             while_built.enter_context(build_conditions(config.device, self.sleeps, use.adapter is not None, ranks))
@@ -93,31 +79,29 @@ class LoadedVLLM:
 
             if self.blank:
                 while_built.enter_context(buffers_stay())
-            for feature in self._features.every:
+            for feature in self._features:
                 while_built.enter_context(feature.while_built())
             while_built.enter_context(classes_apart(lambda: self.model))
             while_built.enter_context(computed_per_layer_inputs())
             with explained_errors(model_path):
                 self.llm = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
-            self.vocab_size = int(self.vllm_config.model_config.hf_text_config.vocab_size)  # of the checkpoint
-            for feature in self._features.every:
+            model_config, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+            self.vocab_size = int(model_config.hf_text_config.vocab_size)  # of the checkpoint
+            for feature in self._features:
                 feature.built(self)
-
-    def _measure(self, tokens: int) -> None:
-        """Read vLLM's sizes. ``tokens`` is the number of tokens in the tokenizer; 0: unknown."""
-        found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
-        self.dtype = found.dtype
-        asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
-        self.head_dtype = asked if computes_float32_heads() else self.dtype
-        self.tokens = min(tokens or self.vocab_size, self.vocab_size)
-        self.context = int(found.max_model_len)  # maximum tokens of a sequence, with its prompt
+        self.dtype = model_config.dtype
+        head_dtype: torch.dtype = getattr(model_config, "head_dtype", self.dtype)
+        self.head_dtype = head_dtype if computes_float32_heads() else self.dtype
+        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # in the tokenizer
+        self.context = int(model_config.max_model_len)  # maximum tokens of a sequence, with its prompt
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # capacity of the cache in tokens
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each parameter counted once
+        self.build_seconds = time.perf_counter() - started
 
     def check_processor(self, processor: Any) -> None:
-        for feature in self._features.every:
+        for feature in self._features:
             feature.check_processor(processor)
 
     @property
@@ -126,12 +110,8 @@ class LoadedVLLM:
         return self.llm.llm_engine
 
     @property
-    def _runner(self) -> Any:
-        return self.core.model_executor.driver_worker.worker.model_runner
-
-    @property
     def model(self) -> torch.nn.Module:
-        return self._runner.model
+        return self.core.model_executor.driver_worker.worker.model_runner.model
 
     @property
     def vllm_config(self) -> Any:
@@ -161,11 +141,6 @@ class LoadedVLLM:
         self.version = None
 
     def stamp(self, version: int) -> None:
-        """See `Engine.stamp`.
-
-        Raises:
-            RuntimeError: requests are in flight, or the prefix cache refused to be reset.
-        """
         self.invalidate()
         if self.core.has_unfinished_requests():
             raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
@@ -183,8 +158,8 @@ class LoadedVLLM:
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
                 "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
-        for forget in self._features.forget:
-            forget()
+        for feature in self._features:
+            feature.forget()
 
     @property
     def tensors(self) -> VLLMTensors:
@@ -209,7 +184,7 @@ class LoadedVLLM:
         if not self.sleeps or self.asleep:
             return
         self._forget_prefixes(self.version)  # older versions of vLLM don't do it themselves
-        if self._releases:
+        if hasattr(self.core, "release_kv_cache_memory"):  # older ones sleep at level 1
             # The release needs a paused scheduler. Aborting requests would reset vLLM's record of routed experts.
             self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
@@ -218,27 +193,17 @@ class LoadedVLLM:
         self.asleep = True
 
     def wake(self) -> None:
-        """See `Engine.wake`.
-
-        Raises:
-            RuntimeError: vLLM stayed asleep.
-        """
         if not self.asleep:
             return
         torch.cuda.empty_cache()  # vLLM maps the cache outside torch's allocator, so cached memory must be free
-        self.core.wake_up(tags=["kv_cache"] if self._releases else None)
+        self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
         self.asleep = False
 
-    @property
-    def _releases(self) -> bool:
-        """Whether this vLLM can release the KV cache by name; older ones sleep at level 1."""
-        return hasattr(self.core, "release_kv_cache_memory")
-
     def close(self) -> None:
         self._close()
-        for feature in self._features.every:
+        for feature in self._features:
             feature.close()
-        self._features, self.served = Features(), ServedWeights()
+        self._features, self.served = (), ServedWeights()
         self.llm = None

@@ -22,8 +22,6 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from .building import replaced
 
-_Class = tuple[tuple[type, ...], dict[str, Any]]  # bases and attributes of a class
-
 
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
@@ -32,31 +30,30 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     Modules of vLLM's model that have a changed class get a new class with the changes.
     """
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in _subclasses(PreTrainedModel)}
-    try:
-        with _registered_before():
-            yield
-        theirs = {kind: _own_class(kind, before[kind]) for kind in before if kind.__bases__ != before[kind][0]}
-    except BaseException:
-        for kind, (bases, _) in before.items():
-            if kind.__bases__ != bases:
-                _restore(kind, before[kind])
-        raise
-    for module in model().modules() if theirs else ():
-        if type(module) in theirs:
-            module.__class__ = theirs[type(module)]
-
-
-@contextlib.contextmanager
-def _registered_before() -> Iterator[None]:
-    """Restore the registered configuration of each model type that transformers knows, when the context ends."""
     registered: dict[str, Any] = CONFIG_MAPPING._extra_content
-    before = dict(registered)
+    registered_before = dict(registered)
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # those that transformers knows
             del registered[model_type]
-        registered |= before
+        registered |= registered_before
+        theirs = {}
+        for kind in [kind for kind in before if kind.__bases__ != before[kind][0]]:
+            bases, own = before[kind]
+            added = tuple(base for base in kind.__bases__ if base not in bases)
+            changed = {name: value for name, value in vars(kind).items() if value is not own.get(name)}
+            changed = {name: value for name, value in changed.items() if name not in ("__dict__", "__weakref__")}
+            for name in changed:
+                if name in own:
+                    setattr(kind, name, own[name])
+                else:
+                    delattr(kind, name)
+            kind.__bases__ = bases
+            theirs[kind] = type(kind.__name__, (kind, *added), changed | {"__module__": kind.__module__})
+    for module in model().modules() if theirs else ():
+        if type(module) in theirs:
+            module.__class__ = theirs[type(module)]
 
 
 def _subclasses(kind: type) -> Iterator[type]:
@@ -64,27 +61,6 @@ def _subclasses(kind: type) -> Iterator[type]:
     for found in subclasses:
         yield found
         yield from _subclasses(found)
-
-
-def _own_class(kind: type, before: _Class) -> type:
-    """Restore ``kind``, and return a subclass with the attributes and bases that were added to it."""
-    added = tuple(base for base in kind.__bases__ if base not in before[0])
-    changed = _restore(kind, before)
-    return type(kind.__name__, (kind, *added), changed | {"__module__": kind.__module__})
-
-
-def _restore(kind: type, before: _Class) -> dict[str, Any]:
-    """Restore ``kind``, and return the attributes that were new or changed."""
-    bases, own = before
-    changed = {name: value for name, value in vars(kind).items() if value is not own.get(name)}
-    changed = {name: value for name, value in changed.items() if name not in ("__dict__", "__weakref__")}
-    for name in changed:
-        if name in own:
-            setattr(kind, name, own[name])
-        else:
-            delattr(kind, name)
-    kind.__bases__ = bases
-    return changed
 
 
 def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
@@ -97,7 +73,8 @@ def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
     def initialize(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model: torch.nn.Module = theirs(*args, **kwargs)
         add_per_layer_inputs(model)
-        suppress_no_tokens(model)
+        if hasattr(model, "_suppress_token_ids"):
+            model._suppress_token_ids = None
         for part in model.modules():
             scale_projection(part)
         return model
@@ -120,11 +97,6 @@ def add_per_layer_inputs(model: Any) -> None:
         return theirs(input_ids, *args, per_layer_inputs=per_layer_inputs, **kwargs)
 
     model.forward = forward
-
-
-def suppress_no_tokens(model: Any) -> None:
-    if hasattr(model, "_suppress_token_ids"):
-        model._suppress_token_ids = None
 
 
 def scale_projection(decoder: Any) -> None:

@@ -6,7 +6,7 @@ A new engine is a class with these members; `training/assembly.py` builds it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,8 @@ from ..parallel.layout import RankLayout
 from ..policy.packed_weights import PackedWeight
 from ..riders import Rider
 from .sampling import Sampling
+from .tensors import LoRALayer as LoRALayer
+from .tensors import VLLMTensors
 
 T = TypeVar("T")
 
@@ -47,44 +49,7 @@ class Sampled:
         )
 
 
-class LoRALayer(Protocol):
-    """A layer of the engine with slots for adapters."""
-
-    def stacks(self, kind: str) -> Sequence[torch.Tensor]:
-        """Return the present tensors of ``lora_A`` or ``lora_B``, one per fused part: [slots, 1, rows, columns]."""
-
-
-class EngineTensors(Protocol):
-    """The engine's tensors by name, and the translation of a checkpoint's names into the engine's."""
-
-    @property
-    def fusions(self) -> Mapping[str, Sequence[str]]:
-        """Parts of each fused layer: ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``."""
-
-    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return all parameters, each once, by their names in a model without adapters."""
-
-    def renamed(self, name: str) -> str:
-        """Translate a checkpoint's name of a tensor into the engine's, before fusions."""
-
-    def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that maps a checkpoint's tensor to the engine's; None: the two are equal.
-
-        Args:
-            place: the engine's name of the tensor, if `renamed` doesn't know it.
-        """
-
-    def expert_layout(self, name: str) -> str:
-        """Return the layout of an experts' tensor: "" as in a checkpoint, else the kernel that defines it."""
-
-    def merged_outputs(self, name: str) -> Sequence[int]:
-        """Return the output sizes of a tensor's layer, one per part. Ranks split each part. Empty: one part."""
-
-    def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:
-        """Return whether only the first rank adds a bias, because ranks sum the layer's outputs."""
-
-    def lora_layers(self) -> Mapping[str, LoRALayer]:
-        """Return the layers with slots for adapters, by name."""
+EngineTensors = VLLMTensors  # another engine's tensors have the same members
 
 
 class ServedWeights:

@@ -28,21 +28,12 @@ SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-# Sampling parameters that `generation_kwargs` may not set, with the reason.
-_NOT_READ = "nothing reads what vLLM would return for it: remove it"
-_INTERNAL = "vLLM sets it itself: remove it"
-REFUSED = {
-    "logprob_token_ids": _NOT_READ,
-    "prompt_logprob_token_ids": _NOT_READ,
-    "prompt_logprob_start": _NOT_READ,
-    "routed_experts_prompt_start": "router_replay needs the experts of the whole prompt: remove it",
-    "skip_reading_prefix_cache": "set vllm_engine_kwargs: {enable_prefix_caching: false} instead",
-    "stream_interval": "the trainer decides when it reads tokens: remove it",
-    "trace_decode_token_ids": "it replaces sampling: a rollout_func may return completions of your own",
-    "watermarking": "a watermark changes which tokens are sampled, and no log-probability shows it: remove it",
-    "skip_clone": _INTERNAL,
-    "output_text_buffer_length": _INTERNAL,
-}
+# Sampling parameters that `generation_kwargs` may not set.
+REFUSED = (
+    "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start",
+    "skip_reading_prefix_cache", "stream_interval", "trace_decode_token_ids", "watermarking", "skip_clone",
+    "output_text_buffer_length",
+)  # fmt: skip
 
 LENGTHS = "lengths_{rank}.json"  # file name in a checkpoint
 UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: number of sampled ids without a token in the tokenizer
@@ -86,11 +77,7 @@ class Sampling:
 
 
 def _structured_outputs(config: GRPOConfig) -> Any:
-    """Return the structure that every completion must match, as vLLM's StructuredOutputsParams; None: any text.
-
-    Raises:
-        ValueError: the structure is set twice, or vLLM doesn't know its form.
-    """
+    """Return the structure that every completion must match, as vLLM's StructuredOutputsParams; None: any text."""
     from vllm.sampling_params import StructuredOutputsParams
 
     given: Any = (config.generation_kwargs or {}).get("structured_outputs")  # type: ignore[union-attr]
@@ -106,11 +93,7 @@ def _structured_outputs(config: GRPOConfig) -> Any:
 
 
 def _of_vllm(kind: Any, name: str, given: dict[str, Any]) -> Any:
-    """Make vLLM's object from a mapping.
-
-    Raises:
-        ValueError: a key that vLLM would ignore.
-    """
+    """Make vLLM's object from a mapping; a key that vLLM would ignore is a ValueError."""
     known = [key for key in inspect.signature(kind).parameters if not key.startswith("_")]
     if unknown := [key for key in given if key not in known]:
         raise ValueError(f"{name} has {unknown[0]!r}, but knows {', '.join(known)}.")
@@ -142,8 +125,10 @@ def check_sampling(config: GRPOConfig) -> None:
             hint = f" Did you mean {near[0]!r}?" if near else " Remove it."
             raise ValueError(f"generation_kwargs sets {name!r}, which vLLM's SamplingParams doesn't have.{hint}")
         if name not in SUPPORTED:
-            reason = _INTERNAL if name.startswith("_") else REFUSED.get(name, "this version doesn't know it: remove it")
-            raise ValueError(f"generation_kwargs sets {name!r}, which isn't supported: {reason}.")
+            raise ValueError(
+                f"generation_kwargs sets {name!r}, which isn't supported: vLLM sets it itself, or nothing reads what "
+                "vLLM would return for it. Remove it."
+            )
     try:
         for drawn in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             SamplingParams(n=drawn.n, max_tokens=drawn.max_tokens, temperature=drawn.temperature, **drawn.options)
@@ -152,11 +137,7 @@ def check_sampling(config: GRPOConfig) -> None:
 
 
 def finish_reason_of(name: str) -> FinishReason:
-    """Convert vLLM's finish reason.
-
-    Raises:
-        RuntimeError: the reason is an error, or unknown here.
-    """
+    """Convert vLLM's finish reason; a RuntimeError: it is an error, or unknown here."""
     if name not in [*FinishReason]:
         raise RuntimeError(
             f"vLLM ended a completion with the reason {name!r}, so that its tokens can't be trained on: set "

@@ -17,10 +17,7 @@ from ..batch import Group, ModelInput, Prompt, Rollout
 from ..parallel import faults, watchdog
 from ..riders import with_shared_riders
 from ..runtime import process
-from .building import (
-    explained_errors,
-    nondeterminism_allowed,
-)
+from .building import explained_errors, nondeterminism_allowed
 from .leading import follow, last_outputs, leading
 from .loaded import LoadedVLLM
 from .protocol import Sampled, StaleWeights, T
@@ -39,8 +36,8 @@ class VLLMEngine(LoadedVLLM):
         with contextlib.ExitStack() as stack:
             stack.enter_context(nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
-            for context in self._features.while_generating:
-                stack.enter_context(context())
+            for feature in self._features:
+                stack.enter_context(feature.while_generating())
             if self._lockstep is not None:
                 stack.enter_context(faults.waiting("the generation"))
                 if not self._lockstep.leads:
@@ -75,16 +72,12 @@ class VLLMEngine(LoadedVLLM):
                     prompt = waiting.pop(request)
                     rollouts = tuple(
                         Rollout(
-                            prompt.input,
-                            completion.ids,
-                            sampler_logprobs=torch.frombuffer(completion.logprobs, dtype=torch.float32),
-                            sampled=torch.ones(len(completion.ids), dtype=torch.bool),
-                            finish_reason=completion.finish_reason,
-                            policy_version=version,
-                            riders=completion.riders,
+                            prompt.input, each.ids, torch.frombuffer(each.logprobs, dtype=torch.float32),
+                            torch.ones(len(each.ids), dtype=torch.bool), each.finish_reason, version,
+                            riders=each.riders,
                         )
-                        for completion in completions
-                    )
+                        for each in completions
+                    )  # fmt: skip
                     if rollouts[0].riders:
                         rollouts = with_shared_riders(rollouts)
                     yield Group(prompt.example, rollouts, prompt.position)
@@ -103,7 +96,7 @@ class VLLMEngine(LoadedVLLM):
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def take_counts(self) -> dict[str, float]:
-        counts = {name: count for take in self._features.take_counts for name, count in take().items()}
+        counts = {name: count for feature in self._features for name, count in feature.take_counts().items()}
         if self._unknown_tokens:
             counts[UNKNOWN_TOKENS], self._unknown_tokens = float(self._unknown_tokens), 0
         return counts
@@ -137,7 +130,7 @@ class VLLMEngine(LoadedVLLM):
             )
         self._requests += 1
         request = f"request-{self._requests}"
-        prompts = [made for make in self._features.request if (made := make(prompt)) is not None]
+        prompts = [made for feature in self._features if (made := feature.request(prompt)) is not None]
         in_vllm = prompts[0] if prompts else {"prompt_token_ids": list(prompt.ids)}
         self.core.add_request(request, in_vllm, params, lora_request=self._adapter)
         self._open[request] = prompt
@@ -172,17 +165,15 @@ class VLLMEngine(LoadedVLLM):
         watchdog.progress("what follows a step of the engine")
         for listener in self.after_step:
             listener()
-        return [(output.request_id, self._finished(output)) for output in finished]
+        completions = []
+        for output in finished:
+            name = output.request_id
+            completions.append((name, self._sampled(output, self._open[name])))
+            self._drop(name)
+        return completions
 
     def written(self) -> list[tuple[str, Sequence[int]]]:
         return self._written
-
-    def _finished(self, output: Any) -> list[Sampled]:
-        """Convert vLLM's finished request into completions, and forget the request."""
-        sampled = self._sampled(output, self._open.pop(output.request_id))
-        for drop in self._features.drop:
-            drop(output.request_id)
-        return sampled
 
     def _sampled(self, output: Any, prompt: ModelInput) -> list[Sampled]:
         """Convert a request's output into completions."""
@@ -190,19 +181,32 @@ class VLLMEngine(LoadedVLLM):
         for one in sorted(output.outputs, key=lambda completion: completion.index):
             if self.tokens < self.vocab_size:
                 self._unknown_tokens += sum(token >= self.tokens for token in one.token_ids)
-            sampled.append(Sampled(array("i", one.token_ids), _logprobs(one), finish_reason_of(one.finish_reason)))
-        for complete in self._features.completions:
-            sampled = complete(output.request_id, prompt, output, sampled)
+            flat: Any = one.logprobs
+            assert len(flat.logprobs) == len(one.token_ids), "vLLM returns one log-probability per sampled token"
+            logprobs = array("f", flat.logprobs)
+            if math.isnan(sum(logprobs)):  # the trainer would take NaN for a value that nobody knows
+                raise FloatingPointError(
+                    "vLLM sampled a completion from logits that aren't numbers (NaN). Run `colograd doctor` on the "
+                    "recipe, or give the engine another dtype or attention backend: vllm_engine_kwargs: {dtype: "
+                    "float32}."
+                )
+            sampled.append(Sampled(array("i", one.token_ids), logprobs, finish_reason_of(one.finish_reason)))
+        for feature in self._features:
+            sampled = feature.completions(output.request_id, prompt, output, sampled)
         return sampled
+
+    def _drop(self, request: str) -> None:
+        """Forget a request that has ended."""
+        del self._open[request]
+        for feature in self._features:
+            feature.drop(request)
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop the ``requests`` that are in flight. If no others are left, drain the engine."""
         if names := [name for name in requests if name in self._open]:
             self.core.abort_request(names)
             for name in names:
-                del self._open[name]
-                for drop in self._features.drop:
-                    drop(name)
+                self._drop(name)
             while not self._open and self.core.has_unfinished_requests():
                 self.core.step()
 
@@ -225,22 +229,8 @@ class VLLMEngine(LoadedVLLM):
         with nondeterminism_allowed(), explained_errors(self.vllm_config.model_config.model):
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
-        del self._open[request]
-        for drop in self._features.drop:
-            drop(request)
-        for scored in self._features.scored:
-            scored(prompt, outputs[-1])
+        self._drop(request)
+        for feature in self._features:
+            feature.scored(prompt, outputs[-1])
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, prompt.ids[1:], strict=True)])
-
-
-def _logprobs(completion: Any) -> array[float]:
-    flat: Any = completion.logprobs
-    assert len(flat.logprobs) == len(completion.token_ids), "vLLM returns one log-probability per sampled token"
-    logprobs = array("f", flat.logprobs)
-    if math.isnan(sum(logprobs)):  # the trainer would take NaN for a value that nobody knows
-        raise FloatingPointError(
-            "vLLM sampled a completion from logits that aren't numbers (NaN). Run `colograd doctor` on the recipe, or "
-            "give the engine another dtype or attention backend: vllm_engine_kwargs: {dtype: float32}."
-        )
-    return logprobs

@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,17 +66,11 @@ class RowPart(Protocol):
 
 
 def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    layout: SegmentLayout | None = None,
-    s_aux: torch.Tensor | None = None,
-    row_part: RowPart | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention of one packed row, with the signature of transformers' attention functions.
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, layout: SegmentLayout | None = None, s_aux: torch.Tensor | None = None,
+    row_part: RowPart | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Compute attention (1, T, H, D) of one packed row, with the signature of transformers' attention functions.
 
     Args:
         query: (1, H, T, D).
@@ -88,12 +82,8 @@ def packed_attention(
             `both_ways`: first and last token + 1 of each run of tokens within a segment that also attend to later
             tokens of the run (`both_ways_in_window`: only in layers with a window).
 
-    Returns:
-        (1, T, H, D), and None for the attention weights.
-
     Raises:
-        ValueError: more than one row, a mask or bias, attention that isn't causal, or soft-capping with sinks or
-            images: their results would be wrong.
+        ValueError: an option whose result would be wrong.
     """
     if row_part is not None:
         heads = query.shape[1]
@@ -105,10 +95,10 @@ def packed_attention(
     if layout is None:
         if s_aux is not None:
             return _plain_attention(query, key, value, attention_mask, scaling, dropout, s_aux), None
-        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
         for name in ("sliding_window", "softcap", "both_ways", "both_ways_in_window"):
             options.pop(name, None)
-        return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+        options |= {"scaling": scaling, "dropout": dropout}
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
     sliding_window: int | None = options.get("sliding_window")
@@ -134,17 +124,18 @@ def packed_attention(
     query, key, value = _in_one_dtype(query, key, value)
     if sliding_window is not None and layout.longest_sequence <= sliding_window:
         sliding_window = None
+    row = query, key, value
     calls = _calls(query, value, layout, sliding_window) if dropout == 0.0 and softcap is None else ()
     if calls:
-        output = _merged_attention(query, key, value, calls, scaling, s_aux)
+        output = _merged_attention(*row, calls, scaling, s_aux)
     elif s_aux is not None:
         size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-        joined = _with_sinks(query, key, value, s_aux, scaling)
-        output = _segment_attention(*joined, layout, (scaling, dropout, softcap), sliding_window, sink=True)[..., :size]
+        joined = _with_sinks(*row, s_aux, scaling)
+        output = _segment_attention(*joined, layout, (scaling, dropout, None), sliding_window, sink=True)[..., :size]
     else:
-        output = _segment_attention(query, key, value, layout, (scaling, dropout, softcap), sliding_window)
+        output = _segment_attention(*row, layout, (scaling, dropout, softcap), sliding_window)
     if both_ways:
-        again = _seen_both_ways(query, key, value, layout, both_ways, (scaling, dropout, sliding_window))
+        again = _seen_both_ways(*row, layout, both_ways, (scaling, dropout, sliding_window))
         places = torch.cat([torch.arange(first, end) for first, end in both_ways])
         output = output.index_copy(1, to_device_async(places, output.device), again)
     return output, None
@@ -185,14 +176,9 @@ def _with_sinks(
 
 
 def _plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
+    dropout: float, sinks: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Compute attention with sinks, (B, T, H, D), for rows that aren't packed: `sdpa` ignores sinks."""
     size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask is None:  # transformers omits `sdpa`'s mask if it would be causal with nothing hidden
@@ -215,32 +201,10 @@ def _fused(
     )  # fmt: skip
 
 
-def _capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, dropout: float,
-    scaling: float | None, softcap: float,
-) -> torch.Tensor:  # fmt: skip
-    """Compute attention with soft-capped scores, which no kernel of torch does.
-
-    The scores of one segment at a time exist in memory.
-    """
-    times = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
-    shares = F.dropout(scores.softmax(-1, dtype=torch.float32).to(value.dtype), dropout)
-    found: torch.Tensor = shares @ value
-    return found
-
-
 def _segment_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: SegmentLayout,
-    options: tuple[float | None, float, float | None],
-    window: int | None,
-    sink: bool = False,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
+    options: tuple[float | None, float, float | None], window: int | None, sink: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Compute attention with one call per segment; (1, T, H, D).
 
     With a ``sink`` all tokens attend to the last key. ``options`` are scaling, dropout and soft cap.
@@ -257,10 +221,15 @@ def _segment_attention(
         v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
         square = softcap is None and len(seen) == 1 and (window is None or k.shape[2] <= window)
         mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink)
-        if softcap is not None and mask is not None:
-            outputs.append(_capped(queries, k, v, mask, dropout, scaling, softcap))
-        else:
+        if softcap is None or mask is None:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
+            continue
+        # No kernel of torch computes soft caps, so the scores of one segment at a time exist in memory.
+        times = queries.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
+        scores = queries @ k.mT * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
+        outputs.append(F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), dropout) @ v)
     # Same memory layout as merged calls, so that compiled layers have one graph for both.
     return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 
@@ -275,13 +244,9 @@ def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _seen_both_ways(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: SegmentLayout,
-    runs: Sequence[tuple[int, int]],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
     options: tuple[float | None, float, int | None],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Compute attention (1, tokens of all runs, H, D) of tokens that attend to everything before their run's end.
 
     ``options`` are scaling, dropout and window.
@@ -304,27 +269,21 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return `_make_mask`'s mask, from a cache if it is small.
+    """Return a mask (queries, keys) bool, causal with the last query at the last key; a ``sink`` is the first key.
 
-    Shapes repeat in every layer, but 256 large masks would take gigabytes.
+    Shapes repeat in every layer, so small masks are cached; 256 large ones would take gigabytes.
     """
-    make = _small_mask if queries * keys <= 2**20 else _make_mask
+    make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
     return make(queries, keys, window, device, sink)
 
 
+@functools.lru_cache(maxsize=256)
 def _make_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
-    """Make a mask (queries, keys) bool, causal with the last query at the last key.
-
-    A ``sink`` is the first key, visible to all queries.
-    """
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     if sink:
         mask[:, 0] = True
     return mask
-
-
-_small_mask = functools.lru_cache(maxsize=256)(_make_mask)
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -353,14 +312,19 @@ _in_place_from = IN_PLACE_FROM
 
 
 @contextmanager
-def keys_in_place_from(tokens: int) -> Iterator[None]:
-    """Replace the threshold `IN_PLACE_FROM` for the forwards in the body."""
-    global _in_place_from
-    before, _in_place_from = _in_place_from, tokens
+def _with(**values: Any) -> Iterator[None]:
+    """Replace globals of this module while the context lasts."""
+    before = {name: globals()[name] for name in values}
+    globals().update(values)
     try:
         yield
     finally:
-        _in_place_from = before
+        globals().update(before)
+
+
+def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
+    """Replace the threshold `IN_PLACE_FROM` for the forwards in the body."""
+    return _with(_in_place_from=tokens)
 
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
@@ -374,13 +338,9 @@ def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, wind
 
 
 def _merged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    calls: tuple[Call, ...],
-    scaling: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[Call, ...], scaling: float | None,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Run the fused kernels' calls and merge their results; (1, T, H, D)."""
     size = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has keys longer than its values
@@ -391,36 +351,24 @@ def _merged_attention(
 
 
 def tower_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute a vision tower's attention: each patch attends to its whole window.
-
-    It has the signature of transformers' attention functions.
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | torch.Tensor | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Compute a vision tower's attention (1, T, H, D): each patch attends to its whole window.
 
     Args:
         query, key, value: (1, H, T, D), of all windows one after the other.
         cu_seq_lens_q: (windows + 1,) int32, on the queries' device: the patches before each window, and T; None: there
             is one window.
         max_length_q: patches of the largest window; older transformers pass a tensor, and the host waits for its value.
-        options: transformers' `scaling`, `dropout` and other options of `sdpa`. Windows of the keys are ignored: they
-            are the queries'.
-
-    Returns:
-        (1, T, H, D), and None for the attention weights.
+        options: transformers' `scaling`, `dropout` and other options of `sdpa`. The keys' windows are the queries'.
     """
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):
         options.pop(name, None)
     query, key, value = _in_one_dtype(query, key, value)
-    whole_steps = query.shape[-1] % HEAD_STEP == 0
-    fits = whole_steps and dropout == 0.0 and _flash_takes(query)
+    fits = query.shape[-1] % HEAD_STEP == 0 and dropout == 0.0 and _flash_takes(query)
     if cu_seq_lens_q is not None and max_length_q is not None and fits:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         scale, longest = scaling if scaling is not None else q.shape[-1] ** -0.5, int(max_length_q)
@@ -448,18 +396,9 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
 _packed_rows = False
 
 
-@contextmanager
-def packed_rows() -> Iterator[None]:
-    """Make no masks for forwards in the body, because they have a layout.
-
-    transformers makes masks before the layers receive the layout.
-    """
-    global _packed_rows
-    _packed_rows = True
-    try:
-        yield
-    finally:
-        _packed_rows = False
+def packed_rows() -> AbstractContextManager[None]:
+    """Make no masks for forwards in the body: transformers makes masks before the layers receive the layout."""
+    return _with(_packed_rows=True)
 
 
 @dataclass(slots=True)
@@ -479,12 +418,9 @@ def watch_windows() -> Iterator[Windows]:
 
     A window that only the masks have would be ignored silently, because packed rows have no masks.
     """
-    global _watching
-    _watching = windows = Windows()
-    try:
+    windows = Windows()
+    with _with(_watching=windows):
         yield windows
-    finally:
-        _watching = None
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -17,7 +17,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AttentionInterface
 
 from ..config import GRPOConfig
-from ..parallel.shards import parts_of
 from . import attention
 
 # Maximum number of graphs of one layer's code: training, evaluation and no gradients, for each kind of layer, with and
@@ -49,12 +48,6 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(max(lists, key=len, default=()))
 
 
-def trained_elements(model: Any) -> int:
-    """Return the number of trained elements, on all ranks of an engine together."""
-    parts, trained = parts_of(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return sum(p.numel() if parts is None else torch.Size(parts.shards[name].shape).numel() for name, p in trained)
-
-
 def tells_routing(model: Any) -> bool:
     """Return whether the model can return its routers' logits."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
@@ -74,11 +67,7 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
     for layer in decoder_layers(model):
         own = layer.forward.__func__
         # A bound method: a copy of the layer gets one that is bound to it.
-        layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend, mode)), layer)
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    return any(_is_compiled(layer) for layer in decoder_layers(model))
+        layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend=backend, mode=mode)), layer)
 
 
 @contextmanager
@@ -87,7 +76,8 @@ def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
 
     No gradient may exist yet: torch can't trace a parameter with a gradient of another dtype.
     """
-    if not is_compiled(model) or _drops_out(model):
+    rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
+    if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield
         return
     was_training = model.training
@@ -99,27 +89,18 @@ def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _drops_out(model: torch.nn.Module) -> bool:
-    rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
-    return any(rates)
-
-
 def forget_compiled(model: torch.nn.Module) -> None:
-    for layer in decoder_layers(model):
-        if _is_compiled(layer):
-            del layer.forward
+    for layer in filter(is_compiled, decoder_layers(model)):
+        del layer.forward
 
 
-def _is_compiled(layer: torch.nn.Module) -> bool:
-    found = getattr(layer.__dict__.get("forward"), "__func__", None)
-    return isinstance(found, functools.partial) and found.func is _forward
+def is_compiled(layer: torch.nn.Module) -> bool:
+    own = getattr(vars(layer).get("forward"), "__func__", None)
+    return isinstance(own, functools.partial) and own.func is _forward
 
 
-@functools.cache
-def _compiled(forward: Callable[..., Any], backend: str, mode: str | None) -> Callable[..., Any]:
-    # dynamic=True: the first row already makes a graph for rows of any length.
-    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True, backend=backend, mode=mode)
-    return compiled
+# dynamic=True: the first row already makes a graph for rows of any length.
+_compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
 
 
 def _forward(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -30,25 +29,12 @@ from ..parallel.shards import parts_of
 from ..runtime import cpu_products, registry
 from ..runtime.shipped import file_or_shipped
 from .head import vocabulary_size
-from .layers import disable_dropout, largest_dropout, tells_routing, trained_elements
+from .layers import disable_dropout, largest_dropout, tells_routing
 from .logprobs import products_in_float32
-from .lora import (
-    Adapter,
-    adapter_folder,
-    is_adapted,
-    taken_adapter,
-    unwrap,
-    wrap,
-)  # fmt: skip
+from .lora import Adapter, adapter_folder, is_adapted, taken_adapter, unwrap, wrap
 from .row_proof import choose_rows, expect_rows
-from .supported import features
-from .towers import (
-    freeze_unread,
-    has_tower,
-    hears,
-    reads_text_alone,
-    set_text_alone,
-)
+from .supported import features, read_config
+from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +112,15 @@ class Policy:
         """Describe the policy for the user at start, in lines."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
-        trained = trained_elements(self.model)
         every = config.checkpointing
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
-        parts = parts_of(self.model)
+        parts = parts_of(self.model)  # of a policy that the ranks of an engine have together
         elements = self.model.num_parameters() if parts is None else parts.elements
+        shapes = {
+            name: p.shape if parts is None else torch.Size(parts.shards[name].shape)
+            for name, p in self.model.named_parameters() if p.requires_grad
+        }  # fmt: skip
+        trained = sum(shape.numel() for shape in shapes.values())
         inputs = ", their inputs kept in host memory" if config.offloads_activations else ""
         share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
         lines = [
@@ -198,7 +188,8 @@ def load_policy(
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = taken_adapter(loaded)
-    if adapter is not None and not adapter.why_merged and _copies_into_parts(config):
+    copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel  # they have no LoRA slots
+    if adapter is not None and not adapter.why_merged and copies_into_parts:
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.checkpointing and reentrant:
@@ -207,8 +198,8 @@ def load_policy(
         cpu_products.take_over(loaded)
     # On a GPU the rows are proved after the model has moved there: before that, its forwards would run on the host.
     why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
-    found = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
-    processor = next((each for each in found if each is not None), None)
+    processors = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
+    processor = next((each for each in processors if each is not None), None)
     if processor is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = processor.tokenizer
     if tokenizer is None:
@@ -233,11 +224,6 @@ def load_policy(
     for set_up in registry.hooks("policy"):  # (model, config): options of the forward that the configuration turns on
         set_up(loaded, config)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, peft_config is not None, processor)
-
-
-def _copies_into_parts(config: GRPOConfig) -> bool:
-    """Return whether ranks share an engine and copy their parts of a whole policy: it has no slots for adapters."""
-    return config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
 
 
 def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
@@ -305,11 +291,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
-    known = {name: kwargs[name] for name in ("revision", "trust_remote_code") if kwargs.get(name) is not None}
-    try:
-        saved = AutoConfig.from_pretrained(path, **known)
-    except (OSError, ValueError):  # `from_pretrained` below raises the error
-        saved = None
+    saved = read_config(path, config)  # None: `from_pretrained` below raises the error
     for feature in features():
         kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):

@@ -17,16 +17,10 @@ from typing import Any
 
 import torch
 
-from ..batch import MicroBatch, PackedRow, StepBatch
+from ..batch import MicroBatch, StepBatch
 from ..parallel import watchdog
 from . import attention, padded
-from .head import (
-    FLOAT32_PRODUCTS,
-    Candidates,
-    Head,
-    OtherDistribution,
-    label_logprobs,
-)
+from .head import FLOAT32_PRODUCTS, Candidates, Head, OtherDistribution, label_logprobs
 from .lora import unwrap
 from .packing import PackedSequence, collate
 
@@ -113,9 +107,6 @@ class PolicyForward:
     entropy_gradient: bool = False
     steps: tuple[ForwardStep, ...] = ()  # wrap the model's own steps
 
-    def of_row(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        return self(collate(row))
-
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Compute `policy_logprobs`, and the steps' further values by name."""
         (logprobs, entropy), values = self.run(label_values, micro_batch)
@@ -135,11 +126,10 @@ class PolicyForward:
             names.extend(row.values)
             return *results, *row.values.values()  # flat, because a sharded model's hooks need that
 
-        around = getattr(self.model, "around_forward", nullcontext)
-        with calls(self.model, compute), around():
-            found: tuple[torch.Tensor, ...] = self.model(micro_batch)
-        first = len(found) - len(names)
-        return found[:first], dict(zip(names, found[first:], strict=True))
+        with calls(self.model, compute), getattr(self.model, "around_forward", nullcontext)():
+            results: tuple[torch.Tensor, ...] = self.model(micro_batch)
+        first = len(results) - len(names)
+        return results[:first], dict(zip(names, results[first:], strict=True))
 
 
 def policy_logprobs(
@@ -158,9 +148,9 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
 
     Dropout is off, because the sampler has none and a resumed run must compute the same values.
     """
+    forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
-        forward = PolicyForward(model, temperature)
-        rows = tuple(dataclasses.replace(row, old_logprobs=forward.of_row(row)[0]) for row in step.rows)
+        rows = tuple(dataclasses.replace(row, old_logprobs=forward(collate(row))[0]) for row in step.rows)
     return dataclasses.replace(step, rows=rows)
 
 
@@ -183,8 +173,8 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
             use_cache=False,
             **row.inputs,
         )
-    for name, found in row.of_layers.items():
-        found += [each.flatten(0, -2) for each in getattr(output, name, None) or ()]
+    for name, values in row.of_layers.items():
+        values += [each.flatten(0, -2) for each in getattr(output, name, None) or ()]
     states: torch.Tensor = output.last_hidden_state
     return states
 
@@ -208,15 +198,13 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace ``module``'s forward by ``compute`` while the context lasts; a call still runs the module's hooks."""
-    own = module.__dict__.get("forward")  # an instance's forward: accelerate may have set one
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may have set one
     module.forward = compute
     try:
         yield
     finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        del module.forward
+        vars(module).update(own)
 
 
 @contextmanager

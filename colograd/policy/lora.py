@@ -66,7 +66,13 @@ class AdaptedLayer:
     def merged(self) -> torch.Tensor:
         """Merge base and adapter into one matrix: a new float32 tensor in the base weight's layout."""
         if self.experts:
-            return self._merged_experts()
+            base = self.module.get_param()
+            a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # (E, rank, in)
+            b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # (E, out, rank)
+            delta = torch.bmm(b, a).mul_(self.scaling).view(-1, len(self.lora_b), self.lora_a.shape[1])
+            if getattr(self.module.get_base_layer(), "is_transposed", False):
+                delta = delta.transpose(1, 2)
+            return (delta if base.dim() == 3 else delta[0]).add_(base)
         base = dense_weight(self.module.get_base_layer())
         turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # stored as (in, out)
         delta = (self.lora_b.float() @ self.lora_a.float()).mul_(self.scaling)
@@ -74,15 +80,6 @@ class AdaptedLayer:
         if self.magnitude is not None:
             weight.mul_((self.magnitude.float() / torch.linalg.norm(weight, dim=1))[:, None])
         return weight.t() if turned else weight
-
-    def _merged_experts(self) -> torch.Tensor:
-        base = self.module.get_param()
-        a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # (E, rank, in)
-        b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # (E, out, rank)
-        delta = torch.bmm(b, a).mul_(self.scaling).view(-1, len(self.lora_b), self.lora_a.shape[1])
-        if getattr(self.module.get_base_layer(), "is_transposed", False):
-            delta = delta.transpose(1, 2)
-        return (delta if base.dim() == 3 else delta[0]).add_(base)
 
 
 def is_adapted(model: Any) -> bool:
@@ -126,24 +123,14 @@ def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank.
-
-    An extension does it: seam ``wrap``.
-
-    Raises:
-        ValueError: the configuration isn't for LoRA, or matches no layers.
-    """
+    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank: seam ``wrap``."""
     registry.require("lora", "peft_config")
     (make,) = registry.hooks("wrap")
     return make(model, peft_config, seed)
 
 
 def taken_adapter(model: Any) -> Adapter | None:
-    """Check, prepare and describe the adapter of a model; None: it has none. An extension does it: seam ``adapter``.
-
-    Raises:
-        ValueError: the adapter can't be trained or published.
-    """
+    """Check, prepare and describe the adapter of a model; None: it has none. An extension does it: seam ``adapter``."""
     if not is_adapted(model):
         return None
     registry.require("lora", "a PeftModel")

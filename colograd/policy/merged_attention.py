@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -78,13 +78,12 @@ class MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, whole = ctx.saved_tensors
-        inputs: tuple[torch.Tensor, ...] = (query, key, value)
         totals: list[torch.Tensor | None] = [None, None, None]
         for call in ctx.calls:
-            places = call.queries, call.keys, call.keys
             rows = tuple(_at(x, call.queries) for x in (gradient, out, whole))
-            found = _gradients(call, _taken(call, *inputs), rows, ctx.scale)
-            totals = [_sum(*each) for each in zip(totals, inputs, places, found, strict=True)]
+            added = _gradients(call, _taken(call, query, key, value), rows, ctx.scale)
+            places = call.queries, call.keys, call.keys
+            totals = [_sum(*each) for each in zip(totals, (query, key, value), places, added, strict=True)]
         to_sinks = None
         if sinks is not None:
             seen = (out * gradient).sum(-1, dtype=torch.float32)
@@ -137,7 +136,8 @@ def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple
     if call.sequences is None:
         each = _one_by_one(call, *inputs)
         return _joined(cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in each)
-    out, lse, *_ = kernels()[0](*inputs, *call.sequences, 0.0, _is_causal(call), False, scale=scale, **_window(call))
+    causal, window = _window(call)
+    out, lse, *_ = kernels()[0](*inputs, *call.sequences, 0.0, causal, False, scale=scale, **window)
     return out, lse.t()
 
 
@@ -151,10 +151,10 @@ def _gradients(
     if call.sequences is None:
         each = _one_by_one(call, rows[0], *inputs, *rows[1:])
         return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
-    gradient, out, whole = rows
+    (gradient, out, whole), (causal, window) = rows, _window(call)
     row, none = (gradient, *inputs, out, whole.t().contiguous()), out.new_zeros(2, dtype=torch.uint64)
-    options = 0.0, _is_causal(call), none, none  # no dropout, and so no seed and no offset
-    return tuple(kernels()[1](*row, *call.sequences, *options, scale=scale, **_window(call)))
+    options = 0.0, causal, none, none  # no dropout, and so no seed and no offset
+    return tuple(kernels()[1](*row, *call.sequences, *options, scale=scale, **window))
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -169,15 +169,11 @@ def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ..
     return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in alike)
 
 
-def _is_causal(call: Call) -> bool:
-    """Return the kernel's causal flag: False with a window, because the window's sizes express causality."""
-    return call.causal and call.window is None
-
-
-def _window(call: Call) -> dict[str, int]:
-    """Return the numbers of keys that a query sees before its own and after it; -1: all."""
+def _window(call: Call) -> tuple[bool, dict[str, int]]:
+    """Return the kernel's causal flag, and the numbers of keys that a query sees before and after its own; -1: all."""
     left = -1 if call.window is None else call.window - 1
-    return {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
+    sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
+    return call.causal and call.window is None, sizes  # the sizes of a window express causality
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -192,25 +188,20 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 # -- the calls of a layout
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Queries of neighbouring segments, and keys of an earlier segment that all of them attend to."""
+def blocks(layout: SegmentLayout) -> list[list[Call]]:
+    """Return calls by depth: depth d has the keys of the d-th earlier segment that each segment attends to.
 
-    queries: slice
-    keys: slice
-
-
-def blocks(layout: SegmentLayout) -> list[list[Block]]:
-    """Return blocks by depth: depth d has the keys of the d-th earlier segment that each segment attends to.
-
-    Prompts and their completions have one depth with a block per prompt.
+    A call has the queries of neighbouring segments that attend to the same one. Prompts and their completions have one
+    depth with a call per prompt.
     """
-    found = []
+    calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
         runs = ((name, [*run]) for name, run in itertools.groupby(range(len(names)), names.__getitem__))
-        found.append([Block(_tokens(layout, *run), _tokens(layout, name)) for name, run in runs if name is not None])
-    return found
+        calls.append(
+            [Call(_tokens(layout, *run), _tokens(layout, name), False) for name, run in runs if name is not None]
+        )
+    return calls
 
 
 def _tokens(layout: SegmentLayout, *segments: int) -> slice:
@@ -221,8 +212,7 @@ def _tokens(layout: SegmentLayout, *segments: int) -> slice:
 @functools.lru_cache(maxsize=16)
 def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
     """Return a call for the segments' own keys and one per block, for a kernel that takes one sequence at a time."""
-    earlier = (Call(block.queries, block.keys, False) for depth in blocks(layout) for block in depth)
-    return Call(None, None, True, lengths=layout.lengths), *earlier
+    return Call(None, None, True, lengths=layout.lengths), *itertools.chain(*blocks(layout))
 
 
 @functools.lru_cache(maxsize=16)
@@ -232,28 +222,35 @@ def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.devic
     With a ``window`` there is one call, because a query's place decides how much of an earlier segment it sees. Each
     segment has a copy of the earlier keys that its first query sees.
     """
+    own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
-        tokens = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
-        own = Call(None, None, True, None, _sequences(tokens, tokens))
-        return _on_device((own, *(_call_of_depth(found) for found in blocks(layout))), device)
-    return _on_device((_windowed_call(layout, window),), device)
-
-
-def _call_of_depth(found: Sequence[Block]) -> Call:
-    queries, keys = [block.queries for block in found], [block.keys for block in found]
-    return Call(_places(queries), _places(keys), False, None, _sequences(queries, keys))
-
-
-def _windowed_call(layout: SegmentLayout, window: int) -> Call:
-    index, own, joined, at = [], [], [], 0
-    for segment, seen in enumerate(layout.attends_to):
-        own.append(_tokens(layout, segment))
-        earlier = torch.cat([_arange(_tokens(layout, s)) for s in seen] or [torch.arange(0)])
-        index += [earlier[max(0, len(earlier) - window + 1) :], _arange(own[-1])]
-        joined.append(slice(at, at + len(index[-2]) + len(index[-1])))
-        at = joined[-1].stop
-    keys = torch.cat(index) if any(layout.attends_to) else None
-    return Call(None, keys, True, window, _sequences(own, joined))
+        calls = [Call(None, None, True, None, _sequences(own, own))]
+        for depth in blocks(layout):
+            queries, keys = ([getattr(call, name) for call in depth] for name in ("queries", "keys"))
+            calls.append(Call(_places(queries), _places(keys), False, None, _sequences(queries, keys)))
+    else:
+        index: list[torch.Tensor] = []
+        joined, at = [], 0
+        for tokens, seen in zip(own, layout.attends_to, strict=True):
+            earlier = torch.cat([_arange(_tokens(layout, s)) for s in seen] or [torch.arange(0)])
+            index += [earlier[max(0, len(earlier) - window + 1) :], _arange(tokens)]
+            joined.append(slice(at, at + len(index[-2]) + len(index[-1])))
+            at = joined[-1].stop
+        all_keys = torch.cat(index) if any(layout.attends_to) else None
+        calls = [Call(None, all_keys, True, window, _sequences(own, joined))]
+    # The tensors of all calls go to the device in one transfer.
+    host = [
+        part for call in calls for part in (call.queries, call.keys, *(call.sequences or ()))
+        if isinstance(part, torch.Tensor)
+    ]  # fmt: skip
+    sent = iter(to_device_async(torch.cat(host), device).split([len(part) for part in host]))
+    on_device = []
+    for call in calls:
+        places = [next(sent) if isinstance(x, torch.Tensor) else x for x in (call.queries, call.keys)]
+        assert call.sequences is not None
+        starts = (next(sent).to(torch.int32), next(sent).to(torch.int32), *call.sequences[2:])
+        on_device.append(Call(places[0], places[1], call.causal, call.window, starts))
+    return tuple(on_device)
 
 
 def _places(parts: Sequence[slice]) -> slice | torch.Tensor:
@@ -270,21 +267,3 @@ def _sequences(queries: Sequence[slice], keys: Sequence[slice]) -> tuple[torch.T
     lengths = [[part.stop - part.start for part in parts] for parts in (queries, keys)]
     starts = [torch.tensor((0, *each)).cumsum(0) for each in lengths]
     return starts[0], starts[1], max(lengths[0]), max(lengths[1])
-
-
-def _on_device(calls: tuple[Call, ...], device: torch.device) -> tuple[Call, ...]:
-    """Copy the tensors of all calls to the device, in one transfer."""
-    host = [
-        part
-        for call in calls
-        for part in (call.queries, call.keys, *(call.sequences or ()))
-        if isinstance(part, torch.Tensor)
-    ]
-    sent = iter(to_device_async(torch.cat(host), device).split([len(part) for part in host]))
-    found = []
-    for call in calls:
-        queries, keys = (next(sent) if isinstance(x, torch.Tensor) else x for x in (call.queries, call.keys))
-        assert call.sequences is not None
-        starts = (next(sent).to(torch.int32), next(sent).to(torch.int32), *call.sequences[2:])
-        found.append(replace(call, queries=queries, keys=keys, sequences=starts))
-    return tuple(found)

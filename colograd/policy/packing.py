@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -77,20 +77,22 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
 
     ``groups`` has the number of tokens of each prompt and of its completions.
     """
-    nothing = torch.zeros(())
-
-    def zeros(n: int) -> array[int]:
-        return array("i", bytes(n * array("i").itemsize))
-
     parts = []
     for prompt, completions in groups:
         dummy_prompt = ModelInput((0,) * prompt)
         rollouts = tuple(
-            Rollout(dummy_prompt, zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
+            Rollout(
+                dummy_prompt,
+                array("i", [0]) * n,
+                torch.zeros(n),
+                torch.zeros(n, dtype=torch.bool),
+                FinishReason.ABORT,
+                0,
+            )
             for n in completions
         )
         ids = tuple(RolloutId(NOBODY, index) for index in range(len(rollouts)))
-        parts.append(PackedGroup(ids, rollouts, (nothing,) * len(rollouts)))
+        parts.append(PackedGroup(ids, rollouts, (torch.zeros(()),) * len(rollouts)))
     return PackedRow(tuple(parts), False, device)
 
 
@@ -143,33 +145,34 @@ def plan_rows(
     A group over the budget is split by completions, and each part repeats the prompt. A single sequence over the budget
     has a row of its own. Without ``share_prompts`` each completion has its prompt, and padding counts (`padded`).
     """
-    if not share_prompts:
-        return tuple(PackedRow(tuple(row), mask_truncated, device) for row in _padded_rows(groups, budget))
-    parts = sorted((part for group in groups for part in _parts(group, budget)), key=lambda p: -p.num_tokens)
+    parts: list[PackedGroup] = []
+    for scored in groups:
+        rollouts, advantages, position = scored.group.rollouts, advantages_of(scored), scored.group.position
+        ids = tuple(RolloutId(position, index) for index in range(len(rollouts)))
+        starts, tokens = [0], len(rollouts[0].input)
+        for index, rollout in enumerate(rollouts):
+            over = not share_prompts or tokens + len(rollout.completion_ids) > budget
+            if index > starts[-1] and (over or rollout.input != rollouts[starts[-1]].input):
+                starts.append(index)
+                tokens = len(rollout.input)
+            tokens += len(rollout.completion_ids)
+        cuts = [slice(start, end) for start, end in itertools.pairwise([*starts, len(rollouts)])]
+        parts += [PackedGroup(ids[cut], rollouts[cut], advantages[cut], scored.group.example) for cut in cuts]
     rows: list[list[PackedGroup]] = []
     room: list[int] = []
-    for part in parts:
+    widths: list[int] = []  # tokens of each row's longest part
+    for size, part in sorted(((part.num_tokens, part) for part in parts), key=lambda sized: -sized[0]):
         for index, free in enumerate(room):
-            if part.num_tokens <= free:
+            needs = size if share_prompts else widths[index]
+            if needs <= free:
                 rows[index].append(part)
-                room[index] -= part.num_tokens
+                room[index] -= needs
                 break
         else:
             rows.append([part])
-            room.append(budget - part.num_tokens)
+            room.append(budget - size)
+            widths.append(size)
     return tuple(PackedRow(tuple(row), mask_truncated, device) for row in rows)
-
-
-def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[PackedGroup]]:
-    """Put sequences of similar length together, as many as the budget allows at the length of the longest."""
-    parts = [part for group in groups for part in _parts(group, 0)]  # each completion by itself
-    rows: list[list[PackedGroup]] = []
-    for part in sorted(parts, key=lambda p: -p.num_tokens):
-        if rows and (len(rows[-1]) + 1) * rows[-1][0].num_tokens <= budget:
-            rows[-1].append(part)
-        else:
-            rows.append([part])
-    return rows
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
@@ -180,21 +183,6 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
     return group.advantages.split([len(r.completion_ids) for r in rollouts])
 
 
-def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
-    """Split a group where it exceeds the budget, and where its completions have different prompts."""
-    rollouts, advantages, position = group.group.rollouts, advantages_of(group), group.group.position
-    ids = tuple(RolloutId(position, index) for index in range(len(rollouts)))
-    starts, tokens = [0], len(rollouts[0].input)
-    for index, rollout in enumerate(rollouts):
-        over = tokens + len(rollout.completion_ids) > budget
-        if index > starts[-1] and (over or rollout.input != rollouts[starts[-1]].input):
-            starts.append(index)
-            tokens = len(rollout.input)
-        tokens += len(rollout.completion_ids)
-    cuts = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(rollouts)], strict=True)]
-    return [PackedGroup(ids[cut], rollouts[cut], advantages[cut], group.group.example) for cut in cuts]
-
-
 class _End(NamedTuple):
     """End of a segment, where later segments continue."""
 
@@ -203,78 +191,60 @@ class _End(NamedTuple):
     place: int  # index in the row of the segment's last token
 
 
-@dataclass(slots=True)
-class _Segments:
-    """Segments of a row under construction, of prompts and completions."""
-
-    ids: list[torch.Tensor] = field(default_factory=list)
-    positions: list[torch.Tensor] = field(default_factory=list)
-    attends_to: list[tuple[int, ...]] = field(default_factory=list)
-    at: int = 0  # number of tokens so far
-
-    def _add(self, ids: torch.Tensor, before: _End) -> _End:
-        self.positions.append(torch.arange(before.tokens, before.tokens + len(ids)))
-        self.attends_to.append(before.path)
-        self.ids.append(ids)
-        self.at += len(ids)
-        return _End((*before.path, len(self.ids) - 1), before.tokens + len(ids), self.at - 1)
-
-    def add_prompt(self, ids: Sequence[int], cuts: Sequence[int]) -> dict[int, _End]:
-        """Add a prompt, cut where trees branch off, and return the ends of its pieces by their number of tokens."""
-        nothing = _End((), 0, self.at)  # the place is arbitrary, because tokens at the start aren't predicted
-        ends = {0: nothing}
-        end = nothing
-        for first, last in itertools.pairwise((0, *cuts, len(ids))):
-            end = self._add(torch.tensor(ids[first:last]), end)
-            ends[last] = end
-        return ends
-
-    def add_completion(
-        self, ids: torch.Tensor, tree: Sequence[Branch], ends: Mapping[int, _End]
-    ) -> Iterator[torch.Tensor]:
-        """Add a completion, and yield for each of its branches the places that predict its tokens."""
-        found: list[_End] = []
-        for tokens, branch in zip(ids.split([branch.length for branch in tree]), tree, strict=True):
-            before = ends[branch.prompt] if branch.after is None else found[branch.after]
-            yield torch.cat([torch.tensor([before.place]), torch.arange(self.at, self.at + len(tokens) - 1)])
-            found.append(self._add(tokens, before))
-
-
 def collate(row: PackedRow) -> MicroBatch:
     """Lay out the row's tokens one after the other on its device.
 
     Token t of a completion is predicted at the place before it: the prompt's last token, or token t-1. In a tree the
     first token of a branch is predicted at the last token of the branch that it continues.
     """
-    segments = _Segments()
+    segments: list[torch.Tensor] = []
+    position_ids: list[torch.Tensor] = []
+    attends_to: list[tuple[int, ...]] = []
     media: dict[int, tuple[Media, ...]] = {}
     logit_positions: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
+    at = 0  # number of tokens so far
+
+    def add(ids: torch.Tensor, before: _End) -> _End:
+        nonlocal at
+        position_ids.append(torch.arange(before.tokens, before.tokens + len(ids)))
+        attends_to.append(before.path)
+        segments.append(ids)
+        at += len(ids)
+        return _End((*before.path, len(segments) - 1), before.tokens + len(ids), at - 1)
+
     for part in row.parts:
         prompt = part.rollouts[0].input
         if prompt.media is not None:
-            media[len(segments.ids)] = (prompt.media,)
-        # Inner places of the prompt where a branch of these rollouts begins.
+            media[len(segments)] = (prompt.media,)
+        # The prompt is cut at the inner places where a branch of these rollouts begins.
         cuts = {branch.prompt for r in part.rollouts for branch in r.branches if branch.after is None}
-        ends = segments.add_prompt(prompt.ids, sorted(cuts - {0, len(prompt)}))
+        ends = {0: _End((), 0, at)}  # by number of tokens; this place is arbitrary, as first tokens aren't predicted
+        for first, last in itertools.pairwise((0, *sorted(cuts - {0, len(prompt)}), len(prompt))):
+            ends[last] = add(torch.tensor(prompt.ids[first:last]), ends[first])
         for rollout in part.rollouts:
             if rollout.riders and (own_media := rollout.all(Media)):
-                media[len(segments.ids)] = own_media
-            labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
-            branches = rollout.branches or (Branch(len(labels[-1]), prompt=len(prompt)),)
-            logit_positions += segments.add_completion(labels[-1], branches, ends)
+                media[len(segments)] = own_media
+            completion = torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long()
+            labels.append(completion)
+            branches = rollout.branches or (Branch(len(completion), prompt=len(prompt)),)
+            tree: list[_End] = []
+            for ids, branch in zip(completion.split([each.length for each in branches]), branches, strict=True):
+                before = ends[branch.prompt] if branch.after is None else tree[branch.after]
+                logit_positions += [torch.tensor([before.place]), torch.arange(at, at + len(ids) - 1)]
+                tree.append(add(ids, before))
     positions = torch.cat(logit_positions)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     by_sequence = (advantage for part in row.parts for advantage in part.advantages)
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(by_sequence, labels, strict=True)]
     sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
-    device = row.device
     riders = [kind.of_row(row) for kind in dict.fromkeys(type(r) for rollout in rollouts for r in rollout.riders)]
+    device = row.device
     micro_batch = MicroBatch(
-        input_ids=to_device_async(torch.cat(segments.ids)[None], device),
-        position_ids=to_device_async(torch.cat(segments.positions)[None], device),
-        layout=SegmentLayout(tuple(len(segment) for segment in segments.ids), tuple(segments.attends_to)),
+        input_ids=to_device_async(torch.cat(segments)[None], device),
+        position_ids=to_device_async(torch.cat(position_ids)[None], device),
+        layout=SegmentLayout(tuple(map(len, segments)), tuple(attends_to)),
         logit_positions=to_device_async(positions, device),
         labels=to_device_async(torch.cat(labels), device),
         loss_mask=to_device_async(in_loss.float(), device),

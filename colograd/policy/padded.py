@@ -6,7 +6,6 @@ code). Padding is on the right, where a causal model doesn't look. A prompt goes
 
 from __future__ import annotations
 
-import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -82,9 +81,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """Compute a model's last hidden states on padded rows, and return them in the packed row's order, (1, T, hidden).
 
-    Args:
-        more: further keyword arguments of the model's ``body``.
-        of_layers: see `logprobs.Pass`. A prompt's values come from its first completion's row.
+    ``more`` has further arguments of ``body``. A prompt's values `of_layers` come from its first completion's row.
     """
     rows = PaddedInputs.of(batch)
     inputs: dict[str, Any] = {
@@ -96,14 +93,9 @@ def hidden_states(
         **more,
     }
     kind: Any = type(body)
-    accepted = _parameters(kind)
+    accepted = inspect.signature(kind.forward).parameters
     output = body(**{name: value for name, value in inputs.items() if name in accepted or name in more})
-    for name, found in of_layers.items():
+    for name, values in of_layers.items():
         layers = getattr(output, name, None) or ()
-        found += [each.flatten(0, -2).index_select(0, rows.places) for each in layers]
+        values += [each.flatten(0, -2).index_select(0, rows.places) for each in layers]
     return rows.packed(output.last_hidden_state)
-
-
-@functools.cache
-def _parameters(kind: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.forward).parameters)

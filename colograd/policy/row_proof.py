@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,32 +55,36 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
     Raises:
         ValueError: padded rows don't give the model's own probabilities either.
     """
+    device, model = device or model.device, unwrap(model)
+    own, name = _own_attention(model), type(model).__name__
+    why = expect_rows(model, why)
     with evaluation_mode(model):
-        return _choose_rows(unwrap(model), device or model.device, why, asked)
-
-
-def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[ModelInput]) -> str:
-    install_steps(model)
-    own = _own_attention(model)
-    why = why or obstacle(model)
-    if not why:
-        _prepare(model)
-        why = _packed_fault(model, own, device, asked)
         if not why:
-            return ""
-    set_attention(model, own)
-    try:
-        error = _difference(model, own, device, asked, share_prompts=False)
-        said = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
-        fault = said if error else ""
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
-        fault = str(refusal).splitlines()[0]
+            try:
+                with attention.watch_windows() as windows:
+                    error = _difference(model, own, device, asked, share_prompts=True)
+                if error:
+                    why = f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device}"
+                elif lost := windows.asked - windows.applied:
+                    why = f"{name} doesn't tell its attention of the window of {lost.pop()} tokens"
+                else:
+                    return ""
+            except (NotCompiled, torch.OutOfMemoryError):
+                raise
+            except (TypeError, ValueError, RuntimeError) as refusal:
+                why = f"{name}: {str(refusal).splitlines()[0]}"
+            set_attention(model, own)
+        try:
+            error = _difference(model, own, device, asked, share_prompts=False)
+            said = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
+            fault = said if error else ""
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
+            fault = str(refusal).splitlines()[0]
     if fault:
         raise ValueError(
-            f"{type(model).__name__} can't be trained ({fault}): choose another architecture, such as Llama, Qwen, "
-            "Gemma or SmolLM."
+            f"{name} can't be trained ({fault}): choose another architecture, such as Llama, Qwen, Gemma or SmolLM."
         )
     return why
 
@@ -96,21 +101,20 @@ def obstacle(model: Any) -> str:
     return ""
 
 
-def expect_rows(model: Any) -> str:
-    """Set the model's attention for the rows that its configuration suggests.
+def expect_rows(model: Any, why: str = "") -> str:
+    """Set the model's attention for the rows that its configuration suggests: padded ones if there is a reason ``why``.
 
-    `choose_rows` proves them later, on the device that trains.
-
-    Returns:
-        Reason why rows are padded; empty if they are packed.
+    `choose_rows` proves them later, on the device that trains. Returns the reason to pad rows; empty: they are packed.
     """
     model = unwrap(model)
     install_steps(model)
-    if why := obstacle(model):
+    if why := why or obstacle(model):
         set_attention(model, _own_attention(model))
-    else:
-        _prepare(model)
-    return why
+        return why
+    for support in registry.hooks("rows"):
+        support.prepare(model)
+    set_attention(model, attention.NAME)
+    return ""
 
 
 def install_steps(model: Any) -> None:
@@ -118,13 +122,6 @@ def install_steps(model: Any) -> None:
     for make in registry.hooks("forward"):
         if (step := make(model)) is not None:
             install(model, step)
-
-
-def _prepare(model: Any) -> None:
-    """Set a model to packed rows."""
-    for support in registry.hooks("rows"):
-        support.prepare(model)
-    set_attention(model, attention.NAME)
 
 
 def set_attention(model: Any, name: str) -> None:
@@ -146,23 +143,6 @@ def choose_rows_where_it_trains(
     for other in others:
         set_attention(unwrap(other), unwrap(model).config._attn_implementation)
     return why
-
-
-def _packed_fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput]) -> str:
-    """Run some packed rows and return why the model can't take them; empty: it can."""
-    name = type(model).__name__
-    try:
-        with attention.watch_windows() as windows:
-            error = _difference(model, own, device, asked, share_prompts=True)
-    except (NotCompiled, torch.OutOfMemoryError):
-        raise
-    except (TypeError, ValueError, RuntimeError) as refusal:
-        return f"{name}: {str(refusal).splitlines()[0]}"
-    if error:
-        return f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device}"
-    if lost := windows.asked - windows.applied:
-        return f"{name} doesn't tell its attention of the window of {lost.pop()} tokens"
-    return ""
 
 
 def _own_attention(model: Any) -> str:
@@ -220,20 +200,16 @@ def differences(
     Both are (N,) float32 in nats. The model's own are computed one sequence at a time with ``own`` attention (default:
     transformers' usual one). They lack completions that the model itself would misread (`ForwardStep.misreads`).
     """
-    chosen, to_sampler, to_own = model.config._attn_implementation, [], []
+    to_sampler, to_own = [], []
     with evaluation_mode(model):
         with as_it_trains(model):
             trained = [policy_logprobs(model, row, temperature)[0].detach() for row in rows]
-        try:
-            set_attention(model, own or _own_attention(model))
-            for row, found in zip(rows, trained, strict=True):
-                to_sampler.append(found - row.sampler_logprobs)
-                parts = [*sequences(row)]
-                for part, ours in zip(parts, found.split([len(part.completion_ids) for part in parts]), strict=True):
+        with _with_attention(model, own):
+            for row, logprobs in zip(rows, trained, strict=True):
+                to_sampler.append(logprobs - row.sampler_logprobs)
+                for part in sequences(row):
                     if not any(step.misreads(model, part) for step in steps_of(model)):
-                        to_own.append(ours - _own_logprobs(model, part, temperature))
-        finally:
-            set_attention(model, chosen)
+                        to_own.append(logprobs[part.place] - _own_logprobs(model, part, temperature))
     return torch.cat(to_sampler).abs(), torch.cat(to_own or [to_sampler[0][:0]]).abs()
 
 
@@ -241,17 +217,14 @@ def _difference(model: Any, own: str, device: torch.device, asked: Sequence[Mode
     """Return the samples' mean absolute difference from the model's own in nats; 0 if it is within tolerance."""
     rows = pack(_samples(model, asked), 1000, False, device, share_prompts=share_prompts)
     limit = allowed(attention.autocast_dtype(device) or model.dtype)
-    for tokens in thresholds(device) if share_prompts else (attention.IN_PLACE_FROM,):
+    # On a CPU these two thresholds together run each of its attention paths on any row.
+    both = share_prompts and device.type == "cpu"
+    for tokens in (sys.maxsize, 0) if both else (attention.IN_PLACE_FROM,):
         with attention.keys_in_place_from(tokens):
             error = float(differences(model, rows, 1.0, own)[1].mean())
         if not error <= limit:
             return error
     return 0.0
-
-
-def thresholds(device: torch.device) -> tuple[int, ...]:
-    """Return thresholds of `keys_in_place_from` that together run each of the device's attention paths on any row."""
-    return (sys.maxsize, 0) if device.type == "cpu" else (attention.IN_PLACE_FROM,)
 
 
 def allowed(dtype: torch.dtype) -> float:
@@ -264,24 +237,27 @@ def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> to
 
     Packed rows may not be proved yet.
     """
-    inner, rollout = unwrap(model), _written(asked, array("i", ids))
+    rollout = _written(asked, array("i", ids))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (row,) = pack([group], 1, False, model.device, share_prompts=False)
-    chosen = inner.config._attn_implementation
-    try:
-        set_attention(inner, _own_attention(inner))
+    with _with_attention(unwrap(model)):
         return policy_logprobs(model, row, 1.0)[0].detach()
-    finally:
-        set_attention(inner, chosen)
 
 
 @torch.no_grad()
 def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
     """Compute log-probabilities (N,) of tokens that any vocabulary has, from the model's own logits."""
-    chosen = model.config._attn_implementation
-    try:
-        set_attention(model, _own_attention(model))
+    with _with_attention(model):
         parts = [part for row in pack(_samples(model), 1000, False, device) for part in sequences(row)]
         return torch.cat([_own_logprobs(model, part, 1.0) for part in parts])
+
+
+@contextmanager
+def _with_attention(model: Any, name: str | None = None) -> Iterator[None]:
+    """Set the model's attention while the context lasts, by default to transformers' usual one."""
+    chosen = model.config._attn_implementation
+    try:
+        set_attention(model, name or _own_attention(model))
+        yield
     finally:
         set_attention(model, chosen)

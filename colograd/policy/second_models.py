@@ -7,6 +7,7 @@ They are computed once, after a round has been sampled, and travel with the rows
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -94,10 +95,10 @@ def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kin
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
     """Return the second models' bytes on the policy's device before they are cut, by their names in the memory plan."""
-    found: dict[str, int] = {}
+    nbytes = Counter[str]()
     for _, kind, each in _of_run(needs, config):
-        found[kind.name] = found.get(kind.name, 0) + kind.nbytes(each, policy)
-    return found
+        nbytes[kind.name] += kind.nbytes(each, policy)
+    return nbytes
 
 
 @torch.no_grad()

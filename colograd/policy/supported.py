@@ -103,15 +103,9 @@ def features() -> tuple[ModelFeature, ...]:
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
-    """Check that a model can be trained with the run's settings.
+    """Raise a ValueError if a model (name or object) can't be trained, or not with the run's settings.
 
-    Args:
-        model: name or model object.
-        peft_config: configuration of the new adapter; None: no new adapter.
-        has_images: see `Wanted`.
-
-    Raises:
-        ValueError: the model can't be trained, or not with these settings.
+    ``peft_config`` is the new adapter's; None: no new adapter.
     """
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
@@ -160,12 +154,18 @@ def _configuration(model: Any, config: GRPOConfig) -> Any:
         return getattr(unwrap(model), "config", None)
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     path = str((adapter_folder(str(model)) or {}).get("base_model_name_or_path") or model)
-    trust = given.get("trust_remote_code", config.trust_remote_code)
     check_model_name(path, revision=given.get("revision"))
+    model_config = read_config(path, config)
+    if model_config is not None and "router_jitter_noise" in given:
+        model_config.router_jitter_noise = given["router_jitter_noise"]
+    return model_config
+
+
+def read_config(path: str, config: GRPOConfig) -> Any:
+    """Read the configuration of the model at ``path`` with the run's revision and trust; None: it can't be read."""
+    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    trust = given.get("trust_remote_code", config.trust_remote_code)
     try:
-        found = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
+        return AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
     except (OSError, ValueError):
         return None
-    if "router_jitter_noise" in given:
-        found.router_jitter_noise = given["router_jitter_noise"]
-    return found

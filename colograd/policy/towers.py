@@ -54,10 +54,9 @@ def hears(model_config: Any) -> bool:
 
 def freeze_unread(model: Any) -> None:
     """Freeze the parameters that no row uses."""
-    if (read := read_parameters(model)) is None:
-        return
+    read = read_parameters(model)
     for parameter in model.parameters():
-        if id(parameter) not in read:
+        if read is not None and id(parameter) not in read:
             parameter.requires_grad_(False)
 
 

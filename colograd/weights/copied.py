@@ -39,20 +39,15 @@ class Copies:
 
 
 class CopiedWeights(PlannedSync):
-    """Copies the policy into the engine, cast to the engine's dtype.
-
-    Args:
-        policy: the policy.
-        engine: the engine.
-        slices: the parameters' places in the engine.
-        why: the reason why memory isn't shared, for `describe`.
-    """
+    """Copies the policy into the engine, cast to the engine's dtype. ``why`` memory isn't shared is for `describe`."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
-        self.copies, self._copied_slices = Copies(self.slices), list(self.slices)
-        self._is_first = not all(map(_is_trained, self._copied_slices))  # the next write includes frozen weights
+        self.copies = Copies(self.slices)
+        # Buffers may change without the optimizer.
+        changing = [p for p in slices if p.source.requires_grad or not isinstance(p.source, torch.nn.Parameter)]
+        self._later = Copies(changing) if len(changing) < len(slices) else self.copies  # without frozen weights
 
     def describe(self) -> str:
         size = f"{self.copies.nbytes / 2**20:,.0f} MiB per publish"
@@ -61,27 +56,17 @@ class CopiedWeights(PlannedSync):
     def write(self) -> int:
         """Write the weights; frozen ones (a vision tower, say) only in the first call. Return the bytes written."""
         nbytes = self.copies.write()
-        if self._is_first:
-            self.copies, self._is_first = Copies([part for part in self._copied_slices if _is_trained(part)]), False
+        self.copies = self._later
         return nbytes
 
     def differing(self) -> list[str]:
         return [part.name for part in self.slices if not part.equal()]
 
 
-def _is_trained(part: Slice) -> bool:
-    """Return whether a slice's source may change. Buffers may change without the optimizer."""
-    return part.source.requires_grad or not isinstance(part.source, torch.nn.Parameter)
-
-
 class MergedWeights(PlannedSync):
     """Publishes a PeftModel as merged weights, and the unchanged weights of its base only once.
 
-    Args:
-        policy: the PeftModel.
-        engine: the engine.
-        slices: the places of the base's parameters in the engine.
-        why: the reason why vLLM doesn't serve the adapter, for `describe`.
+    ``slices`` are the places of the base's parameters. ``why`` vLLM doesn't serve the adapter is for `describe`.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:

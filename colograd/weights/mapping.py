@@ -12,6 +12,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -52,11 +53,6 @@ class Slice:
         return self.packed is not None or self.through is not None or self.rows is not None
 
     @property
-    def is_copy(self) -> bool:
-        """Whether ``destination`` is a further copy of the whole parameter."""
-        return self.again and self.destination.shape == self.source.shape
-
-    @property
     def view(self) -> torch.Tensor:
         """A view of the part of the policy's tensor, which may move. Not for quantised parameters."""
         return self.source.detach()[self.cut]
@@ -83,25 +79,22 @@ class Slice:
         return torch.equal(engine_value.to(narrow), policy_value.to(narrow))
 
 
-EXPANDS = "kv_b_proj"  # the layer that expands latent attention's keys and values, in transformers and in vLLM
-
-
 class UnmappedParameter(ValueError):
     """A parameter has no place in the engine, or an engine tensor no source in the policy."""
 
 
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of an engine's tensor, and the part of a parameter in it
+EXPANDS = "kv_b_proj"  # the layer that expands latent attention's keys and values, in transformers and in vLLM
+ABSORBED = ("W_UK_T", "W_UV")  # vLLM's matrices per head, (P, L) and (L, V), that expand latent keys and values
+
+
 def map_parameters(
-    policy: torch.nn.Module,
-    engine: EngineTensors,
-    place: int = 0,
-    ranks: int = 1,
+    policy: torch.nn.Module, engine: EngineTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
-) -> list[Slice]:
+) -> list[Slice]:  # fmt: skip
     """Pair every parameter of the policy, or of a LoRA policy's base, with its slice of the engine's tensors.
 
     Args:
-        policy: the policy.
-        engine: the engine's tensors.
         place: index of this rank among the ranks of its engine.
         ranks: number of ranks of the engine.
         served: the policy's packed weights that the engine reads in the policy's memory.
@@ -110,54 +103,60 @@ def map_parameters(
         UnmappedParameter: parameters or engine tensors are left over.
     """
     targets: dict[str, torch.Tensor] = dict(engine.parameters())
-    sources = _base_parameters(policy)
-    policy_names = {base_name(name): name for name, _ in policy.named_parameters()}
-    packed = packed_weights(policy)
-    for name in [base_name(name) for name, weight in packed.items() if weight in served]:
-        sources.pop(str(name))
+    packed, read = packed_weights(policy), read_parameters(unwrap(policy))
+    policy_names = {base: name for name, _ in policy.named_parameters() if (base := base_name(name)) is not None}
+    sources: dict[str, torch.Tensor] = {}
+    for base, name in policy_names.items():
+        parameter = policy.get_parameter(name)
+        if (name not in packed or packed[name] not in served) and (read is None or id(parameter) in read):
+            sources[base] = torch.empty(packed[name].shape, device="meta") if name in packed else parameter
     for name, buffer in policy.named_buffers():  # the engine has some buffers as parameters: a router's correction, say
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], policy_names[base] = buffer, name
     slices, missing, other_names, saved = [], [], dict[str, str](), saved_names(unwrap(policy))
     for name, source in sources.items():
-        policy_name, parts, copies = policy_names[name], [], list[Part]()
-        if (experts := _experts(name, targets, engine)) is not None:
-            if ranks > 1:
-                parts = _expert_parts(experts, source, place, ranks, policy_name)
-            else:
-                parts = _whole_experts(experts, source, policy, policy_name)
+        policy_name, parts, copies = policy_names[name], list[Part](), list[Part]()
+        module = policy.get_submodule(policy_name.rpartition(".")[0])
+        if experts := _experts(name, source, module, targets, engine, place, ranks):
+            parts = experts
         elif match := _find(name, saved.get(name, name), sources, targets, engine, ranks):
-            if isinstance(policy.get_submodule(policy_name.rpartition(".")[0]), Conv1D) and source.dim() == 2:
-                parts = [(match[0].detach().mT, ())]  # GPT-2's projections are transposed
+            target, fused, index = match
+            if isinstance(module, Conv1D) and source.dim() == 2:
+                parts = [(target.detach().mT, ())]  # GPT-2's projections are transposed
             elif ranks == 1 or name.split(".")[-2] not in engine.fusions:
-                parts, copies = _split(*match, place, ranks), _as_values(*match, place, ranks)
-            elif in_tower(name):  # fused in the checkpoint: shapes don't show where its parts end
-                parts = _thirds(match[0], source, place, ranks)
+                parts, last = _split(target, fused, index, place, ranks), len(fused) - 1
+                if index < last and fused[index] is fused[last]:  # keys that are also values (some layers of Gemma 4)
+                    copies = _split(target, fused, last, place, ranks)
+            elif in_tower(name):  # queries, keys and values; shapes don't show where they end in the checkpoint
+                parts = _merged(target, source, place, [source.shape[0] // 3] * 3)
             else:
-                parts = _merged(match[0], source, place, _outputs(match[0], targets, engine))
+                of_engine = next(each for each, tensor in targets.items() if tensor is target)
+                parts = _merged(target, source, place, engine.merged_outputs(of_engine))
         if not parts:
             missing.append(name)
         slices += [Slice(policy_name, source, *part) for part in parts]
-        copies += absorbed(name, source, parts, targets)
+        copies += _absorbed(name, parts, targets)
         slices += [Slice(policy_name, source, *part, again=True) for part in copies]
     if missing:
-        free = {name: targets[name] for name in _uncovered(slices, targets)}
-        other_names = {name: _match_by_shape(name, sources, missing, free) for name in missing}
-        slices += [
-            Slice(policy_names[name], sources[name], _reshaped(free[other], sources[name]))
-            for name, other in other_names.items()
-        ]
-    slices += _match_buffers(policy, {name: targets[name] for name in _uncovered(slices, targets)})
-    leftover = sorted(_uncovered(slices, targets))
-    if leftover:
+        free = {name: targets[name].detach() for name in _uncovered(slices, targets)}
+        for name in missing:
+            other_names[name] = _match_by_shape(name, sources, missing, free)
+        for name, other in other_names.items():
+            target, source = free[other], sources[name]
+            target = target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
+            slices.append(Slice(policy_names[name], source, target))
+    # The policy may have an engine's parameter as a buffer of another name: a router's correction, say.
+    buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
+    for name in [*_uncovered(slices, targets)]:
+        target = targets[name].detach()
+        matches = [n for n, b in buffers.items() if b.shape == target.shape and _layer_of(n) == _layer_of(name)]
+        if len(matches) == 1:
+            slices.append(Slice(matches[0], buffers[matches[0]], target))
+    if leftover := sorted(_uncovered(slices, targets)):
         raise UnmappedParameter(
             f"The policy has no source for {len(leftover)} engine tensors: {', '.join(leftover[:4])}."
         )
-    functions = {
-        policy_name: engine.written_through(name, other_names.get(name))
-        for name, policy_name in policy_names.items()
-        if name is not None
-    }
+    functions = {own: engine.written_through(name, other_names.get(name)) for name, own in policy_names.items()}
     return [dataclasses.replace(p, packed=packed.get(p.name), through=functions.get(p.name)) for p in slices]
 
 
@@ -172,37 +171,20 @@ def _match_by_shape(
     Raises:
         UnmappedParameter: there is no such tensor, or several, or several missing parameters of this layer and shape.
     """
+    expected = [size for size in sources[name].shape if size > 1]
 
-    source = sources[name]
+    def like(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        for each in names:
+            sizes = [size for size in tensors[each].shape if size > 1]
+            padded = len(expected) == 2 and not _layer_of(name) and sizes[1:] == expected[1:] and sizes[0] > expected[0]
+            if _layer_of(each) == _layer_of(name) and (sizes == expected or padded):
+                yield each
 
-    def fits(tensor: torch.Tensor) -> bool:
-        sizes, expected = ([size for size in each.shape if size > 1] for each in (tensor, source))
-        is_padded = len(expected) == 2 and not _layer_of(name) and sizes[1:] == expected[1:] and sizes[0] > expected[0]
-        return sizes == expected or is_padded
-
-    def like(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        return [each for each in names if _layer_of(each) == _layer_of(name) and fits(tensors[each])]
-
-    matches, rivals = like(free, free), like(missing, sources)
+    matches, rivals = [*like(free, free)], [*like(missing, sources)]
     if len(matches) != 1 or len(rivals) != 1:
         shapes = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
         raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {shapes}.")
     return matches[0]
-
-
-def _match_buffers(policy: torch.nn.Module, free: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
-    """Yield slices of engine parameters that the policy has as buffers of other names: a router's correction, say."""
-    buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
-    for place, target in free.items():
-        matches = [n for n, b in buffers.items() if b.shape == target.shape and _layer_of(n) == _layer_of(place)]
-        if len(matches) == 1:
-            yield Slice(matches[0], buffers[matches[0]], target.detach())
-
-
-def _reshaped(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return a view of an engine tensor for a parameter with other dimensions, or with fewer rows."""
-    target = target.detach()
-    return target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
 
 
 def _layer_of(name: str) -> str:
@@ -210,138 +192,98 @@ def _layer_of(name: str) -> str:
     return next((part for part in name.split(".") if part.isdecimal()), "")
 
 
-def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters by their names in a model without adapters; for quantised ones a meta tensor of their shape."""
-    dense = {name: torch.empty(packed.shape, device="meta") for name, packed in packed_weights(model).items()}
-    read = read_parameters(unwrap(model))
-    names = ((n, base_name(n), p) for n, p in model.named_parameters() if read is None or id(p) in read)
-    return {base: dense.get(name, p) for name, base, p in names if base is not None}
-
-
 def _find(
-    name: str,
-    saved: str,
-    sources: dict[str, torch.Tensor],
-    targets: dict[str, torch.Tensor],
-    engine: EngineTensors,
+    name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors,
     ranks: int,
-) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
+) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
     """Find a parameter's engine tensor by the policy's name or by the ``saved`` name.
 
     Returns:
         The engine's tensor, the parameters that are fused in it, and this parameter's index among them; or None.
     """
-    for each in {name: 0, saved: 0}:
+    for each in dict.fromkeys((name, saved)):
         mapped = engine.renamed(each)
         if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
             mapped = mapped.replace(*TOWER, 1)
-        if (match := _place(name, mapped, sources, targets, engine, ranks)) is not None:
-            return match
-    return None
-
-
-def _place(
-    name: str,
-    mapped: str,
-    sources: dict[str, torch.Tensor],
-    targets: dict[str, torch.Tensor],
-    engine: EngineTensors,
-    ranks: int,
-) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
-    """Find a parameter's engine tensor by its name in vLLM, ``mapped``. Returns the same as `_find`."""
-    for candidate in (mapped, mapped.replace(*BLOCKS)):
-        if candidate in targets:
-            return targets[candidate], [sources[name]], 0
-    for fused, parts in engine.fusions.items():
-        for index, part in enumerate(parts):
-            target = targets.get(mapped.replace(f".{part}.", f".{fused}."))
-            if target is not None:
+        for candidate in (mapped, mapped.replace(*BLOCKS)):
+            if candidate in targets:
+                return targets[candidate], [sources[name]], 0
+        for fused, parts in engine.fusions.items():
+            for index, part in enumerate(parts):
+                target = targets.get(mapped.replace(f".{part}.", f".{fused}."))
                 siblings = [name.replace(f".{part}.", f".{other}.") for other in parts]
-                if not sources.keys() >= {*siblings[:index]}:
-                    return None
+                if target is None or not sources.keys() >= {*siblings[:index]}:
+                    continue
                 fused_parts = [sources[sibling] for sibling in siblings if sibling in sources]
                 with_values = [*fused_parts, fused_parts[-1]]
                 if len(with_values) == len(parts) and sum(_fused_rows(target, with_values, ranks)[0]) == len(target):
-                    fused_parts = with_values  # see `_as_values`
+                    fused_parts = with_values  # its keys are also values
                 return target, fused_parts, index
     return None
 
 
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of an engine's tensor, and the part of a parameter in it
-ABSORBED = ("W_UK_T", "W_UV")  # vLLM's matrices per head, (P, L) and (L, V), that expand latent keys and values
-
-
-def absorbed(
-    name: str, source: torch.Tensor, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]
-) -> Iterator[Part]:
+def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
     """Yield the places of the copies that vLLM's decoding of latent attention has of the expanding layer.
 
-    Args:
-        name: the parameter's name.
-        source: the parameter; a rank has the rows (H * (P + V), L).
-        parts: the parameter's first places.
-        targets: the engine's tensors.
+    A rank has the rows (H * (P + V), L) of the parameter. ``parts`` are its first places.
     """
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
     if len(matrices) < 2 or not parts:
         return
-    keys, values = (matrices[end].detach() for end in ABSORBED)
     start = (parts[0][1] or (slice(0, 0),))[0].start
-    for key, value in zip(keys, values, strict=True):
+    for key, value in zip(*(matrices[end].detach() for end in ABSORBED), strict=True):
         for place in (key, value.T):
             yield place, (slice(start, start + len(place)),)
             start += len(place)
 
 
-def _experts(name: str, targets: dict[str, torch.Tensor], engine: EngineTensors) -> torch.Tensor | None:
-    """Return the engine's tensor of a block's experts; None if the parameter isn't a mixture's experts."""
+def _experts(
+    name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: EngineTensors, place: int,
+    ranks: int,
+) -> list[Part]:  # fmt: skip
+    """Return the places of a block's experts; empty if the parameter isn't a mixture's experts.
+
+    One of several ranks has gate rows and the same up rows, or some columns.
+    """
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:
-        return None
+        return []
     head = engine.renamed(f"{head}.weight").removesuffix("weight")
     places = (f"{block}{within}{EXPERTS[last]}" for block in (head, head.replace(*BLOCKS)) for within in WITHIN)
-    place = next((place for place in places if place in targets), None)
-    if place is None:
-        return None
-    if layout := engine.expert_layout(place):
+    in_engine = next((each for each in places if each in targets), None)
+    if in_engine is None:
+        return []
+    if layout := engine.expert_layout(in_engine):
         raise UnmappedParameter(
-            f"The engine's kernel for experts ({layout}) has {place} in another layout than checkpoints. Remove "
+            f"The engine's kernel for experts ({layout}) has {in_engine} in another layout than checkpoints. Remove "
             "settings that choose kernels for experts from vllm_engine_kwargs and the environment."
         )
-    return targets[place]
-
-
-def _whole_experts(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> list[Part]:
-    """Return the place of all experts of a block, in an engine of one rank."""
-    target = target.detach()
-    is_transposed = getattr(policy.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
-    if target.dim() == 3 and (is_transposed or target.shape != source.shape == target.mT.shape):
-        target = target.mT
-    if target.shape != source.shape:
+    target, everything, expected = targets[in_engine].detach(), slice(None), source.shape
+    if ranks == 1:
+        is_transposed = getattr(module, "is_transposed", False)
+        if target.dim() == 3 and (is_transposed or target.shape != source.shape == target.mT.shape):
+            target = target.mT
+        parts: list[Part] = [(target, ())]
+    elif last == "gate_up_proj":
+        total = source.shape[1] // 2  # I, on all ranks together
+        size = total // ranks
+        expected = torch.Size((source.shape[0], 2 * size, source.shape[2]))
+        parts = [
+            (target[:, half * size : (half + 1) * size], (everything, slice(start, start + size)))
+            for half, start in enumerate((place * size, total + place * size))
+        ]
+    else:
+        size = source.shape[2] // ranks
+        expected = torch.Size((*source.shape[:2], size))
+        parts = [(target, (everything, everything, slice(place * size, (place + 1) * size)))]
+    if target.shape != expected:
         raise UnmappedParameter(
-            f"{name} has the shape {tuple(target.shape)} in the engine and {tuple(source.shape)} in the policy: the "
-            "engine's kernel for experts has its own layout."
+            f"{name} has the shape {tuple(target.shape)} in the engine, not {tuple(expected)}: the engine's kernel for "
+            "experts has its own layout."
         )
-    return [(target, ())]
-
-
-def _expert_parts(target: torch.Tensor, source: torch.Tensor, place: int, ranks: int, name: str) -> list[Part]:
-    """Return a rank's part of all experts of a block: gate rows and the same up rows, or some columns."""
-    target, everything = target.detach(), slice(None)
-    halves = 2 if name.endswith(".gate_up_proj") else 1
-    total = source.shape[1 if halves == 2 else 2] // halves  # I, on all ranks together
-    size = total // ranks
-    shape = (source.shape[0], 2 * size, source.shape[2]) if halves == 2 else (*source.shape[:2], size)
-    if tuple(target.shape) != shape:
-        raise UnmappedParameter(f"{name} has the shape {tuple(target.shape)} on the engine's rank, not {shape}.")
-    if halves == 1:
-        return [(target, (everything, everything, slice(place * size, (place + 1) * size)))]
-    return [
-        (target[:, half * size : (half + 1) * size], (everything, slice(start, start + size)))
-        for half, start in enumerate((place * size, total + place * size))
-    ]
+    return parts
 
 
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
@@ -376,17 +318,6 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
     return [(target[offset : offset + rows[index]], _rows(start, start + rows[index], source))]
 
 
-def _as_values(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
-    """Return the second place of keys that are also values (some layers of Gemma 4): ``target`` has them twice."""
-    last = len(parts) - 1
-    return _split(target, parts, last, place, ranks) if index < last and parts[index] is parts[last] else []
-
-
-def _outputs(target: torch.Tensor, targets: Mapping[str, torch.Tensor], engine: EngineTensors) -> Sequence[int]:
-    """Return the output sizes that vLLM merges in a tensor."""
-    return engine.merged_outputs(next(name for name, tensor in targets.items() if tensor is target))
-
-
 def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Sequence[int]) -> list[Part]:
     """Return a rank's part of each output of a layer that is merged in checkpoint and engine.
 
@@ -394,8 +325,11 @@ def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Seq
     the shapes don't fit.
     """
     target = target.detach()
+    if target.shape == source.shape:
+        return [(target, ())]
     ranks = source.shape[0] // target.shape[0]
-    if sum(outputs) != source.shape[0] or any(size % ranks for size in outputs) or sum(outputs) // ranks != len(target):
+    fits = sum(outputs) == source.shape[0] == len(target) * ranks and target.shape[1:] == source.shape[1:]
+    if not fits or any(size % ranks for size in outputs):
         return []
     parts: list[Part] = []
     start = at = 0
@@ -405,22 +339,6 @@ def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Seq
         parts.append((target[at : at + size], (slice(first, first + size),)))
         start, at = start + total, at + size
     return parts
-
-
-def _thirds(target: torch.Tensor, source: torch.Tensor, place: int, ranks: int) -> list[Part]:
-    """Return a rank's part of a tower's queries, keys and values, which have equal sizes and are fused in the
-    checkpoint."""
-    target = target.detach()
-    if target.shape == source.shape:
-        return [(target, ())]
-    total, size = source.shape[0] // 3, target.shape[0] // 3
-    if size * ranks != total or target.shape[1:] != source.shape[1:]:
-        raise UnmappedParameter(
-            f"A tower's fused queries, keys and values have the shape {tuple(source.shape)} in the policy and "
-            f"{tuple(target.shape)} on the engine's rank, which isn't one part of each."
-        )
-    starts = (part * total + place * size for part in range(3))
-    return [(target[n * size : (n + 1) * size], (slice(start, start + size),)) for n, start in enumerate(starts)]
 
 
 def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:

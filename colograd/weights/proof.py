@@ -11,10 +11,9 @@ take part in each forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +50,7 @@ class Probe:
     noise: float  # largest difference between two forwards with the same weights; 0 with deterministic kernels
 
     @classmethod
-    def of(cls, engine: Engine, length: int, tower_prompt: ModelInput | None = None) -> Probe:
-        """Create a probe of ``length`` tokens, or with the prompt ``tower_prompt``."""
-        ids = probe_ids(engine, length) if tower_prompt is None else tower_prompt
+    def of(cls, engine: Engine, ids: list[int] | ModelInput) -> Probe:
         usual = engine.prompt_logprobs(ids)
         return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
 
@@ -68,11 +65,7 @@ class Probe:
 
 
 def check_equal(slices: Sequence[Slice]) -> None:
-    """Check that every slice has its parameter's value, up to the policy's quantisation. A collective.
-
-    Raises:
-        RuntimeError: parameters differ.
-    """
+    """Raise a RuntimeError unless every slice has its parameter's value, up to quantisation. A collective."""
     with on_all_ranks("the comparison of the weights"):
         differing = [part.name for part in slices if not (part.equal() if part.packed is None else is_near(part))]
         if differing:
@@ -84,18 +77,10 @@ def check_equal(slices: Sequence[Slice]) -> None:
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
-    """Check that engine and policy have the same log-probabilities, up to the rounding of their dtype. A collective.
+    """Raise a RuntimeError unless engine and policy have the same log-probabilities, up to rounding. A collective.
 
     They are compared on a prompt of tokens, and on tokens after a prompt with images. The policy runs without its
     adapter.
-
-    Args:
-        policy: the policy.
-        engine: the engine.
-        tower_prompt: a prompt with images, of a model that reads them.
-
-    Raises:
-        RuntimeError: the log-probabilities differ.
     """
     # A model may read the placeholders of its towers as padding (Gemma 4), and vLLM reads them as tokens.
     placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
@@ -134,18 +119,12 @@ def _check_differences(differences: torch.Tensor, most: float, where: str = "") 
 
 
 def check_read(
-    slices: Sequence[Slice],
-    policy: torch.nn.Module,
-    engine: Engine,
-    every: Sequence[Slice] = (),
+    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
-) -> list[Slice]:
+) -> list[Slice]:  # fmt: skip
     """Check that the engine reads every slice that the policy's output depends on. A collective.
 
     Args:
-        slices: the slices to check.
-        policy: the policy.
-        engine: the engine.
         every: the slices of all parameters of the policy; default: ``slices``.
         tower_prompt: a prompt with images, for the parameters of the vision tower.
 
@@ -162,7 +141,10 @@ def check_read(
     silent = unread([part for part in text if part.name not in proven], engine)
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
     with on_all_ranks("the proof of the weights"):
-        rest = [part for part in silent if not added_by_the_first(part, engine)]
+        rest = silent
+        if engine.layout.engine_place > 0:  # where ranks sum a layer's outputs, only the first one adds the bias
+            of_first = engine.tensors.is_added_by_first_rank
+            rest = [part for part in silent if not (part.name.endswith(".bias") and of_first(part.destination))]
         unreachable = [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]
         if unreachable:
             raise RuntimeError(
@@ -183,16 +165,10 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
     all changes together have.
 
     The result is empty for architectures unlike Llama. A collective: the ranks return the same names.
-
-    Args:
-        slices: the slices to prove.
-        policy: the policy.
-        engine: the engine.
-        every: the slices of all parameters.
     """
     if not slices:
         return set()
-    probe = Probe.of(engine, PROBE_TOKENS[0])
+    probe = Probe.of(engine, probe_ids(engine, PROBE_TOKENS[0]))
     with on_all_ranks("the gradients for the proof of the weights"):
         effects = effects_on(probe_ids(engine, PROBE_TOKENS[0]), slices, policy)
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
@@ -218,16 +194,14 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """Estimate the effect of each slice on the prompt's log-probability, in nats.
+    """Estimate the effect of slices on the prompt's log-probability, in nats, by name; empty: memory is too small.
 
-    It is the effect of changing the sign of a random half of the slice's values: the norm of gradient times value.
-
-    Returns:
-        Effects by name; empty if there isn't enough memory.
+    It is the effect of changing the sign of a random half of a slice's values: the norm of gradient times value. Packed
+    weights and buffers have no gradient, and aren't in the result.
     """
     effects: dict[str, float] = {}
-    flags = {parameter: parameter.requires_grad for parameter in policy.parameters()}
-    slice_of = {part.source: part for part in slices if part.source in flags}  # a buffer gets no gradient
+    parameters = {*policy.parameters()}
+    slice_of = {part.source: part for part in slices if part.source in parameters}
 
     def measure(parameter: torch.Tensor) -> None:
         part, gradient = slice_of[parameter], parameter.grad
@@ -236,58 +210,40 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
         effects[part.name] = float(torch.linalg.vector_norm(effect, dtype=torch.float32))
         parameter.grad = None
 
+    tokens = torch.tensor([ids], device=next(policy.parameters()).device)
     hooks: list[Any] = []
-    packed = [(part, part.packed.layer) for part in slices if part.packed is not None]
     try:
-        for parameter in flags:
-            parameter.requires_grad_(parameter in slice_of)
-        hooks += [parameter.register_post_accumulate_grad_hook(measure) for parameter in slice_of]
-        hooks += [layer.register_forward_hook(partial(_measure_packed, part, effects)) for part, layer in packed]
-        tokens = torch.tensor([ids], device=next(iter(flags)).device)
-        with base_alone(policy), torch.enable_grad():
+        with base_alone(policy, slice_of), torch.enable_grad():
+            hooks += [parameter.register_post_accumulate_grad_hook(measure) for parameter in slice_of]
             logits = policy(tokens).logits[0, :-1].float()
             logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
             if logprob.requires_grad:  # else it depends on none of these parameters
                 logprob.backward()
     except torch.OutOfMemoryError:
-        effects = {}
+        return {}
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, requires_grad in flags.items():
-            parameter.requires_grad_(requires_grad)
-            if parameter in slice_of:
-                parameter.grad = None
+        for parameter in slice_of:
+            parameter.grad = None
     return effects
 
 
 @contextmanager
-def base_alone(policy: torch.nn.Module) -> Iterator[None]:
-    """Run the policy without dropout and without its adapter, which the engine doesn't have yet."""
+def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) -> Iterator[None]:
+    """Run the policy without dropout and without its adapter, which the engine doesn't have yet.
+
+    Only the parameters of ``trained`` get gradients.
+    """
     flags = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
     try:
         with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():
-            for parameter, requires_grad in flags:
-                parameter.requires_grad_(requires_grad)  # peft freezes the adapter that it disables
+            for parameter, _ in flags:
+                parameter.requires_grad_(parameter in trained)
             yield
     finally:
         for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)
-
-
-def _measure_packed(part: Slice, effects: dict[str, float], layer: Any, inputs: Any, output: torch.Tensor) -> None:
-    """Measure the effect of a quantised weight (a forward hook): its gradient is the output's gradient times the
-    input."""
-    assert part.packed is not None
-    packed, layer_input = part.packed, inputs[0].detach().flatten(0, -2).float()
-    if not output.requires_grad:  # no earlier parameter requires a gradient
-        output.requires_grad_()
-
-    def measure(gradient: torch.Tensor) -> None:
-        effect = part.part_of((gradient.flatten(0, -2).float().T @ layer_input).mul_(packed.values()))
-        effects[part.name] = float(torch.linalg.vector_norm(effect))
-
-    output.register_hook(measure)
+            parameter.requires_grad_(requires_grad)  # peft freezes the adapter that it disables
 
 
 def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None) -> list[Slice]:
@@ -300,50 +256,29 @@ def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | N
     for length in PROBE_TOKENS:
         if not silent:
             break
-        probe = Probe.of(engine, length, tower_prompt)
+        probe = Probe.of(engine, probe_ids(engine, length) if tower_prompt is None else tower_prompt)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
-                differs = probe.differs()
-            if not differs:
-                silent.append((part, place))
+                if not probe.differs():
+                    silent.append((part, place))
     return [part for part, place in silent if place == layout.engine_place]
-
-
-def added_by_the_first(part: Slice, engine: Engine) -> bool:
-    """Return whether a slice is a bias that only the engine's first rank adds, and this is another rank."""
-    if engine.layout.engine_place == 0 or not part.name.endswith(".bias"):
-        return False
-    return engine.tensors.is_added_by_first_rank(part.destination)
 
 
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
     """Return whether the policy's output doesn't depend on a parameter either."""
+    if part.packed is not None:
+        return tower_prompt is None and sees(part.name)
     more: dict[str, torch.Tensor] = {}
-    device = (part.source if part.packed is None else part.packed.layer.weight).device
-    ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=device)
+    ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=part.source.device)
     if tower_prompt is not None and tower_prompt.images is not None and sees(part.name):
-        ids = torch.tensor([tower_prompt.ids], device=device)
-        more = {name: value.to(device) for name, value in tower_prompt.images.inputs.items()}
+        ids = torch.tensor([tower_prompt.ids], device=ids.device)
+        more = {name: value.to(ids.device) for name, value in tower_prompt.images.inputs.items()}
     with evaluation_mode(policy):  # a dropout would change the output by itself
         usual = policy(ids, **more).logits
-        with changed(part.view) if part.packed is None else _negated(part.packed.layer):
+        with changed(part.view):
             return torch.equal(policy(ids, **more).logits, usual)
-
-
-@contextmanager
-def _negated(layer: Any) -> Iterator[None]:
-    """Let a quantised layer compute with its weight times -1, while the context lasts."""
-
-    def negate(layer: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return -output if layer.bias is None else 2 * layer.bias - output
-
-    hook = layer.register_forward_hook(negate)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def probe_ids(engine: Engine, length: int) -> list[int]:

@@ -31,58 +31,39 @@ def is_near(part: Slice) -> bool:
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
     """Return ``slices``, with `Slice.rows` set where the engine has the rows in another known order.
 
-    Args:
-        slices: the parameters' places in the engine.
-        policy: the policy.
-        place: index of this rank among the ranks of its engine.
-        ranks: number of ranks of the engine.
+    ``place`` is the index of this rank among the ``ranks`` of its engine.
     """
-    heads = _heads(policy)
+    config = getattr(policy.config, "get_text_config", lambda: policy.config)()
+    queries = int(getattr(config, "num_attention_heads", 0) or 1)
+    keys = int(getattr(config, "num_key_value_heads", 0) or queries)
     row_orders: dict[str, torch.Tensor] = {}  # by layer
     for part in slices:
         layer = part.name.rpartition(".")[0]
         if part.source.dim() != 2 or layer in row_orders or part.again or part.equal() or is_near(part):
             continue
-        for order in _orders(part.source.shape[0], heads):
-            for rows in _of_rank(order, part, place, ranks):
-                if len(rows) == len(part.destination) and is_near(_in_order(part, rows)):
+        for order in _orders(part.source.shape[0], queries, keys):
+            of_rank = []
+            if all(len(rows) % ranks == 0 for rows in order):  # a share of each part
+                of_rank.append(torch.cat([rows.chunk(ranks)[place] for rows in order]))
+            if ranks > 1 and len(order) == 1:  # neighbouring ranks may have the same keys
+                of_rank.append(order[0][part.cut[0]] if part.cut else order[0])
+            for rows in of_rank:
+                if len(rows) == len(part.destination) and is_near(dataclasses.replace(part, rows=rows, cut=())):
                     row_orders.setdefault(layer, rows.to(part.destination.device))
-    if not row_orders:
-        return list(slices)
     pairs = ((part, row_orders.get(part.name.rpartition(".")[0])) for part in slices)
-    return [part if rows is None else _in_order(part, rows) for part, rows in pairs]
+    return [part if rows is None else dataclasses.replace(part, rows=rows, cut=()) for part, rows in pairs]
 
 
-def _in_order(part: Slice, rows: torch.Tensor) -> Slice:
-    return dataclasses.replace(part, rows=rows, cut=())
+def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield the known orders of ``total`` rows for the numbers of query heads and of key heads.
 
-
-def _heads(policy: torch.nn.Module) -> tuple[int, int]:
-    """Return the numbers of query heads and of key heads."""
-    config = getattr(policy.config, "get_text_config", lambda: policy.config)()
-    queries = int(getattr(config, "num_attention_heads", 0) or 1)
-    return queries, int(getattr(config, "num_key_value_heads", 0) or queries)
-
-
-Order = Sequence[torch.Tensor]  # the policy's rows in the engine's order, one tensor per part that ranks divide
-
-
-def _orders(total: int, heads: tuple[int, int]) -> Iterator[Order]:
-    """Yield the known orders of ``total`` rows."""
-    rows, (queries, keys) = torch.arange(total), heads
-    group = queries // keys  # a group of query heads is followed by its key head and value head
-    if total % (keys * (group + 2)) == 0:
+    An order has the policy's rows in the engine's order, one tensor per part that ranks divide.
+    """
+    rows, group = torch.arange(total), queries // keys
+    if total % (keys * (group + 2)) == 0:  # a group of query heads is followed by its key head and value head
         by_head = rows.view(keys, group + 2, -1)
         yield [part.flatten() for part in (by_head[:, :group], by_head[:, group], by_head[:, group + 1])]
     for number in {queries, keys}:
         if total % (2 * number) == 0:
             yield [rows.view(number, -1, 2).mT.flatten()]
             yield [rows.view(number, 2, -1).mT.flatten()]
-
-
-def _of_rank(order: Order, part: Slice, place: int, ranks: int) -> Iterator[torch.Tensor]:
-    """Yield the possible rows of a rank: a share of each part of the order."""
-    if all(len(rows) % ranks == 0 for rows in order):
-        yield torch.cat([rows.chunk(ranks)[place] for rows in order])
-    if ranks > 1 and len(order) == 1:  # neighbouring ranks may have the same keys
-        yield order[0][part.cut[0]] if part.cut else order[0]

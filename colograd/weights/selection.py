@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,11 @@ class Pairing:
     equal: bool  # every slice has its parameter's value, checked after both sides loaded one checkpoint
     tower_prompt: ModelInput | None = None  # a prompt with images
 
+    def unread(self, slices: Sequence[Slice] | None = None) -> list[Slice]:
+        """Run `proof.check_read`, by default for all slices."""
+        chosen = self.slices if slices is None else slices
+        return proof.check_read(chosen, self.policy, self.engine, self.slices, self.tower_prompt)
+
 
 def move(policy: torch.nn.Module, device: torch.device) -> None:
     """Move a policy to a device, unless it is there."""
@@ -45,12 +50,7 @@ def move(policy: torch.nn.Module, device: torch.device) -> None:
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
-    """Check that a policy and its adapter allow the setting `weights`.
-
-    Args:
-        wanted: the setting.
-        adapter: the policy's adapter.
-        cut: each rank will have only a part of the policy's weights.
+    """Check that a policy and its adapter allow the setting `weights`; ``cut``: each rank has a part of the weights.
 
     Returns:
         The adapter that needs slots in the engine; None if there is no adapter, or it is merged.
@@ -93,13 +93,7 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
 
 
 def check_adapter_in_parts(adapter: Adapter | None, sharding: str) -> None:
-    """Check that vLLM serves the adapter of a policy in the engine's layout.
-
-    A merged adapter would change the engine's weights, which are also the policy's.
-
-    Raises:
-        ValueError: vLLM doesn't serve the adapter.
-    """
+    """Raise a ValueError if vLLM can't serve the adapter of a policy in the engine's layout."""
     if adapter is not None and adapter.why_merged:
         raise ValueError(
             f"sharding is {sharding!r}, but {adapter.why_merged}, and the adapter can't be merged into weights that "
@@ -108,11 +102,7 @@ def check_adapter_in_parts(adapter: Adapter | None, sharding: str) -> None:
 
 
 def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], WeightSync]:
-    """Import the user's `WeightSync` class at ``path``.
-
-    Raises:
-        ValueError: there is none, or it lacks a method of `WeightSync`.
-    """
+    """Import the user's `WeightSync` class at ``path``; a ValueError: there is none, or it lacks a method."""
     sync_class = find_object(path, "weights", lambda value: isinstance(value, type))
     methods = ("publish", "describe", "differing")
     if missing := [name for name in methods if not callable(getattr(sync_class, name, None))]:
@@ -134,16 +124,9 @@ def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
 
 
 def weight_sync(
-    wanted: str,
-    policy: torch.nn.Module,
-    engine: Engine,
-    *,
-    untouched: bool,
-    device: torch.device,
-    adapter: Adapter | None = None,
-    cut: str = "",
-    tower_prompt: ModelInput | None = None,
-) -> WeightSync:
+    wanted: str, policy: torch.nn.Module, engine: Engine, *, untouched: bool, device: torch.device,
+    adapter: Adapter | None = None, cut: str = "", tower_prompt: ModelInput | None = None,
+) -> WeightSync:  # fmt: skip
     """Move the policy to ``device``, into the engine's memory where possible, and plan its publishing.
 
     The device never has two copies of shared weights.
@@ -151,10 +134,7 @@ def weight_sync(
     Args:
         wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a `WeightSync` class.
             For a LoRA policy, ``shared`` means its base.
-        policy: the policy.
-        engine: the engine.
         untouched: the policy has exactly the values that the engine loaded, so that equal values prove the mapping.
-        device: the policy's final device.
         adapter: the adapter that the policy trains instead of its weights.
         cut: ``rows``: each rank will keep only some rows of the weights; ``parts``: the policy is cut here, so that
             each rank has its engine rank's part of every parameter; empty: the policy stays whole.
@@ -181,8 +161,16 @@ def weight_sync(
     if equal:
         proof.check_equal(slices)
     packed = [part for part in slices if part.packed is not None]
-    if packed or served:
-        _dequantise(slices if engine.blank else packed, policy, engine, device, tower_prompt)
+    if packed or served:  # write the quantised base into the engine
+        move(policy, device)
+        Copies(slices if engine.blank else packed).write()
+        proof.check_same(policy, engine, tower_prompt)
+        untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
+        if unused := engine.served.unused(untested):
+            raise RuntimeError(
+                f"{unused} of the engine's layers don't use the policy's packed weights: this architecture isn't known "
+                "yet. Set weights: auto."
+            )
     pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
     if cut == "parts":  # an extension offers a function of a `Pairing` and an adapter that cuts the policy
         (in_parts,) = hooks("weights_in_parts")
@@ -195,61 +183,34 @@ def weight_sync(
 
 
 def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -> WeightSync:
-    with_slots = check_choice(wanted, adapter, cut)
+    with_slots, policy, engine = check_choice(wanted, adapter, cut), pairing.policy, pairing.engine
     if is_import_path(wanted):
-        return _custom(wanted, pairing)
+        move(policy, pairing.device)
+        pairing.unread()
+        return find_weight_sync(wanted)(policy, engine, pairing.slices)
     if cut:
         (gathered_weights,) = hooks("gathered_weights")
         return gathered_weights(pairing)
     if adapter is None:
         return _whole(wanted, pairing)
-    if with_slots is None:
-        return _merged(pairing, adapter.why_merged or "as configured")
-    try:
-        return _adapter(wanted, pairing)
-    except Unserved as unserved:
-        if wanted != "auto":
-            raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
-        return _merged(pairing, str(unserved))
-
-
-def _dequantise(
-    slices: Sequence[Slice],
-    policy: torch.nn.Module,
-    engine: Engine,
-    device: torch.device,
-    tower_prompt: ModelInput | None,
-) -> None:
-    """Write a quantised base into the engine, and check that engine and policy have the same output.
-
-    Raises:
-        RuntimeError: the outputs differ, or the engine doesn't use some of the policy's packed weights.
-    """
-    move(policy, device)
-    Copies(slices).write()
-    proof.check_same(policy, engine, tower_prompt)
-    untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
-    if unused := engine.served.unused(untested):
-        raise RuntimeError(
-            f"{unused} of the engine's layers don't use the policy's packed weights: this architecture isn't known "
-            "yet. Set weights: auto."
-        )
-
-
-def _custom(path: str, pairing: Pairing) -> WeightSync:
-    """Prove the mapping and create the user's `WeightSync`."""
-    move(pairing.policy, pairing.device)
-    proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
-    return find_weight_sync(path)(pairing.policy, pairing.engine, pairing.slices)
+    why_merged = adapter.why_merged or "as configured"
+    if with_slots is not None:
+        try:
+            return _adapter(wanted, pairing)
+        except Unserved as unserved:
+            if wanted != "auto":
+                raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
+            why_merged = str(unserved)
+    move(policy, pairing.device)
+    merged = MergedWeights(policy, engine, pairing.slices, why_merged)
+    pairing.unread(merged.moving if pairing.equal else None)
+    return merged
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
     """Create `SharedWeights` or `CopiedWeights` for a policy's weights, or for a LoRA policy's base.
 
-    Args:
-        wanted: ``auto``, ``shared`` or ``copied``.
-        pairing: policy and engine.
-        constant: the weights are equal and never change. Then it doesn't matter where the engine reads them.
+    ``constant``: the weights are equal and never change, so that it doesn't matter where the engine reads them.
     """
     obstacles = {part.name: reason for part in pairing.slices if (reason := shared.obstacle(part))}
     if wanted == "shared" and obstacles:
@@ -258,36 +219,26 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
             f"weights is 'shared', but {len(obstacles)} of {len(pairing.slices)} parameters can't be shared ({name}: "
             f"{reason}): set weights: auto, or the same dtype for policy and engine."
         )
-    split = pairing.engine.layout.ranks_per_engine > 1
-    if wanted != "copied" and len(obstacles) < len(pairing.slices) and not split:
-        return _shared(pairing, obstacles, constant)
-    move(pairing.policy, pairing.device)
-    if not constant:
-        proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
-    why = "as configured" if wanted == "copied" else next(iter(obstacles.values()), "")
-    if split:
-        why = f"each of the engine's {pairing.engine.layout.ranks_per_engine} ranks has a part, the policy is whole"
-    return CopiedWeights(pairing.policy, pairing.engine, pairing.slices, why)
-
-
-def _shared(pairing: Pairing, obstacles: Mapping[str, str], constant: bool) -> SharedWeights:
-    """Create `SharedWeights` that copy the parameters with ``obstacles`` (reasons by name) and share all others."""
+    policy, engine, ranks = pairing.policy, pairing.engine, pairing.engine.layout.ranks_per_engine
+    if wanted == "copied" or len(obstacles) == len(pairing.slices) or ranks > 1:
+        move(policy, pairing.device)
+        if not constant:
+            pairing.unread()
+        why = "as configured" if wanted == "copied" else next(iter(obstacles.values()), "")
+        if ranks > 1:
+            why = f"each of the engine's {ranks} ranks has a part, the policy is whole"
+        return CopiedWeights(policy, engine, pairing.slices, why)
     views = [part for part in pairing.slices if part.name not in obstacles]
     copies = [(part, obstacles[part.name]) for part in pairing.slices if part.name in obstacles]
     shared.bind(views)
-    move(pairing.policy, pairing.device)  # moves the rest: buffers, and the parameters that are copied
+    move(policy, pairing.device)  # moves the rest: buffers, and the parameters that are copied
     tested = [*views, *(part for part, _ in copies if part.packed is not None)]
-    for part in (
-        []
-        if constant
-        else proof.check_read(tested, pairing.policy, pairing.engine, pairing.slices, tower_prompt=pairing.tower_prompt)
-    ):
-        if part.packed is not None:
-            continue
-        part.source.data = part.destination.clone()  # separate memory again, with the same value
-        views.remove(part)
-        copies.append((part, "no output depends on it, so that sharing it can't be proved"))
-    return SharedWeights(pairing.policy, pairing.engine, views, copies)
+    for part in [] if constant else pairing.unread(tested):
+        if part.packed is None:
+            part.source.data = part.destination.clone()  # separate memory again, with the same value
+            views.remove(part)
+            copies.append((part, "no output depends on it, so that sharing it can't be proved"))
+    return SharedWeights(policy, engine, views, copies)
 
 
 def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
@@ -295,17 +246,10 @@ def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
     if reordered := [part.name for part in pairing.slices if part.rows is not None and base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
-    if copied := [part.name for part in pairing.slices if part.is_copy and base_name(part.name) in adapted]:
+    whole_copies = [part for part in pairing.slices if part.again and part.destination.shape == part.source.shape]
+    if copied := [part.name for part in whole_copies if base_name(part.name) in adapted]:
         raise Unserved(f"vLLM has {len(copied)} adapted layers twice, but adds an adapter once ({copied[0]})")
     slots = hooks("map_adapter")[0](pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)
     sync: WeightSync = hooks("adapter_weights")[0](pairing.policy, pairing.engine, slots, base)
     return sync
-
-
-def _merged(pairing: Pairing, why: str) -> MergedWeights:
-    move(pairing.policy, pairing.device)
-    merged = MergedWeights(pairing.policy, pairing.engine, pairing.slices, why)
-    moving = merged.moving if pairing.equal else pairing.slices
-    proof.check_read(moving, pairing.policy, pairing.engine, pairing.slices, tower_prompt=pairing.tower_prompt)
-    return merged

@@ -53,13 +53,8 @@ class SharedWeights(CopiedWeights):
     """Publishes a policy that is in the engine's memory, except some parameters that are copied.
 
     Args:
-        policy: the policy.
-        engine: the engine.
         shared: parameters that are bound to the engine's memory (`bind`).
         copied: all other parameters, each with the reason why it isn't shared.
-
-    Raises:
-        RuntimeError: a parameter of ``shared`` isn't bound.
     """
 
     def __init__(
@@ -95,13 +90,9 @@ def bytes_apart(policy: torch.nn.Module, engine: EngineTensors) -> int:
 def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copy the model's state dict to host memory, with one storage per tensor. Tied parameters stay one tensor.
+    """Copy the model's state dict to host memory, into ``places`` where shape and dtype fit.
 
-    (Writers of safetensors would clone tensors that share a storage on the device.)
-
-    Args:
-        model: the model.
-        places: by name, host tensors to copy into, if shape and dtype fit.
+    Tied parameters stay one tensor. Each tensor has a storage of its own: writers of safetensors would clone others.
     """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}

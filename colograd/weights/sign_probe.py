@@ -31,75 +31,61 @@ Signs = dict[str, torch.Tensor]  # parameter -> tensor of 1 and -1 that expands 
 
 
 def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
-    """Return signs that cancel each other in a decoder with Llama's architecture.
+    """Return signs that cancel each other in a decoder with Llama's architecture; empty if the names are different.
 
     Args:
         shapes: shapes of the policy's parameters by their names in a model without adapters; tied ones once.
         norms: change norms as well. Wrong for norms that multiply by 1 + weight.
-
-    Returns:
-        The signs of each parameter that can be changed in this way; empty if the names are different.
     """
-    embedding = next((name for name in shapes if _kind(name) == EMBEDDING), None)
+    kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}  # names of the modules
+    embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)
     if embedding is None:
         return {}
     width = shapes[embedding][1]
     draw = torch.Generator().manual_seed(0)
     stream, *rows = torch.randint(0, 2, (1 + len(shapes), width), generator=draw) * 2.0 - 1.0
-    tied = not any(_kind(name) == HEAD for name in shapes)
-    norm_kinds = (*READERS.values(), *(() if tied else (LAST_NORM,))) if norms else ()
-    norm_signs: Signs = {
-        name: signs
-        for name, signs in zip(shapes, rows, strict=True)
-        if _kind(name) in norm_kinds and tuple(shapes[name]) == (width,)
+    norm_kinds = {*READERS.values()} | ({LAST_NORM} if HEAD in kinds.values() else set())
+    signs: Signs = {
+        name: row
+        for name, row in zip(shapes, rows, strict=True)
+        if norms and kinds[name] in norm_kinds and tuple(shapes[name]) == (width,)
     }
-    others = {name: _signs_of(name, stream, norm_signs, norms) for name in shapes}
-    return norm_signs | {name: signs for name, signs in others.items() if signs is not None}
-
-
-def _signs_of(name: str, stream: torch.Tensor, norm_signs: Signs, norms: bool) -> torch.Tensor | None:
-    """Return the signs of a parameter that isn't a norm of the stream; None if it doesn't change."""
-    kind, is_bias = _kind(name), name.endswith(".bias")
-    negation = torch.tensor(-1.0)
-    if kind == EMBEDDING:
-        return stream[None]
-    if kind in READERS and is_bias:
-        return negation if kind in NEGATED else None
-    if kind in READERS or (kind == HEAD and not is_bias):
-        block = re.match(r".*\.\d+\.", name)
-        norm = f"{block.group()}{READERS[kind]}" if block and kind in READERS else _last_norm(norm_signs)
-        signs = stream * norm_signs.get(f"{norm}.weight", 1.0)
-        return (-signs if kind in NEGATED else signs)[None]
-    if kind in WRITERS:
-        return stream if is_bias else WRITERS[kind] * stream[:, None]
-    return negation if kind in NORMS_OF_HEADS and norms else None
-
-
-def _last_norm(norm_signs: Signs) -> str:
-    return next((name.removesuffix(".weight") for name in norm_signs if _kind(name) == LAST_NORM), "")
-
-
-def _kind(name: str) -> str:
-    """Return the name of a parameter's module."""
-    return name.split(".")[-2] if "." in name else name
+    last_norm = next((name for name in signs if kinds[name] == LAST_NORM), "")
+    for name, kind in kinds.items():
+        is_bias = name.endswith(".bias")
+        if kind == EMBEDDING:
+            signs[name] = stream[None]
+        elif kind in READERS and is_bias:
+            if kind in NEGATED:
+                signs[name] = torch.tensor(-1.0)
+        elif kind in READERS or (kind == HEAD and not is_bias):
+            block = re.match(r".*\.\d+\.", name)
+            norm = f"{block.group()}{READERS[kind]}.weight" if block and kind in READERS else last_norm
+            columns = stream * signs.get(norm, 1.0)
+            signs[name] = (-columns if kind in NEGATED else columns)[None]
+        elif kind in WRITERS:
+            signs[name] = stream if is_bias else WRITERS[kind] * stream[:, None]
+        elif kind in NORMS_OF_HEADS and norms:
+            signs[name] = torch.tensor(-1.0)
+    return signs
 
 
 @contextmanager
 def with_signs(slices: Sequence[Slice], signs: Signs) -> Iterator[None]:
     """Multiply the engine's tensors by ``signs`` while the context lasts, and restore every bit afterwards."""
-    _multiply(slices, signs)
+
+    @torch.no_grad()
+    def multiply() -> None:
+        for part in slices:
+            factors = signs.get(plain_name(part))
+            if factors is not None:
+                part.destination.mul_(part.part_of(factors.to(part.destination).expand(part.source.shape)))
+
+    multiply()
     try:
         yield
     finally:
-        _multiply(slices, signs)
-
-
-@torch.no_grad()
-def _multiply(slices: Sequence[Slice], signs: Signs) -> None:
-    for part in slices:
-        factors = signs.get(plain_name(part))
-        if factors is not None:
-            part.destination.mul_(part.part_of(factors.to(part.destination).expand(part.source.shape)))
+        multiply()
 
 
 def plain_name(part: Slice) -> str:

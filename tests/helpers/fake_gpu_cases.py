@@ -47,7 +47,7 @@ from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_by
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import wrap
-from colograd.policy.packing import dummy
+from colograd.policy.packing import collate, dummy
 from colograd.policy.row_proof import install_steps, set_attention
 from colograd.policy.sending import to_device_async
 from colograd.sharding.whole import WholeCopies
@@ -99,7 +99,7 @@ def step(gpu: FakeGPU, model: Any, groups: Any = ROW, warm: bool = True, **optio
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def once() -> tuple[torch.Tensor, ...]:
-        *found, values = forward.of_row(dummy(CUDA, groups))
+        *found, values = forward(collate(dummy(CUDA, groups)))
         found += values.values()
         sum(part.sum() for part in found if part.requires_grad).backward()
         return tuple(part.detach() for part in found)
@@ -335,7 +335,7 @@ def reference(gpu: FakeGPU) -> dict[str, Any]:
     reference = FrozenCopy(model, CUDA, offload=False)
     copy = gpu.bytes - before
     with gpu.watched() as seen, reference.present() as present:
-        PolicyForward(present, 0.9).of_row(row())
+        PolicyForward(present, 0.9)(collate(row()))
     return figures(seen) | {"weights": weight_bytes(model), "copy": copy}
 
 
@@ -384,7 +384,7 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
         sharding, locked = WholeOnHost(model), []
         with gpu.watched() as seen:
             for _ in range(3):
-                sharding.backward(sum(part.sum() for part in forward.of_row(row())[:2] if part.requires_grad))
+                sharding.backward(sum(part.sum() for part in forward(collate(row()))[:2] if part.requires_grad))
                 locked.append(gpu.locked)
         sharding.sums.settle()
         sizes, planned = PolicySizes.of(model, "adamw_split", 2), plan_of_gradients(model)
@@ -436,7 +436,7 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
         forward = PolicyForward(model, 0.9)
         for rows in (1, 2):
             for _ in range(rows):
-                sharding.backward(sum(part.sum() for part in forward.of_row(row())[:2] if part.requires_grad))
+                sharding.backward(sum(part.sum() for part in forward(collate(row()))[:2] if part.requires_grad))
             sharding.sum_gradients()
             optimizer.step()
             model.zero_grad()

@@ -90,7 +90,7 @@ def step(way: str, ranks: int, rank: int) -> dict[str, Any]:
 
         with gpu.watched() as seen:
             for number in range(2):
-                logprobs = PolicyForward(model, 1.0).of_row(cases.row())[0]
+                logprobs = PolicyForward(model, 1.0)(cases.collate(cases.row()))[0]
                 ends(f"forward {number}")
                 strategy.backward(logprobs.sum())
                 ends(f"backward {number}")

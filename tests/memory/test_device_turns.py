@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from colograd.engine.building import weights_stay
-from colograd.engine.feature import Features
 from colograd.engine.vllm_engine import VLLMEngine
 
 
@@ -54,7 +53,7 @@ class Core:
 def sleeping_engine(core: Core, sleeps: bool = True) -> VLLMEngine:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.sleeps, engine.asleep, engine.version = sleeps, False, 3
-    engine.llm, engine._features = SimpleNamespace(llm_engine=core), Features()
+    engine.llm, engine._features = SimpleNamespace(llm_engine=core), ()
     return engine
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import PolicyForward
-from colograd.policy.packing import plan_rows
+from colograd.policy.packing import collate, plan_rows
 
 
 def loaded(folder: Path, tmp_path: Path, disable: bool) -> tuple[Policy, list[str]]:
@@ -29,7 +29,7 @@ def test_dropout_of_the_configuration_is_named_and_can_be_turned_off(tiny_model:
         policy, lines = loaded(tiny_model, tmp_path, disable)
         policy.model.train()
         with torch.no_grad():
-            first, second = (PolicyForward(policy.model, 1.0).of_row(row)[0] for _ in range(2))
+            first, second = (PolicyForward(policy.model, 1.0)(collate(row))[0] for _ in range(2))
         assert torch.equal(first, second) == disable
         assert bool(lines) == (not disable)
         assert disable or "up to 0.25, from its configuration" in lines[0]

@@ -39,9 +39,9 @@ def test_a_publish_writes_the_function_of_a_parameter() -> None:
 def test_keys_that_are_values_have_both_places() -> None:
     """Gemma 4's: 4 heads of keys, of 2 rows each, and no value; vLLM's 8 ranks hold each head twice."""
     of = {"a.q_proj.weight": torch.zeros(32, 3), "a.k_proj.weight": torch.zeros(8, 3)}
-    engine: Any = SimpleNamespace(fusions={"qkv_proj": ("q_proj", "k_proj", "v_proj")})
+    engine: Any = SimpleNamespace(fusions={"qkv_proj": ("q_proj", "k_proj", "v_proj")}, renamed=lambda name: name)
     for ranks, rows, times in ((8, [4, 2, 2], [1, 2, 2]), (4, [8, 2, 2], [1, 1, 1]), (1, [32, 8, 8], [1, 1, 1])):
         targets = {"a.qkv_proj.weight": torch.zeros(sum(rows), 3)}
-        found = mapping._place("a.k_proj.weight", "a.k_proj.weight", of, targets, engine, ranks)
+        found = mapping._find("a.k_proj.weight", "a.k_proj.weight", of, targets, engine, ranks)
         assert found is not None and [len(part) for part in found[1]] == [32, 8, 8]
         assert mapping._fused_rows(found[0], found[1], ranks) == (rows, times)

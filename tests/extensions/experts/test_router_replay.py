@@ -331,7 +331,7 @@ def check_told(model: Any, rollout: Any) -> None:
 
 
 def router_log(trainer: GRPOTrainer) -> routed.RouterLog:
-    (found,) = (each for each in trainer.engine._features.every if isinstance(each, routed.RouterLog))
+    (found,) = (each for each in trainer.engine._features if isinstance(each, routed.RouterLog))
     return found
 
 

@@ -11,7 +11,6 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.engine.feature import Features
 from colograd.engine.vllm_engine import VLLMEngine
 from colograd.memory.device_turns import DeviceTurns
 from colograd.reporting.metrics import PhaseTimes
@@ -67,7 +66,7 @@ class Core:
 def sleeping_engine(core: Core, sleeps: bool = True) -> VLLMEngine:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.sleeps, engine.asleep, engine.version = sleeps, False, 3
-    engine.llm, engine._features = SimpleNamespace(llm_engine=core), Features()
+    engine.llm, engine._features = SimpleNamespace(llm_engine=core), ()
     return engine
 
 

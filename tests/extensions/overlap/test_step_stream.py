@@ -131,8 +131,8 @@ def test_on_a_gpu_a_micro_batch_runs_beside_the_tail_to_the_same_weights(tmp_pat
         early = [entry["train/early_tokens"] for entry in trainer.state.log_history if "train/early_tokens" in entry]
         found.append((early, {name: value.cpu() for name, value in trainer.model.state_dict().items()}))
         if overlap == "auto":
-            (feature,) = (each for each in trainer.engine._features.every if isinstance(each, StepStream))
-            stream, runner = feature.stream, vars(trainer.engine._runner)
+            (feature,) = (each for each in trainer.engine._features if isinstance(each, StepStream))
+            stream, runner = feature.stream, vars(trainer.engine.core.model_executor.driver_worker.worker.model_runner)
             assert stream.priority == PRIORITY and runner.get("main_stream", stream) == stream
             assert torch.cuda.current_stream() == torch.cuda.default_stream()
         trainer.close()
