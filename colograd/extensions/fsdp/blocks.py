@@ -133,9 +133,6 @@ def cut(
         gradients: the dtype of gradient sums.
         reshard: free a block's weights after its forward, and gather them again for its backward.
         offload: keep each rank's rows in page-locked host memory.
-
-    Raises:
-        ValueError: the model can't be cut by rows.
     """
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
@@ -205,11 +202,7 @@ def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Check that `fully_shard` can cut the model. Its own errors come later, or on some ranks only.
-
-    Raises:
-        ValueError: a parameter has no rows, or a block has trained parameters of several dtypes.
-    """
+    """Check that `fully_shard` can cut the model. Its own errors come later, or on some ranks only."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

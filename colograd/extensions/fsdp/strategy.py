@@ -38,9 +38,6 @@ class FullySharded(SharedParts):
         device: the device that computes; default: the model's device.
         reshard: free a block's weights after its forward, and gather them again for its backward.
         offload: keep each rank's rows in page-locked host memory. On a CPU this has no effect.
-
-    Raises:
-        ValueError: the model can't be cut by rows.
     """
 
     name = "fsdp"

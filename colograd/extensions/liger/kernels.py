@@ -66,9 +66,6 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
 
     Returns:
         A function that restores the architecture's own code for other models.
-
-    Raises:
-        ValueError: no kernels for this model, an unknown kernel, or results that differ from the model's own.
     """
     model = unwrap(model)
     apply = _kernels_of(model, given)

@@ -23,11 +23,7 @@ UNSUPPORTED = (
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank.
-
-    Raises:
-        ValueError: the configuration isn't for LoRA, or matches no layers.
-    """
+    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank."""
     check_lora_config(peft_config)
     import peft
 
@@ -86,11 +82,7 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
 
 
 def taken_adapter(model: Any) -> Adapter:
-    """Check and describe the adapter of a PeftModel, and save less of its inputs.
-
-    Raises:
-        ValueError: see `describe_adapter`.
-    """
+    """Check and describe the adapter of a PeftModel, and save less of its inputs."""
     adapter = describe_adapter(model)
     keep_inputs_as_they_are(model)
     return adapter
@@ -121,11 +113,7 @@ def check_lora_config(peft_config: Any) -> None:
 
 
 def describe_adapter(model: Any) -> Adapter:
-    """Check and describe the adapter of a PeftModel.
-
-    Raises:
-        ValueError: the adapter can't be trained or published.
-    """
+    """Check and describe the adapter of a PeftModel."""
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
             f"The PeftModel has the adapters {', '.join(model.peft_config)} ({len(model.active_adapters)} active), but "

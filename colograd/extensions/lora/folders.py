@@ -18,9 +18,6 @@ def from_adapter(
 
     Returns:
         The model, the base's path and the tokenizer's path.
-
-    Raises:
-        ValueError: ``peft_config`` requests a second adapter, or the base can't be found.
     """
     if peft_config is not None:
         raise ValueError(

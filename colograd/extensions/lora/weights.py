@@ -70,9 +70,6 @@ class AdapterWeights(PlannedSync):
         engine: the engine.
         slots: the slot of each tensor of the adapter, from `map_adapter`.
         base: publishes the base.
-
-    Raises:
-        RuntimeError: vLLM loads an adapter to other places than planned.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
@@ -111,11 +108,7 @@ class AdapterWeights(PlannedSync):
         return "shared with the engine" if shared else f"copied once ({self.base.why})"
 
     def write(self) -> int:
-        """Write the adapter, and in the first call the base. Return the bytes written.
-
-        Raises:
-            RuntimeError: a LoRA slot has moved, or has another adapter.
-        """
+        """Write the adapter, and in the first call the base. Return the bytes written."""
         if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
             raise RuntimeError(
                 "A LoRA slot of the engine has moved since publishing was planned, or has another adapter (after a "
@@ -144,9 +137,6 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
         policy: the PeftModel.
         engine: the engine.
         shards: parts of the adapter's tensors by the tensors' `id`, if the policy is in parts.
-
-    Raises:
-        Unserved: adapted layers have no slot.
     """
     slots, missing = [], []
     for layer in adapted_layers(policy):
@@ -183,11 +173,7 @@ def _fits(slot: Slot) -> bool:
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Check that vLLM loads an adapter of random numbers exactly to the planned places, and set these to zero.
-
-    Raises:
-        RuntimeError: a planned place has another value, or another place isn't zero.
-    """
+    """Check that vLLM loads an adapter of random numbers exactly to the planned places, and set these to zero."""
     generator = torch.Generator().manual_seed(0)
     probes = [torch.rand(slot.whole_shape, generator=generator) + 0.5 for slot in slots]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:

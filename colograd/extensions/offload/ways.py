@@ -35,8 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class LeftOnDevice:
-    """See `memory.shape.LeftOnDevice`."""
-
     inputs = KEPT
     state, sums, on_way = staticmethod(device_bytes), staticmethod(buffer_bytes), staticmethod(on_way)
 

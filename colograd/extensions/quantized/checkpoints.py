@@ -66,9 +66,6 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
     It comes from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. Products are in the
     policy's precision unless the settings name another.
-
-    Raises:
-        ValueError: the method isn't bitsandbytes', or both 4 and 8 bits are requested.
     """
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
@@ -95,11 +92,7 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
 
 def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
-    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, its place in a recipe.
-
-    Raises:
-        ValueError: ``model_init_kwargs`` already has one, or the model is already loaded.
-    """
+    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, its place in a recipe."""
     if quantization_config is None:
         return
     if not isinstance(model, str | os.PathLike):
@@ -156,9 +149,6 @@ def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has
     Args:
         model_config: configuration of the checkpoint or of the model object; None: it can't be read.
         name: name of the model or adapter to load; None: the model is an object.
-
-    Raises:
-        ValueError: the base is quantised and can't be trained.
     """
     saved, asked = saved_in(model_config), None if name is None else asked_for(config, name)
     if saved is not None:

@@ -111,9 +111,6 @@ def settle(model: Any) -> None:
 
     bitsandbytes' own products may differ: on some CPUs it packs 4-bit weights again for evaluation, in 8-bit layers it
     rounds the inputs too, and see `_has_broken_rows`.
-
-    Raises:
-        ValueError: the head is quantised. Tiles of logits are computed from its weight.
     """
     head = model.get_output_embeddings()
     if packed_weight(head) is not None:

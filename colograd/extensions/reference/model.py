@@ -55,7 +55,6 @@ class FrozenCopy(FrozenModel):
         return f"{said}, {self.follows}" if self.follows else said
 
     def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        """See `FrozenModel.callback`."""
         return FollowPolicy(self, policy) if self.follows else None
 
     @torch.no_grad()

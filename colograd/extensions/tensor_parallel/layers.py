@@ -168,9 +168,6 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
 
     Args:
         shards: this rank's part of each parameter, by name.
-
-    Raises:
-        RuntimeError: vLLM cuts a layer in a way that isn't known.
     """
     engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
     data = group_of(layout, lambda rank: rank.shard_group)

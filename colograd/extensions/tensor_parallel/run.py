@@ -8,11 +8,7 @@ from ...weights import check_adapter_in_parts
 
 
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
-    """Return the policy if it can lie in the layout of an engine's ranks.
-
-    Raises:
-        ValueError: there is no engine, or the adapter can't be in parts.
-    """
+    """Return the policy if it can lie in the layout of an engine's ranks."""
     if config.tensor_parallel and not samples:
         raise ValueError(
             f"sharding is {config.sharding!r}, but recorded steps are trained without an engine in whose layout the "

@@ -127,12 +127,7 @@ def _first_rows(counts: list[int]) -> list[int]:
 
 
 def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
-    """Give vLLM's model runner a `SeededSpeculation`, and return it; None: the runner drafts nothing.
-
-    Raises:
-        ValueError: the runner is Model Runner V2, where tokens depend on the drafts, or the model has layers with a
-            state and runs on a CPU.
-    """
+    """Give vLLM's model runner a `SeededSpeculation`, and return it; None: the runner drafts nothing."""
     theirs = getattr(runner, "rejection_sampler", None)
     if theirs is None:
         return None
@@ -156,11 +151,9 @@ class Drafts(EngineFeature):
     _sampler: SeededSpeculation | None = None
 
     def built(self, engine: BuiltEngine) -> None:
-        """See `sample_as_without_drafts`."""
         self._sampler = sample_as_without_drafts(engine.core.model_executor.driver_worker.worker.model_runner)
 
     def take_counts(self) -> dict[str, float]:
-        """See `EngineFeature.take_counts`."""
         return self._sampler.take_counts() if self._sampler else {}
 
 
