@@ -10,37 +10,24 @@ each round in the rollout log.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-import numpy as np
-import pyarrow as pa
 import torch
 
-from ...batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ...batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from ...engine.protocol import Sampled
 from ...riders import Rider, joined_riders
-from ...rollout.group_records import NONSENSE, JournalError, digest_of_example, riders_bytes, with_riders
+from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from ...rollout.record_file import Record, RecordFile, read_records
 from .rider import Versions, VersionSpan
 
 FILE = "in_flight_{rank}.records"  # file name in a checkpoint
 HEAD = 0  # position of the first record: it has the number of groups that follow, one per record
-ROWS = pa.schema(
-    [
-        ("since", pa.int64()),
-        ("prompt", pa.string()),  # digests of the dataset's row and of the prompt's tokens
-        ("ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("spans", pa.list_(pa.int64())),  # length, version, length, version ...
-        ("finish_reason", pa.string()),  # null: unfinished
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +47,20 @@ class PartialCompletion:
         riders = joined_riders([(self.riders, len(self.ids)), (part.riders, len(part.ids))], 0)
         return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, riders, ended)
 
-    def so_far(self, prompt: ModelInput) -> Rollout:
-        """Return ids and riders as a rollout, for the riders' tables."""
-        none = torch.empty(0)
-        return Rollout(prompt, self.ids, none, none.bool(), FinishReason.ABORT, 0, riders=self.riders)
+    @classmethod
+    def of_record(cls, rollout: Rollout) -> Self:
+        """Return the completion that `recorded` described."""
+        spans, riders = rollout.get(Versions), tuple(r for r in rollout.riders if not isinstance(r, Versions))
+        logprobs = array("f", rollout.sampler_logprobs.numpy().tobytes())
+        ended = None if rollout.finish_reason is FinishReason.ABORT else rollout.finish_reason
+        return cls(rollout.completion_ids, logprobs, () if spans is None else spans.spans, riders, ended)
+
+    def recorded(self, prompt: ModelInput, since: int) -> Rollout:
+        """Describe the completion as a rollout, to write it like one."""
+        logprobs, sampled = torch.tensor(self.logprobs), torch.ones(len(self.ids), dtype=torch.bool)
+        riders = (*self.riders, *([Versions(self.spans)] if self.spans else []))
+        reason = self.finish_reason or FinishReason.ABORT
+        return Rollout(prompt, self.ids, logprobs, sampled, reason, since, riders=riders)
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """Return the rollout of a whole completion, in the round at step ``version``."""
@@ -171,18 +168,20 @@ class InFlight:
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write the end of a round to a file, replacing an older file.
-
-    Args:
-        ranks: number of ranks that share a round's prompts.
-    """
+    """Write the end of a round to a file, replacing an older file. ``ranks``: number of ranks that share a round's
+    prompts."""
     path.unlink(missing_ok=True)
     file = RecordFile(path)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
     try:
         file.append(Record(HEAD, json.dumps(head).encode()))
         for group in end.carried:
-            file.append(Record(group.prompt.position, _bytes(group)))
+            prompt = group.prompt
+            rollouts = tuple(part.recorded(prompt.input, group.since) for part in group.completions)
+            recorded = RewardedGroup(
+                Group(prompt.example, rollouts, prompt.position), torch.zeros(len(rollouts), 1), Logged({}, {})
+            )
+            file.append(Record(prompt.position, group_bytes(recorded)))
         file.flush()
     finally:
         file.close()
@@ -205,55 +204,14 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
             prompt = prompt_at(record.position)
             if prompt is None:
                 return None
-            groups.append(_group(record.content, prompt, path))
+            rollouts = group_of(record.content, prompt).group.rollouts
+            if rollouts[0].input != prompt.input:
+                raise JournalError(f"the group at position {prompt.position} is of another prompt")
+            parts = tuple(map(PartialCompletion.of_record, rollouts))
+            groups.append(GroupInFlight(prompt, parts, rollouts[0].policy_version))
         return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
-    except JournalError:
-        raise
-    except (pa.ArrowException, *NONSENSE) as error:
-        raise JournalError(f"{path} can't be read ({type(error).__name__}: {error}): move it away.") from None
-
-
-def _digest(prompt: Prompt) -> str:
-    tokens = np.asarray(prompt.input.ids, dtype=np.int64).tobytes()
-    return f"{digest_of_example(prompt.example)} {hashlib.blake2b(tokens, digest_size=16).hexdigest()}"
-
-
-def _bytes(group: GroupInFlight) -> bytes:
-    parts = group.completions
-
-    def numbers(name: str, values: list[Any]) -> pa.Array:
-        return pa.array(values, ROWS.field(name).type)
-
-    columns = [
-        numbers("since", [group.since] * len(parts)),
-        numbers("prompt", [_digest(group.prompt)] * len(parts)),
-        numbers("ids", [np.frombuffer(each.ids, dtype=np.int32) for each in parts]),
-        numbers("logprobs", [np.frombuffer(each.logprobs, dtype=np.float32) for each in parts]),
-        numbers("spans", [[n for span in each.spans for n in (span.length, span.version)] for each in parts]),
-        numbers("finish_reason", [each.finish_reason and each.finish_reason.value for each in parts]),
-    ]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, ROWS) as writer:
-        writer.write_table(pa.table(columns, schema=ROWS))
-    return bytes(sink.getvalue().to_pybytes()) + riders_bytes([each.so_far(group.prompt.input) for each in parts])
-
-
-def _group(content: bytes, prompt: Prompt, path: Path) -> GroupInFlight:
-    reader = pa.BufferReader(content)
-    table = pa.ipc.open_stream(reader).read_all()
-    table.validate(full=True)
-    if any(digest != _digest(prompt) for digest in table["prompt"].to_pylist()):
+    except NONSENSE as error:
         raise JournalError(
-            f"{path} has a group in flight of another prompt at position {prompt.position}: the dataset, its order, or "
-            "the chat template has changed. Put it back, or leave out what is in flight by ignore_data_skip: true."
-        )
-    parts = []
-    for index, reason in enumerate(table["finish_reason"].to_pylist()):
-        ids, logprobs, spans = (table[name][index].values.to_numpy() for name in ("ids", "logprobs", "spans"))
-        assert len(ids) == len(logprobs) == spans[::2].sum(), "lengths differ"
-        versions = tuple(VersionSpan(*pair) for pair in spans.reshape(-1, 2).tolist())
-        own = array("i", ids.tobytes()), array("f", logprobs.tobytes()), versions
-        parts.append(PartialCompletion(*own, finish_reason=None if reason is None else FinishReason(reason)))
-    riders = [rollout.riders for rollout in with_riders(reader, [part.so_far(prompt.input) for part in parts])]
-    whole = tuple(dataclasses.replace(part, riders=own) for part, own in zip(parts, riders, strict=True))
-    return GroupInFlight(prompt, whole, table["since"][0].as_py())
+            f"{path} can't be read ({type(error).__name__}: {error}). Put dataset and chat template back as they were, "
+            "or leave out what is in flight by ignore_data_skip: true."
+        ) from None

@@ -59,19 +59,10 @@ class MuonSplit(AdamWSplit):
         remainder = state.get("remainder")
         master = parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
         muon(
-            [master],
-            [grad.float()],
-            [state[MOMENTUM]],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum=self.momentum,
-            nesterov=True,
-            ns_coefficients=COEFFICIENTS,
-            ns_steps=ITERATIONS,
-            eps=EPSILON,
-            adjust_lr_fn="match_rms_adamw",
-            has_complex=False,
-        )
+            [master], [grad.float()], [state[MOMENTUM]], lr=group["lr"], weight_decay=group["weight_decay"],
+            momentum=self.momentum, nesterov=True, ns_coefficients=COEFFICIENTS, ns_steps=ITERATIONS, eps=EPSILON,
+            adjust_lr_fn="match_rms_adamw", has_complex=False,
+        )  # fmt: skip
         if remainder is not None:
             high, low = split_master(master)
             parameter.detach().copy_(high)

@@ -23,12 +23,8 @@ class HostGradients(Protocol):
 
 
 class HostAdamW(AdamWSplit):
-    """AdamW whose state, gradients or both pass through the device piece by piece (see `HostStream`).
-
-    Args:
-        streamed: keep the state in host memory.
-        given: arguments of `AdamWSplit`.
-    """
+    """AdamW whose state, gradients or both pass through the device piece by piece (see `HostStream`). ``streamed``:
+    keep the state in host memory."""
 
     host_gradients: HostGradients | None = None  # replace the parameters' `grad`
 

@@ -36,11 +36,7 @@ def device_bytes(state: int) -> int:
 
 class HostStream:
     """An executor of jobs on one device, in order. The kernels are the same as without streaming, so the results have
-    the same bits.
-
-    Args:
-        apart: run jobs on a separate stream, so that no work on the present one waits for the bus.
-    """
+    the same bits. ``apart``: run jobs on a separate stream, so that no work on the present one waits for the bus."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device

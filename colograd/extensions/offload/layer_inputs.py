@@ -138,11 +138,7 @@ def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
     """Keep on the host the inputs of checkpoints that transformers puts around layers while the context lasts.
-
-    Args:
-        model: a transformers model without an adapter around it.
-        inputs: store of the inputs; None: they stay where they are, as on a CPU, where all memory is the host's.
-    """
+    ``inputs``: store of the inputs; None: they stay where they are, as on a CPU, where all memory is the host's."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:

@@ -47,7 +47,7 @@ class FinishedGroups:
         owners = [*engines] if between_engines else [layout.engine_group[0]]
         self._others = [owner for owner in owners if owner != layout.rank]  # may have groups for this rank
         self._wanted = "wanted/all" if between_engines else f"wanted/{layout.data_rank}"
-        self._number, self._round = next(_numbers), 0
+        self._number, self._round, self._offered = next(_numbers), 0, 0
 
     def begin(self, positions: Iterable[int]) -> None:
         """Begin a round in which this rank's groups at ``positions`` are trained next.

@@ -32,11 +32,7 @@ def read_partition(folder: Path, step: int) -> Partition | None:
     """Return the partition of the first time that the step was trained, or None if nothing was trained early."""
 
     def row_of(pieces: Sequence[tuple[int, Sequence[int]]]) -> Row:
-        row = tuple((position, tuple(indices)) for position, indices in pieces)
-        numbers = [number for position, indices in row for number in (position, *indices)]
-        if not row or not all(indices for _, indices in row) or any(type(number) is not int for number in numbers):
-            raise ValueError("no micro-batch")
-        return row
+        return tuple((int(position), tuple(map(int, indices))) for position, indices in pieces)
 
     for noted, entry in steps_in(folder / FILE, LARGEST):
         try:
@@ -53,12 +49,10 @@ def pieces_of(partition: Partition) -> Iterator[Piece]:
 
 
 def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
-    """Return whether a step's groups can be trained in that partition.
+    """Return whether a step's groups can be trained in that partition. ``sizes``: position of a group -> number of its
+    completions.
 
     Each completion must be there once, and all completions of a group on one rank.
-
-    Args:
-        sizes: position of a group -> number of its completions.
     """
     seen: set[int] = set()
     for rows in partition:

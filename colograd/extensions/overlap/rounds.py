@@ -67,7 +67,7 @@ class OverlappedRound(PlainRound):
         self.finished: FinishedGroups | None = None  # None: nothing is trained while ranks sample
         self.early: EarlyRows | None = None  # rows of the next step, trained while ranks sampled
         self.recorded: Partition | None = None  # micro-batches of the next step's first training
-        self._is_shared = False  # whether this round's groups may be trained while ranks sample
+        self._shared: FinishedGroups | None = None  # gets this round's groups, to train them while ranks sample
         self._is_first = False  # whether the round's first step isn't packed yet
 
     def forget(self) -> None:
@@ -90,8 +90,7 @@ class OverlappedRound(PlainRound):
         if args.keeps_journal:
             reads = args.layout.is_main and journal is not None
             self.recorded = gather(read_partition(journal.round_folder(step), step + 1) if reads else None)[0]
-        finished = self.finished if self.recorded is None else None
-        self._is_shared = finished is not None
+        self._shared = finished = self.finished if self.recorded is None else None
         if finished is None:
             return super().sample(steps, sampler)
         try:
@@ -105,10 +104,8 @@ class OverlappedRound(PlainRound):
         return sampled
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        if self._is_shared:
-            stages = dataclasses.replace(
-                stages, scoring=functools.partial(_SharedScoring, self.trainer.engine, self.finished)
-            )
+        if (shared := self._shared) is not None:
+            stages = dataclasses.replace(stages, scoring=functools.partial(_SharedScoring, self.trainer.engine, shared))
         return super().draw(steps, stages)
 
     # -- training while ranks sample

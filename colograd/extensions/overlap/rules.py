@@ -19,11 +19,8 @@ def why_not(
     sharding: type[ShardingStrategy],
     replaced: Callable[[str], bool],
 ) -> str:
-    """Return why all groups of a step wait for the last one; empty: they don't.
-
-    Args:
-        replaced: function that returns whether a subclass of the trainer overrides a stage.
-    """
+    """Return why all groups of a step wait for the last one; empty: they don't. ``replaced``: function that returns
+    whether a subclass of the trainer overrides a stage."""
     reasons: list[tuple[Any, str]] = [
         (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
         (sharding.meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),

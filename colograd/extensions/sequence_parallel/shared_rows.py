@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from ...config import GRPOConfig
 from ...parallel.shards import RankGroup, parts_of
+from ...policy.loading import Policy
 from ...policy.lora import unwrap
+from ...policy.supported import ModelFeature, check_shared_rows
 from ...runtime.sizes import num_experts
 from ...sharding.shared_rows import SharedRows
 from ...sharding.strategy import ShardingStrategy
 from ...sharding.zero import SharedGradients
 from .forward import RowGroups, share_rows, whole_rows
+
+
+class WholeRows(ModelFeature):
+    def why_rows_stay_whole(self, model: Any) -> str:
+        text = model.config.get_text_config()
+        given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+        ways = [given, *(of_layers for of_layers in given.values() if isinstance(of_layers, dict))]
+        kinds = [str(way.get("rope_type") or "") for way in ways]
+        if text.model_type == "phimoe" or any(kind == "longrope" or "dynamic" in kind for kind in kinds):
+            return f"{type(model).__name__} chooses its rotary frequencies by the row's last position"
+        return ""
+
+
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    """Return the policy if its rows can be shared out among `sequence_parallel_size` ranks."""
+    check_shared_rows(policy.model, config.sequence_parallel_size, policy.why_padded)
+    return policy
 
 
 class SharedTokens(SharedRows):
@@ -78,12 +96,8 @@ def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
 
 def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
     """Return the strategy whose ranks divide the tokens of each row, if the run has `sequence_parallel_size`."""
-    return rows_of(way) if config.sequence_parallel_size > 1 else way
-
-
-@functools.cache
-def rows_of(way: type[ShardingStrategy]) -> type[ShardingStrategy]:
-    """Derive from a strategy the one whose ranks divide the tokens of each row."""
+    if config.sequence_parallel_size == 1:
+        return way
     # The backward of ZeRO-2 answers the others' exchanges after a failure itself.
     own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
     return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)
