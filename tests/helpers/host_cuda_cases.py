@@ -133,7 +133,7 @@ WAITS = {
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
     "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
     "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",
-    "extensions/tensor_parallel/strategy.py TensorStrategy.clip", "trainer.py GRPOTrainer.training_step",
+    "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints

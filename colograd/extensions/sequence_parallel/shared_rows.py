@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -96,8 +97,12 @@ def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
 
 def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
     """Return the strategy whose ranks divide the tokens of each row, if the run has `sequence_parallel_size`."""
-    if config.sequence_parallel_size == 1:
-        return way
+    return rows_of(way) if config.sequence_parallel_size > 1 else way
+
+
+@functools.cache
+def rows_of(way: type[ShardingStrategy]) -> type[ShardingStrategy]:
+    """Derive from a strategy the one whose ranks divide the tokens of each row."""
     # The backward of ZeRO-2 answers the others' exchanges after a failure itself.
     own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
     return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)

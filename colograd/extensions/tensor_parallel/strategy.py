@@ -66,16 +66,19 @@ class TensorStrategy(SharedRows):
 
     # -- a step
 
-    def clip(self, largest: float) -> float:
-        """Scale down to ``largest``, and return the norm before. A part that several ranks have counts once."""
-        gradients = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
-        local = squared_norm(gradient for name, gradient in gradients.items() if name in self._counted)
+    def _sum_of_squares(self, local: float) -> float:
         total = torch.tensor(local, dtype=torch.float64, device=next(self.model.parameters()).device)
         if self.state_of:  # then all ranks hold the gradient together, otherwise an engine's
             torch.distributed.all_reduce(total)
         else:
             self.cut.engine.sum_(total)
-        norm = float(total) ** 0.5
+        return float(total)
+
+    def clip(self, largest: float) -> float:
+        """Scale down to ``largest``, and return the norm before. A part that several ranks have counts once."""
+        gradients = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
+        local = squared_norm(gradient for name, gradient in gradients.items() if name in self._counted)
+        norm = self._sum_of_squares(local) ** 0.5
         scale_down([*gradients.values()], norm, largest)
         return norm
 
