@@ -36,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = described(options)
     if options.offload_optimizer == "auto":
         registry.require("offload", "offload_optimizer: auto")
-        from ..extensions.offload.ways import cheapest, named
+        from ..extensions.offload.ways import WAYS, cheapest
 
         kept = cheapest(run, auto(run))
         run = dataclasses.replace(run, **kept)
-        options.notes["offload_optimizer"] = f"offload_optimizer: auto keeps on the host: {named(kept)}"
+        name = next(name for name, changes in WAYS.items() if changes == kept) if kept else "nothing"
+        options.notes["offload_optimizer"] = f"offload_optimizer: auto keeps on the host: {name}"
     print(*report(run, options), sep="\n")
     return 0 if fits(run, auto(run)) else 1
 
@@ -375,11 +376,11 @@ def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
     for way in found:
         plan, parts = way.plan, (way.plan.gradients, way.plan.optimizer, way.plan.activations)
         cells = (*(f"{part / GIB:.1f}" for part in parts), f"{plan.tokens:,}", f"{plan.room / GIB:.1f}")
-        moved = (f"{way.bus.to_gpu / GIB:.1f}", f"{way.bus.to_host / GIB:.1f}", f"{way.bus.seconds(speed):.1f}")
+        moved = (f"{way.to_gpu / GIB:.1f}", f"{way.to_host / GIB:.1f}", f"{way.seconds(speed):.1f}")
         lines.append((way.name, *cells, *moved, "yes" if way.fits else "no"))
     yield from aligned(lines)
     fitting = [way for way in found if way.fits]
-    best = min(fitting, key=lambda way: way.bus.seconds(speed), default=None)
+    best = min(fitting, key=lambda way: way.seconds(speed), default=None)
     taken = (
         "none of these ways fits" if best is None else f"of those that fit, least goes over the bus with: {best.name}"
     )

@@ -76,22 +76,6 @@ class EngineKnobs(TrainingArguments):
         return self.offload_optimizer == "stream" and not (self.on_cpu or self.fsdp_offload_params)
 
     @property
-    def why_not_between_steps(self) -> str:
-        """The reason why nothing is trained between the steps of a rank's own engine (`overlap`), as far as settings
-        show; empty: it is allowed."""
-        if self.on_cpu:
-            return "on a CPU decoding takes all of the rank's cores"
-        if self.vllm_enable_sleep_mode:
-            return "with vllm_enable_sleep_mode the KV cache and a micro-batch's activations take turns in memory"
-        if self.vllm_tensor_parallel_size > 1:
-            return "the ranks of an engine step together, and would wait for the one that trains"
-        if self.router_replay:
-            return "with router_replay the experts of a completion may still be on the engine's stream"
-        if self.reward_call == "all":
-            return "with reward_call: all no group is scored before the last is sampled"
-        return ""
-
-    @property
     def checks_drafts(self) -> bool:
         """Whether the engine decodes speculatively."""
         kwargs: Any = self.vllm_engine_kwargs or {}

@@ -46,10 +46,9 @@ class StepKnobs(TrainingArguments):
     overlap: str = knob(
         "off",
         "`auto`: a rank that has sampled its groups trains while other ranks sample; with `balance_ranks` it "
-        "takes their finished groups too. On a GPU a rank also trains between its engine's steps when a quarter "
-        "of its sequences is left. Training stays on-policy. Nothing is trained early with `sharding: gradients` "
-        "or `fsdp`; a line at start names the reason. The last bits of a step depend on clocks; resumed and "
-        "replayed steps have the recorded bits. `off`: training begins after sampling.",
+        "takes their finished groups too. Training stays on-policy. Nothing is trained early with "
+        "`sharding: gradients` or `fsdp`; a line at start names the reason. The last bits of a step depend on clocks; "
+        "resumed and replayed steps have the recorded bits. `off`: training begins after sampling.",
         one_of=("auto", "off"),
         spellings={"false": "off"},  # YAML reads a bare `off` as False
         extension="overlap",

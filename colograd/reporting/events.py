@@ -33,9 +33,6 @@ class NoRecord(TrainerCallback):
     def all_sampled(self) -> None:
         """Note that no rank samples any more."""
 
-    def early_arrived(self) -> None:
-        """Note that the device has finished the last early training."""
-
     def note(self, steps: Any, statistics: Any, combine: Any) -> None:
         """Add this rank's notes on a round to its statistics."""
 

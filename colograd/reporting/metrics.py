@@ -134,18 +134,6 @@ class PhaseTimes:
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
-    @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        """Count phases of the body for themselves, not for the surrounding phase ``name``. None of them waits for the
-        device: the kernels that they queue run while later work goes on."""
-        before, waits = sum(self.seconds.values()), self._synchronize
-        self._synchronize = False
-        try:
-            yield
-        finally:
-            self._synchronize = waits
-            self.seconds[name] -= sum(self.seconds.values()) - before
-
     def begin_step(self) -> None:
         """Forget the phases so far: an evaluation's seconds are no step's."""
         self.seconds.clear()

@@ -185,7 +185,7 @@ def _rollout(batch: pa.RecordBatch, row: int, first: ModelInput, prompt: Prompt)
     sampled = torch.ones(len(ids), dtype=torch.bool)
     if of("sampled").is_valid:
         sampled = torch.tensor(of("sampled").as_py(), dtype=torch.bool)
-    assert len(ids) == len(logprobs) == len(sampled) > 0, "lengths differ"
+    assert len(ids) == len(logprobs) == len(sampled), "lengths differ"
     return Rollout(
         _input(of("input").as_py(), prompt) if of("input").is_valid else first,
         ids,

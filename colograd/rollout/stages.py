@@ -18,11 +18,7 @@ from .store import RewardedGroup, RolloutStore
 
 
 class RolloutSource(Protocol):
-    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's.
-
-    A source that submits all of a round's requests at once may set `submits_later = False`: `overlap` then trains
-    between the engine's steps.
-    """
+    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"

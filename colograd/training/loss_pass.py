@@ -26,7 +26,6 @@ def loss_pass(
     sharding: ShardingStrategy | None,
     passed: Callable[[int], None] = lambda tokens: None,
     metrics: Metrics | None = None,
-    unread: list[torch.Tensor] | None = None,
 ) -> Metrics:
     """Run forward, and backward if there is a ``sharding``, of this rank's untrained micro-batches.
 
@@ -36,7 +35,6 @@ def loss_pass(
         sharding: runs the backward; None: no backward.
         passed: function to call after each micro-batch with its number of tokens.
         metrics: metrics of earlier micro-batches, to add to.
-        unread: list that gets the losses to train on, () each, unread; the caller reads them with `check_finite`.
 
     Returns:
         The loss's metrics, and `loss`, the sum over all micro-batches.
@@ -60,9 +58,7 @@ def loss_pass(
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(row.num_tokens)
-    if unread is not None:
-        unread += losses
-    elif sharding is not None:
+    if sharding is not None:
         check_finite(losses, step.version + 1, step.trained)
     return metrics
 

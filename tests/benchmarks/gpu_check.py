@@ -82,7 +82,6 @@ class Sizes:
     dtype: str  # in the comparison with TRL
     path: tuple[str, ...] = ()  # more arguments of training_path.py
     tail: tuple[int, ...] = (16, 8, 64, 128, 512, 16384)  # of each of two ranks in tail.py
-    own_tail: tuple[str, ...] = ()  # more arguments of own_tail.py
 
 
 SIZES = {
@@ -99,7 +98,6 @@ SIZES = {
         trials=1,
         dtype="float32",
         tail=(4, 2, 2, 4, 16, 256),
-        own_tail=("--completions", "4", "--short", "4", "--long", "16", "--budget", "256"),
     ),
 }
 
@@ -199,9 +197,6 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         str(HERE / "tail.py"), "--model", model, "--device", device, "--pairs", str(sizes.trials), "--measured",
         *map(str, sizes.tail),
     )  # fmt: skip
-    between = (
-        str(HERE / "own_tail.py"), "--model", model, "--device", device, "--pairs", str(sizes.trials), *sizes.own_tail,
-    )  # fmt: skip
     sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
     full = ("--prompt-tokens", str(sizes.long_prompt), "--full-length", "--steps", "2")
     options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
@@ -219,7 +214,6 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
             for name, given in options.items()
         ),
         Check("rollouts", rollouts, 60, tell_rollouts),
-        Check("between steps", between, 60, tell_between),
         Check("overlap", overlap, 100, tell_overlap, gpus=0 if on_cpu else 2),
         Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
     ]
@@ -311,14 +305,6 @@ def tell_overlap(said: str, figures: Mapping[str, Any]) -> str:
     return (
         f"two ranks, one with completions 4 times as long: a step {figures['ratio']:.2f} x faster ({simulated:.2f} "
         f"simulated), {on['early']:.0%} trained early, idle {off['idle']:.0%} without and {on['idle']:.0%} with"
-    )
-
-
-def tell_between(said: str, figures: Mapping[str, Any]) -> str:
-    off, on = figures["off"], figures["auto"]
-    return (
-        f"one rank: a step {figures['ratio']:.2f} x faster, {on['early']:.0%} trained between the engine's steps; "
-        f"generate {off['generate']:.2f} s without and {on['generate']:.2f} s with"
     )
 
 

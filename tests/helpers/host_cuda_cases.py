@@ -89,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
         **BF16, "vllm_engine_kwargs": {"speculative_config": NGRAM},
         # each step of the engine waits for the tokens that its drafts are compared with
         "waits": {f"extensions/drafts/engine/speculation.py SeededSpeculation.{name}" for name in (
-            "_logprobs", "_sample", "_sample.<locals>.<listcomp>", "_constrained", "_draw", "forward",
+            "_logprobs", "_sample", "_sample.<locals>.<listcomp>", "_constrained", "forward",
             "_constrained.<locals>.<genexpr>",
         )},
     },
@@ -97,7 +97,6 @@ CASES: dict[str, dict[str, Any]] = {
         **BF16, "sharding": "auto", "offload_optimizer": "auto", "vllm_engine_kwargs": {"enforce_eager": True},
         "reward_workers": None,
     },
-    "early": {**BF16, **EARLY},
     # several branches at once, for the suite that runs each time
     "all on the host": {**BF16, **SAVED, **STREAMED, **EVALUATED, **REFERENCE, "save_in_background": True},
     "lora and teacher": {**BF16, **EVALUATED, "lora": LORA, "teacher": "llama", "offload_teacher": True,
@@ -111,7 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
         **BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True,
         # parameters of ordinary host memory: `?` is FSDP's thread of the backward
         "waits": {"?", "sharding/rows.py _exchange", "extensions/fsdp/strategy.py FullySharded.state_dict",
-                  "extensions/fsdp/strategy.py FullySharded._taker.<locals>.take"},
+                  "extensions/fsdp/strategy.py FullySharded._register.<locals>.take"},
     },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
     "sequence": {**BF16, "sequence_parallel_size": 2},

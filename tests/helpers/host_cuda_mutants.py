@@ -59,8 +59,8 @@ MUTANTS = (
     ),
     Mutant(
         "a generator of the other device", "extensions/lora/weights.py",
-        "torch.rand(slot.whole_shape, generator=generator)",
-        "torch.rand(slot.whole_shape, generator=generator, device=slot.destination.device)", "lora and teacher",
+        "torch.rand(shape, generator=generator)",
+        "torch.rand(shape, generator=generator, device=slots[0].destination.device)", "lora and teacher",
     ),
     Mutant(
         "pinned memory reused too early", "policy/sending.py",

@@ -129,21 +129,6 @@ def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytes
     assert reads == [3] and next(values, None) is None
 
 
-def test_losses_of_micro_batches_between_an_engine_s_steps_are_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device where reading is an error."""
-    (row,) = plan_rows(attention_cases.make_groups(), 1000, False, torch.device("cpu"))
-    weight, unread = torch.ones((), requires_grad=True, device=META), list[torch.Tensor]()
-
-    class Alone:
-        agree = staticmethod(lambda what: contextlib.nullcontext())
-        backward = staticmethod(torch.Tensor.backward)
-
-    run = lambda row: LossOutput(weight * 2.0, {}, {}, {})  # noqa: E731
-    step = StepBatch((row,) * 2, 1, 1, {}, (), version=4)
-    loss_pass(step, run, contextlib.nullcontext, Alone(), unread=unread)  # type: ignore[arg-type]
-    assert len(unread) == 2 and weight.grad is not None
-
-
 def test_numbers_come_in_their_order_from_wherever_they_are() -> None:
     assert numbers([1, torch.tensor(2), 3.5, torch.tensor(4.25), torch.tensor([5.0])]) == [1.0, 2.0, 3.5, 4.25, 5.0]
     assert numbers([]) == []

@@ -1,6 +1,6 @@
 """Train the tiny model on ranks of which those of the second engine sample longest, with and without `overlap`.
 
-Started by tests/extensions/overlap/test_overlap.py and, on one rank, test_beside_decoding.py under torchrun.
+Started by tests/extensions/overlap/test_overlap.py under torchrun.
 
     torchrun --nproc-per-node 2 overlapping_ranks.py MODEL FOLDER MODE
 
@@ -11,11 +11,8 @@ engines of two; `dynamic`, `gradients` and `fsdp`, where nothing is trained earl
 and replays what came of it. `memory`: it runs out of memory there in the second step, and all is replayed. `reward`:
 the second engine's reward raises after it.
 
-On one rank its last prompt is the long one, and groups are trained between the steps of its engine, as on a GPU: these
-are then the groups of `kill` and `memory`. `both`: two ranks, and the second trains some of its own in the same way.
-
 Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups,
-where one may; and an engine in its tail goes on when its rank has trained a micro-batch.
+where one may.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +37,7 @@ from colograd.apps.replaying.recorded import Replay
 from colograd.apps.replaying.replayer import Replayer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
-from colograd.engine.sampling import request_seed
-from colograd.extensions.overlap.partition import read_partition
+from colograd.extensions.overlap.first_rows import read_partition
 
 RANK = int(os.environ.get("RANK", "0"))
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -57,16 +53,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fsdp": {"sharding": "fsdp"},
     "dynamic": {"dynamic_sampling": True},
     "engines": {"sharding": "optimizer", "vllm_tensor_parallel_size": 2},
-    "both": {"max_tokens_per_microbatch": 60},  # a group in each micro-batch, so that some are left to the other rank
 }
 if MODE == "host":  # on a CPU nothing is offloaded, so the run is told that it isn't on one
     GRPOConfig.offloads_gradients = property(lambda self: self.offload_gradients)
 PROMPTS = 8  # of a step: the second half is the second engine's
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 IS_LONG = RANKS // 2 <= RANK
-BETWEEN = RANKS == 1 or MODE == "both"
-if BETWEEN:  # on a CPU nothing is trained between an engine's steps
-    GRPOConfig.why_not_between_steps = property(lambda self: "")
 
 
 class Events:
@@ -81,15 +73,11 @@ class Events:
     def trained_elsewhere(self, step: int) -> Path:
         return self.run / f"trained-{step}"
 
-    def trained_between(self, step: int) -> Path:
-        return self.run / f"between-{step}"
-
 
 class OneByOne:
     """A rollout source that samples one prompt after the other, of 12 tokens in the second engine and else of 3."""
 
     waits: bool
-    submits_later = False  # as a step of the engine is made to last, this is as if its tail began with the last prompt
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -99,36 +87,10 @@ class OneByOne:
     ) -> Iterator[Group]:
         sampling = dataclasses.replace(sampling, max_tokens=12 if IS_LONG else 3)
         for index, prompt in enumerate(prompts):
-            if index + 1 == len(prompts) and self.waits and (IS_LONG or BETWEEN):
-                wait_for(self.engine, (events.trained_elsewhere if IS_LONG else events.trained_between)(version))
+            if index + 1 == len(prompts) and self.waits and IS_LONG:
+                wait_for(self.engine, events.trained_elsewhere(version))
             yield from self.engine.generate([prompt], sampling, version=version, seed=seed, purpose=purpose)
             events.add(version, "sampled", prompt.position)
-
-
-class AllAtOnce(OneByOne):
-    """... and one that samples all prompts together, of 12 tokens for the last and else of 3."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Any, *, version: int, seed: int, purpose: str = "train"
-    ) -> Iterator[Group]:
-        waiting, has_tail = {}, len(prompts) > 1  # a resumed round may have all others recorded
-        for prompt in prompts:
-            of_prompt = dataclasses.replace(sampling, max_tokens=12 if prompt is prompts[-1] else 3)
-            own = request_seed(seed, prompt.position, purpose)
-            waiting[self.engine.submit(prompt.input, of_prompt, own)] = prompt
-        try:
-            while waiting:
-                if len(waiting) == 1 and has_tail and self.waits:
-                    wait_for(self.engine, events.trained_between(version))
-                    if RANKS > 1:
-                        wait_for(self.engine, events.trained_elsewhere(version))
-                for request, completions in self.engine.advance():
-                    prompt = waiting.pop(request)
-                    events.add(version, "sampled", prompt.position)
-                    rollouts = tuple(each.rollout(prompt.input, version) for each in completions)
-                    yield Group(prompt.example, rollouts, prompt.position)
-        finally:
-            self.engine.abort(waiting)
 
 
 def wait_for(engine: Any, note: Path) -> None:
@@ -154,8 +116,6 @@ SETTINGS: dict[str, Any] = {
     "beta": 0.05,
     "max_tokens_per_microbatch": 120,
     "lr_scheduler_type": "constant",
-    # So that the last prompt is the longest; and Adam's division magnifies the rounding of gradients near 0 less.
-    **({"generation_kwargs": {"ignore_eos": True}, "adam_epsilon": 1e-6} if BETWEEN else {}),
     **VARIANTS.get(MODE, {}),
 }
 
@@ -169,33 +129,24 @@ def adapter() -> Any:
 def watch(trainer: Any) -> None:
     """Note what is trained early; fail there if the mode says so."""
     learner, own = trainer.learner, trainer.round
-    train, row_loss, beside = own.train_rows, learner.row_loss, own.beside_decoding
-    train_rows = beside.train
+    train, row_loss = own.train_rows, learner.row_loss
 
     def noting(rows: Any, metrics: Any) -> Any:
         positions = {identity.position for row in rows for identity in row.rollouts}
         foreign = not IS_LONG and any(position % PROMPTS >= PROMPTS // 2 for position in positions)
         note = events.trained_elsewhere(trainer.state.global_step) if foreign else None
-        return noted("trained", note, positions, lambda: train(rows, metrics))
-
-    def noting_between(rows: Any, *given: Any) -> Any:
-        positions = {identity.position for row in rows for identity in row.rollouts}
-        note = events.trained_between(trainer.state.global_step)
-        return noted("trained between", note, positions, lambda: train_rows(rows, *given))
-
-    def noted(what: str, note: Path | None, positions: set[int], work: Callable[[], Any]) -> Any:
         step = trainer.state.global_step
         if note and MODE == "kill" and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         out_of_memory.append(note and MODE == "memory" and step == 1)
         try:
-            rows = work()
+            trained = train(rows, metrics)
         finally:
             out_of_memory.clear()
             if note:
                 note.touch()
-        events.add(step, what, *positions)
-        return rows
+        events.add(step, "trained", *positions)
+        return trained
 
     def loss() -> Any:
         def of_row(row: Any) -> Any:
@@ -207,15 +158,14 @@ def watch(trainer: Any) -> None:
         return of_row
 
     out_of_memory: list[bool] = []
-    own.train_rows, learner.row_loss, beside.train = noting, loss, noting_between
+    own.train_rows, learner.row_loss = noting, loss
 
 
 def trained(run: Path, overlap: str) -> dict[str, Any]:
     global events
     events = Events(run)
     args = tiny.config(run, overlap=overlap, **SETTINGS)
-    source = AllAtOnce if BETWEEN and IS_LONG else OneByOne
-    trainer = GRPOTrainer(MODEL, reward, args, tiny.prompts(16), rollout_func=source, peft_config=adapter())
+    trainer = GRPOTrainer(MODEL, reward, args, tiny.prompts(16), rollout_func=OneByOne, peft_config=adapter())
     OneByOne.waits = getattr(trainer.round, "finished", None) is not None
     if OneByOne.waits:
         watch(trainer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
@@ -13,11 +12,6 @@ from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
 OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
 LEAVE = "leave one of the two out"
 UNCORRECTED = "that leaves tokens of older weights uncorrected"
-
-
-def _of_requests(kwargs: Any) -> bool:
-    """Return whether an entry of `generation_kwargs` depends on a whole request."""
-    return bool({*(kwargs or {})} - {*OF_A_TOKEN})
 
 
 CONFLICTS = (
@@ -41,7 +35,8 @@ CONFLICTS = (
         f"{UNCORRECTED} (a top_k alone doesn't)", LEAVE,
     ),
     Conflict(
-        "carry_over", ANY, "generation_kwargs", When(f"with others than {', '.join(OF_A_TOKEN)}", _of_requests),
+        "carry_over", ANY, "generation_kwargs",
+        When(f"with others than {', '.join(OF_A_TOKEN)}", lambda kwargs: bool({*(kwargs or {})} - {*OF_A_TOKEN})),
         f"a completion in parts may have only {', '.join(OF_A_TOKEN)} of these", LEAVE,
     ),
     Conflict(

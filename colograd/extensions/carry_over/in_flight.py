@@ -10,7 +10,6 @@ each round in the rollout log.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,35 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-import pyarrow as pa
 import torch
 
-from ...batch import FinishReason, Group, ModelInput, Prompt, Rollout
-from ...config import GRPOConfig
+from ...batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from ...engine.protocol import Sampled
 from ...riders import Rider, joined_riders
-from ...rollout.group_records import NONSENSE, JournalError, digest_of_example, riders_bytes, with_riders
+from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from ...rollout.record_file import Record, RecordFile, read_records
-from ...rollout.store import RolloutStore
-from ...runtime.registry import hooks_of
 from .rider import Versions, VersionSpan
 
 FILE = "in_flight_{rank}.records"  # file name in a checkpoint
-SUFFIXED = "rank-{rank:05d}.carried"  # file name in a round's folder
 HEAD = 0  # position of the first record: it has the number of groups that follow, one per record
-ROWS = pa.schema(
-    [
-        ("since", pa.int64()),
-        ("prompt", pa.string()),  # digests of the dataset's row and of the prompt's tokens
-        ("ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("spans", pa.list_(pa.int64())),  # length, version, length, version ...
-        ("finish_reason", pa.string()),  # null: unfinished
-        ("kept_ids", pa.list_(pa.int32())),  # null, except in records of older versions: riders stand behind the table
-        ("kept_counts", pa.list_(pa.int32())),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +47,20 @@ class PartialCompletion:
         riders = joined_riders([(self.riders, len(self.ids)), (part.riders, len(part.ids))], 0)
         return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, riders, ended)
 
-    def so_far(self, prompt: ModelInput) -> Rollout:
-        """Return ids and riders as a rollout, for the riders' tables."""
-        none = torch.empty(0)
-        return Rollout(prompt, self.ids, none, none.bool(), FinishReason.ABORT, 0, riders=self.riders)
+    @classmethod
+    def of_record(cls, rollout: Rollout) -> Self:
+        """Return the completion that `recorded` described."""
+        spans, riders = rollout.get(Versions), tuple(r for r in rollout.riders if not isinstance(r, Versions))
+        logprobs = array("f", rollout.sampler_logprobs.numpy().tobytes())
+        ended = None if rollout.finish_reason is FinishReason.ABORT else rollout.finish_reason
+        return cls(rollout.completion_ids, logprobs, () if spans is None else spans.spans, riders, ended)
+
+    def recorded(self, prompt: ModelInput, since: int) -> Rollout:
+        """Describe the completion as a rollout, to write it like one."""
+        logprobs, sampled = torch.tensor(self.logprobs), torch.ones(len(self.ids), dtype=torch.bool)
+        riders = (*self.riders, *([Versions(self.spans)] if self.spans else []))
+        reason = self.finish_reason or FinishReason.ABORT
+        return Rollout(prompt, self.ids, logprobs, sampled, reason, since, riders=riders)
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """Return the rollout of a whole completion, in the round at step ``version``."""
@@ -87,10 +78,6 @@ class GroupInFlight:
     prompt: Prompt
     completions: tuple[PartialCompletion, ...]  # [G]
     since: int  # step of the round that began the group
-
-    @property
-    def has_begun(self) -> bool:
-        return any(completion.ids or completion.finish_reason for completion in self.completions)
 
     @property
     def is_whole(self) -> bool:
@@ -125,28 +112,13 @@ class InFlight:
         self.completions, self.longest = completions, longest
         self.groups: tuple[GroupInFlight, ...] = ()  # the oldest first
 
-    @classmethod
-    def of(cls, config: GRPOConfig) -> Self | None:
-        """Return the groups in flight of a run, empty at first, or None if its rounds wait for all groups."""
-        if config.carry_over is None:
-            return None
-        assert config.num_generations is not None and config.max_completion_length is not None
-        age, longest = config.carry_over_max_age * config.round_length, config.max_completion_length
-        return cls(config.groups_per_round, config.groups_in_flight, age, config.num_generations, longest)
-
-    def pool(self, new: Sequence[Prompt], more_prompts: Callable[[int, int], list[Prompt]]) -> list[Prompt]:
-        """Return the prompts of a round: the carried groups' prompts, the new ones, and further ones up to `size`.
-
-        Args:
-            more_prompts: (number drawn so far, number wanted) -> further prompts.
-        """
-        lacking = self.size - len(self.groups) - len(new)
-        more = more_prompts(0, lacking) if lacking > 0 else []
-        return [*(group.prompt for group in self.groups), *new, *more]
-
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
         """Return the groups of a round's prompts in their state before the round."""
-        begun = {group.prompt.position: group for group in self.groups if group.has_begun}
+        begun = {
+            group.prompt.position: group
+            for group in self.groups
+            if any(completion.ids or completion.finish_reason for completion in group.completions)
+        }
         new = (PartialCompletion(),) * self.completions
         return [begun.get(prompt.position) or GroupInFlight(prompt, new, since=version) for prompt in prompts]
 
@@ -164,9 +136,6 @@ class InFlight:
         """Load this rank's groups, or its share of all groups if the number of ranks has changed.
 
         Returns: a warning that groups are missing, or "".
-
-        Raises:
-            JournalError: a prompt isn't the one that was sampled, or a group has another number of completions.
         """
         own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
         if own is None:
@@ -177,72 +146,42 @@ class InFlight:
                 return f"carry_over: {folder} lacks the groups in flight of some of its ranks: they aren't trained."
             carried = [group for end in ends if end is not None for group in end.carried]
             own = RoundEnd((), tuple(sorted(carried, key=lambda each: (each.since, each.prompt.position))[rank::ranks]))
-        self.groups = tuple(self._fitting(group, folder) for group in own.carried)
+        groups = []
+        for group in own.carried:
+            if len(group.completions) != self.completions:
+                raise JournalError(
+                    f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
+                    f"{self.completions}: set it back, or leave them out by ignore_data_skip: true."
+                )
+            completions = [  # those that have all tokens that they may have in this run end
+                dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
+                if each.finish_reason is None and len(each.ids) >= self.longest
+                else each
+                for each in group.completions
+            ]
+            groups.append(dataclasses.replace(group, completions=tuple(completions)))
+        self.groups = tuple(groups)
         return ""
-
-    def _fitting(self, group: GroupInFlight, folder: str | Path) -> GroupInFlight:
-        """Return the group adapted to this run's settings: completions that have reached `longest` end."""
-        if len(group.completions) != self.completions:
-            raise JournalError(
-                f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
-                f"{self.completions}: set it back, or leave them out by ignore_data_skip: true."
-            )
-        completions = [
-            dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
-            if each.finish_reason is None and len(each.ids) >= self.longest
-            else each
-            for each in group.completions
-        ]
-        return dataclasses.replace(group, completions=tuple(completions))
-
-
-# -- in the rollout log
-
-
-def note_round_end(journal: RolloutStore, end: RoundEnd, ranks: int) -> None:
-    """Record the groups that a round trains, and the groups that it left in flight."""
-    journal.note_beside(lambda folder: write_round_end(folder / SUFFIXED.format(rank=journal.rank), end, ranks))
-
-
-def recorded_round_end(
-    journal: RolloutStore, step: int, prompt_at: Callable[[int], Prompt | None], ranks: int
-) -> RoundEnd | None:
-    """Return the end of the round of ``step`` on this rank.
-
-    None: the round didn't end, or its prompts were divided among ranks in another way.
-
-    Raises:
-        JournalError: the round had other prompts, or a replay lacks its end.
-    """
-    end = read_round_end(journal.round_folder(step) / SUFFIXED.format(rank=journal.rank), prompt_at, ranks)
-    if end is None:
-        journal.lacks(
-            f"{journal.folder} doesn't say which groups a round of {ranks} rank(s) took at step {step} (carry_over): "
-            "replay it on as many ranks as the run had."
-        )
-    return end
 
 
 # -- the bytes of groups in flight
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write the end of a round to a file, replacing an older file.
-
-    Args:
-        ranks: number of ranks that share a round's prompts.
-
-    Raises:
-        OSError: the disk is full, or away.
-        ValueError: a group is larger than a record may be.
-    """
+    """Write the end of a round to a file, replacing an older file. ``ranks``: number of ranks that share a round's
+    prompts."""
     path.unlink(missing_ok=True)
     file = RecordFile(path)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
     try:
         file.append(Record(HEAD, json.dumps(head).encode()))
         for group in end.carried:
-            file.append(Record(group.prompt.position, _bytes(group)))
+            prompt = group.prompt
+            rollouts = tuple(part.recorded(prompt.input, group.since) for part in group.completions)
+            recorded = RewardedGroup(
+                Group(prompt.example, rollouts, prompt.position), torch.zeros(len(rollouts), 1), Logged({}, {})
+            )
+            file.append(Record(prompt.position, group_bytes(recorded)))
         file.flush()
     finally:
         file.close()
@@ -252,9 +191,6 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
     """Read the file that `write_round_end` wrote.
 
     Return None if there is no file, if it is torn, if the number of ranks differs, or if a position has no prompt.
-
-    Raises:
-        JournalError: a prompt isn't the one that was sampled, or the bytes are nonsense.
     """
     records = list(read_records(path)) if path.is_file() else []
     if not records:
@@ -268,70 +204,14 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
             prompt = prompt_at(record.position)
             if prompt is None:
                 return None
-            groups.append(_group(record.content, prompt, path))
+            rollouts = group_of(record.content, prompt).group.rollouts
+            if rollouts[0].input != prompt.input:
+                raise JournalError(f"the group at position {prompt.position} is of another prompt")
+            parts = tuple(map(PartialCompletion.of_record, rollouts))
+            groups.append(GroupInFlight(prompt, parts, rollouts[0].policy_version))
         return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
-    except JournalError:
-        raise
-    except (pa.ArrowException, *NONSENSE) as error:
-        raise JournalError(f"{path} can't be read ({type(error).__name__}: {error}): move it away.") from None
-
-
-def _digest(prompt: Prompt) -> str:
-    tokens = np.asarray(prompt.input.ids, dtype=np.int64).tobytes()
-    return f"{digest_of_example(prompt.example)} {hashlib.blake2b(tokens, digest_size=16).hexdigest()}"
-
-
-def _bytes(group: GroupInFlight) -> bytes:
-    parts = group.completions
-
-    def numbers(name: str, values: list[Any]) -> pa.Array:
-        return pa.array(values, ROWS.field(name).type)
-
-    columns = [
-        numbers("since", [group.since] * len(parts)),
-        numbers("prompt", [_digest(group.prompt)] * len(parts)),
-        numbers("ids", [np.frombuffer(each.ids, dtype=np.int32) for each in parts]),
-        numbers("logprobs", [np.frombuffer(each.logprobs, dtype=np.float32) for each in parts]),
-        numbers("spans", [[n for span in each.spans for n in (span.length, span.version)] for each in parts]),
-        numbers("finish_reason", [each.finish_reason and each.finish_reason.value for each in parts]),
-        numbers("kept_ids", [None] * len(parts)),
-        numbers("kept_counts", [None] * len(parts)),
-    ]
-    table = pa.table(columns, schema=ROWS)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue().to_pybytes()) + riders_bytes([each.so_far(group.prompt.input) for each in parts])
-
-
-def _group(content: bytes, prompt: Prompt, path: Path) -> GroupInFlight:
-    reader = pa.BufferReader(content)
-    table = pa.ipc.open_stream(reader).read_all()
-    table.validate(full=True)
-    rows = [{name: table[name][index] for name in ROWS.names} for index in range(len(table))]
-    if any(row["prompt"].as_py() != _digest(prompt) for row in rows):
+    except NONSENSE as error:
         raise JournalError(
-            f"{path} has a group in flight of another prompt at position {prompt.position}: the dataset, its order, or "
-            "the chat template has changed. Put it back, or leave out what is in flight by ignore_data_skip: true."
-        )
-    parts = tuple(map(_completion, rows))
-    riders = [rollout.riders for rollout in with_riders(reader, [part.so_far(prompt.input) for part in parts])]
-    parts = tuple(dataclasses.replace(part, riders=own) for part, own in zip(parts, riders, strict=True))
-    return GroupInFlight(prompt, parts, rows[0]["since"].as_py())
-
-
-def _completion(row: dict[str, pa.Scalar]) -> PartialCompletion:
-    def numbers(name: str) -> np.ndarray[Any, Any]:
-        return row[name].values.to_numpy()
-
-    ids, logprobs = array("i", numbers("ids").tobytes()), array("f", numbers("logprobs").tobytes())
-    pairs = numbers("spans").reshape(-1, 2).tolist()
-    spans = tuple(VersionSpan(*pair) for pair in pairs)
-    assert len(ids) == len(logprobs) == sum(span.length for span in spans), "lengths differ"
-    riders: tuple[Rider, ...] = ()
-    if row["kept_counts"].is_valid:  # recorded by an older version
-        ids_kept, counts = (torch.from_numpy(numbers(name).copy()) for name in ("kept_ids", "kept_counts"))
-        assert len(counts) == len(ids) and int(counts.sum()) == len(ids_kept), "the kept tokens don't fit"
-        riders = tuple(kind(ids_kept, counts) for kind in hooks_of("kept_tokens", "riders"))
-    reason = row["finish_reason"].as_py()
-    return PartialCompletion(ids, logprobs, spans, riders, None if reason is None else FinishReason(reason))
+            f"{path} can't be read ({type(error).__name__}: {error}). Put dataset and chat template back as they were, "
+            "or leave out what is in flight by ignore_data_skip: true."
+        ) from None

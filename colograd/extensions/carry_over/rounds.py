@@ -21,13 +21,14 @@ from ...reporting.console import LOGGER
 from ...rollout.checks import checked_groups
 from ...rollout.rounds import PlainRound, Steps, more_prompts_of
 from ...rollout.stages import InScoring, Stages
-from .in_flight import InFlight, RoundEnd, note_round_end, recorded_round_end
+from .in_flight import InFlight, RoundEnd, read_round_end, write_round_end
+
+FILE = "rank-{rank:05d}.carried"  # file name in a round's folder
 
 
 def carried_round(trainer: Any) -> CarriedRound | None:
     """Return the round of a run with `carry_over`."""
-    in_flight = InFlight.of(trainer.args)
-    return None if in_flight is None else CarriedRound(trainer, in_flight)
+    return None if trainer.args.carry_over is None else CarriedRound(trainer)
 
 
 class CarriedRound(PlainRound):
@@ -35,9 +36,12 @@ class CarriedRound(PlainRound):
 
     longest_first = False  # the oldest prompts come first
 
-    def __init__(self, trainer: Any, in_flight: InFlight) -> None:
+    def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
-        self.trainer, self.in_flight, self.more_prompts = trainer, in_flight, more_prompts_of(trainer)
+        args = trainer.args
+        age, sizes = args.carry_over_max_age * args.round_length, (args.num_generations, args.max_completion_length)
+        self.in_flight = InFlight(args.groups_per_round, args.groups_in_flight, age, *sizes)
+        self.trainer, self.more_prompts = trainer, more_prompts_of(trainer)
         self.ranks: int = trainer.args.layout.data_size  # number of ranks that share a round's prompts
         self.tallies.append(self.counts)
 
@@ -46,33 +50,37 @@ class CarriedRound(PlainRound):
         return {"carry_over/groups": float(len(self.in_flight.groups)), "carry_over/ages": 0.0}
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """See `PlainRound.draw`."""
-        pool = self.in_flight.pool([prompt for step in steps for prompt in step], self.more_prompts)
-        prompts = {prompt.position: prompt for prompt in pool}
-        journal = stages.journal
-        version = self.trainer.state.global_step
-        end = None if journal is None else recorded_round_end(journal, version, prompts.get, self.ranks)
+        new = [prompt for step in steps for prompt in step]
+        lacking = self.in_flight.size - len(self.in_flight.groups) - len(new)
+        more = self.more_prompts(0, lacking) if lacking > 0 else []
+        pool = [*(group.prompt for group in self.in_flight.groups), *new, *more]
+        journal, version, end = stages.journal, self.trainer.state.global_step, None
+        if journal is not None:
+            name, prompts = FILE.format(rank=journal.rank), {prompt.position: prompt for prompt in pool}
+            end = read_round_end(journal.round_folder(version) / name, prompts.get, self.ranks)
+            if end is None:
+                journal.lacks(
+                    f"{journal.folder} doesn't say which groups a round of {self.ranks} rank(s) took at step {version} "
+                    "(carry_over): replay it on as many ranks as the run had."
+                )
         scored = None if end is None else self._recorded(pool, end, stages)
         if scored is not None and end is not None:
             self.in_flight.groups = end.carried
         else:
             scored = self._sampled(pool, stages)
             if journal is not None:
-                done = tuple(each.group.position for each in scored)
-                note_round_end(journal, RoundEnd(done, self.in_flight.groups), self.ranks)
+                written = RoundEnd(tuple(each.group.position for each in scored), self.in_flight.groups)
+                journal.note_beside(lambda folder: write_round_end(folder / name, written, self.ranks))
         per_step = [scored[sum(map(len, steps[:index])) :][: len(step)] for index, step in enumerate(steps)]
         return [SampledStep(tuple(groups), tuple(groups)) for groups in per_step]
 
     def forget(self) -> None:
-        """See `PlainRound.forget`."""
         self.in_flight.groups = ()
 
     def save(self, checkpoint: str) -> None:
-        """See `PlainRound.save`."""
         self.in_flight.save(checkpoint, self.trainer.args.layout.data_rank, self.ranks)
 
     def load(self, checkpoint: str | Path) -> None:
-        """See `PlainRound.load`."""
         trainer, layout = self.trainer, self.trainer.args.layout
         if trainer.args.ignore_data_skip:  # positions are assigned anew
             return

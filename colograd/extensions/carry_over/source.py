@@ -8,16 +8,16 @@ for a group that was carried long enough, so that no token is older than `carry_
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from ...batch import Group, Prompt
 from ...config import GRPOConfig
-from ...engine.protocol import Engine
+from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature, TrainerArguments
-from .in_flight import GroupInFlight, InFlight, PartialCompletion
+from .in_flight import GroupInFlight, InFlight
 
 
 class CarryOverFeature(SourceFeature):
@@ -65,8 +65,9 @@ class CarryOver:
             while round_.lacks:
                 yield from round_.hand_over(version)
                 if round_.lacks:
-                    round_.advance(version)
-            self.in_flight.groups = round_.stop(version)
+                    round_.extend(self.engine.advance(), version)
+            round_.extend(self.engine.stop(round_.requests), version)
+            self.in_flight.groups = tuple(round_.groups.values())
         finally:
             self.engine.abort(round_.requests)
 
@@ -108,22 +109,13 @@ class _Round:
                 self.lacks -= 1
                 yield self.groups.pop(position).group(version)
 
-    def advance(self, version: int) -> None:
-        """Run one step of the engine."""
-        for request, (part,) in self.engine.advance():
+    def extend(self, ended: Iterable[tuple[str, Sequence[Sampled]]], version: int) -> None:
+        """Add the tokens of requests that have ended."""
+        for request, (part,) in ended:
             position, index = self.requests.pop(request)
-            self._extend(position, index, self.groups[position].completions[index].extended(part, version))
-            if self.groups[position].is_whole:
+            group = self.groups[position]
+            parts = [*group.completions]
+            parts[index] = parts[index].extended(part, version)
+            self.groups[position] = group = GroupInFlight(group.prompt, tuple(parts), group.since)
+            if group.is_whole:
                 self.whole.append(position)
-
-    def stop(self, version: int) -> tuple[GroupInFlight, ...]:
-        """End all requests. Return the groups that the next round continues."""
-        for request, (part,) in self.engine.stop(self.requests):
-            position, index = self.requests.pop(request)
-            self._extend(position, index, self.groups[position].completions[index].extended(part, version))
-        return tuple(self.groups.values())
-
-    def _extend(self, position: int, index: int, completion: PartialCompletion) -> None:
-        group = self.groups[position]
-        completions = (*group.completions[:index], completion, *group.completions[index + 1 :])
-        self.groups[position] = GroupInFlight(group.prompt, completions, group.since)

@@ -25,7 +25,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Routing))
 
 
 class RoutingStep(ForwardStep):
-    """Forward that also returns the fields of a `Routing`."""
+    """Forward that also returns the fields of a `Routing`, see `routing_in`."""
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         row.of_layers[LOGITS], row.inputs["output_router_logits"] = [], True
@@ -62,12 +62,11 @@ class BalanceTerm(LossTerm):
         if not self.coefficient:
             return step
         own = sum(row.sequence_tokens for row in step.rows if step.counted and not is_dummy(row))
-        tokens = float(max(1, sum(gather(own))))
-        rows = tuple(
-            dataclasses.replace(row, step_constants=dataclasses.replace(row.step_constants, sequence_tokens=tokens))
-            for row in step.rows
-        )
-        return dataclasses.replace(step, rows=rows)
+        tokens, rows = float(max(1, sum(gather(own)))), []
+        for row in step.rows:
+            constants = dataclasses.replace(row.step_constants, sequence_tokens=tokens)
+            rows.append(dataclasses.replace(row, step_constants=constants))
+        return dataclasses.replace(step, rows=tuple(rows))
 
     def of_row(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         if not self.coefficient:
@@ -91,28 +90,20 @@ class BalanceTerm(LossTerm):
 
 
 class ReplayTerm(LossTerm):
-    """Figures of replayed routing: tokens with replayed experts, and choices unlike the trainer's.
-
-    A choice is one expert of a token in a layer.
-    """
+    """Figures of replayed routing: tokens with replayed experts, and choices (one expert of a token in a layer) unlike
+    the trainer's."""
 
     def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
         if all(identity.position == NOBODY for identity in batch.rollouts):
             return {}
-        tokens = batch.layout.num_tokens
         if (experts := experts_of(batch)) is None:
-            return {"router/replayed": (0.0, tokens)}
-        strange, choices = values[APART]
+            return {"router/replayed": (0.0, batch.layout.num_tokens)}
         told = (experts[:, 0, 0] != UNKNOWN).sum()
-        return {"router/replayed": (told, tokens), "router/disagreement": (strange, choices)}
+        return {"router/replayed": (told, batch.layout.num_tokens), "router/disagreement": tuple(values[APART])}
 
 
 def balance_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the term if the policy's forward can return its routers' logits.
-
-    Raises:
-        ValueError: the configuration asks for a load-balancing loss that the policy doesn't have.
-    """
+    """Return the term if the policy's forward can return its routers' logits."""
     coefficient = 0.0 if policy is None else policy.router_coef(config)
     return BalanceTerm(coefficient) if policy is not None and policy.tells_routing else None
 

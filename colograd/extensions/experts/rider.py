@@ -53,14 +53,13 @@ class RoutedExperts(Rider):
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts
-
-        def with_first(rollout: Rollout) -> Rollout:
-            if rollout.get(cls) is None or rollout.input != rollouts[0].input:
-                return rollout
-            riders = (cls(first.prompt, r.completion) if isinstance(r, cls) else r for r in rollout.riders)
-            return dataclasses.replace(rollout, riders=tuple(riders))
-
-        return tuple(map(with_first, rollouts))
+        found = []
+        for rollout in rollouts:
+            if rollout.input == rollouts[0].input:
+                riders = (cls(first.prompt, r.completion) if isinstance(r, cls) else r for r in rollout.riders)
+                rollout = dataclasses.replace(rollout, riders=tuple(riders))
+            found.append(rollout)
+        return tuple(found)
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowExperts:

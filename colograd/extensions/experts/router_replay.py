@@ -41,17 +41,14 @@ def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> t
     return shares * router.routed_scaling_factor
 
 
-def chosen_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return shares from a softmax over the chosen experts."""
-    return logits.gather(1, chosen).softmax(1, dtype=logits.dtype)
-
-
 # Function of each family's router: (T, E) logits and (T, K) chosen experts -> (T, K) shares.
 SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
-    "gpt_oss": chosen_shares,
-    **dict.fromkeys(("flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"), softmax_shares),
-    **dict.fromkeys(("qwen3_moe", "qwen3_next"), softmax_shares),
+    "gpt_oss": lambda router, logits, chosen: logits.gather(1, chosen).softmax(1, dtype=logits.dtype),
+    **dict.fromkeys(
+        ("flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+        softmax_shares,
+    ),
 }
 
 
@@ -62,24 +59,29 @@ def set_up(model: Any, config: GRPOConfig) -> None:
 
 
 def make_replaying(model: Any) -> None:
-    """Let the model's layers take the experts of their tokens (`ROUTED`). Without them the layers don't change.
-
-    Raises:
-        ValueError: the routers compute shares in an unknown way, or transformers is too new.
-    """
+    """Let the model's layers take the experts of their tokens (`ROUTED`). Without them the layers don't change."""
     if "__call__" not in vars(GradientCheckpointingLayer):
         raise ValueError(
             "router_replay is true, but with transformers 5.23 or later a checkpointed layer is computed again without "
             "the experts of its row: install transformers below 5.23, or set router_replay: false."
         )
     model, place = unwrap(model), 0
-    kind = model.config.get_text_config().model_type
+    share = SHARES[model.config.get_text_config().model_type]
     for layer in decoder_layers(model):
         routers = routers_of(layer)
         for router in routers:
-            _prove(kind, router)
+            weight: torch.Tensor = router.weight
+            states = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+            with torch.no_grad():
+                logits, shares, own = router(states)
+                is_same = torch.equal(share(router, logits, own).to(shares.dtype), shares)
+            if not is_same:
+                raise ValueError(
+                    f"router_replay is true, but {type(router).__name__} of this version of transformers shares a "
+                    "token out among its experts in a way that isn't known: set router_replay: false."
+                )
             router.replayed, router.apart = None, None
-            router.register_forward_hook(functools.partial(_replay, SHARES[kind]))
+            router.register_forward_hook(functools.partial(_replay, share))
         assert len(routers) <= 1, "a layer has one router"
         layer.register_forward_pre_hook(functools.partial(_hand_out, routers, place), with_kwargs=True)
         place += len(routers)
@@ -89,20 +91,6 @@ def make_replaying(model: Any) -> None:
 def routers_of(module: torch.nn.Module) -> list[Any]:
     """Return the routers in a model or a layer, in their order."""
     return [part for part in module.modules() if type(part).__name__.lower().endswith("topkrouter")]
-
-
-def _prove(kind: str, router: Any) -> None:
-    """Raise a ValueError unless `SHARES` gives the router's own shares for the router's own choice."""
-    weight: torch.Tensor = router.weight
-    states = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    with torch.no_grad():
-        logits, shares, own = router(states)
-        same = torch.equal(SHARES[kind](router, logits, own).to(shares.dtype), shares)
-    if not same:
-        raise ValueError(
-            f"router_replay is true, but {type(router).__name__} of this version of transformers shares a token out "
-            "among its experts in a way that isn't known: set router_replay: false."
-        )
 
 
 class ReplayStep(ForwardStep):

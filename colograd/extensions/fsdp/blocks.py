@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,23 +75,10 @@ class Blocks(NamedTuple):
         yield from (Exchange(block, sizes[block]) for block in (self.root, *self.embedding))
 
 
-class Listener(Protocol):
-    """An object with callbacks for each exchange."""
-
-    def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
-        """Handle the start of a gather of a block's weights into ``whole``."""
-
-    def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
-        """Handle the start of a sum of a block's gradients ``whole`` over ranks."""
-
-    def take(self, rows: torch.Tensor) -> None:
-        """Receive this rank's rows of the gradients that were summed last."""
-
-
 @dataclass(eq=False, slots=True)
 class _Comm:
     block: FSDPModule
-    listener: Listener
+    strategy: Any  # a `FullySharded`, which is called at each exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -101,7 +88,7 @@ class _Gather(_Comm):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.listener.on_gather(self.block, output_tensor)
+        self.strategy.on_gather(self.block, output_tensor)
         work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
@@ -110,32 +97,25 @@ class _Reduce(_Comm):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.listener.on_reduce(self.block, input_tensor)
+        self.strategy.on_reduce(self.block, input_tensor)
         work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self.listener.take(output_tensor)
+        self.strategy.take(output_tensor)
         return work
 
 
 def cut(
     model: torch.nn.Module,
     device: torch.device,
-    listener: Listener,
+    strategy: Any,
     gradients: torch.dtype,
     reshard: bool = True,
     offload: bool = False,
 ) -> Blocks:
-    """Cut the parameters by rows, in place, and move each rank's rows to ``device``.
+    """Cut the parameters by rows, in place, and move each rank's rows to ``device``. See `FullySharded`.
 
     Args:
-        model: the whole model.
-        device: the device that computes.
-        listener: gets callbacks for each exchange.
+        strategy: is called at each exchange.
         gradients: the dtype of gradient sums.
-        reshard: free a block's weights after its forward, and gather them again for its backward.
-        offload: keep each rank's rows in page-locked host memory.
-
-    Raises:
-        ValueError: the model can't be cut by rows.
     """
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
@@ -149,8 +129,14 @@ def cut(
 
     def shard(module: Any, reshard_after_forward: bool) -> Any:
         fully_shard(module, reshard_after_forward=reshard_after_forward, **rule)
-        if offload:
-            _lock_rows(module, device)
+        group = module._get_fsdp_state()._fsdp_param_group
+        # The rows go to page-locked host memory, whose sizes torch would round up to powers of two.
+        for parameter in group.fsdp_params if offload and group is not None else ():
+            watchdog.progress()
+            padded, rows = parameter._sharded_param_data, parameter.sharded_param._local_tensor
+            place = host_empty(padded.shape, padded.dtype, device).copy_(padded)
+            parameter._sharded_param_data = place
+            parameter.sharded_param._local_tensor = place[: rows.numel()].view(rows.shape)
         return module
 
     for module in blocks.layers:
@@ -170,20 +156,9 @@ def cut(
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
             block.set_reduce_scatter_unused_params(True)  # torch creates its zeros in the parameter's dtype
-        block.set_custom_all_gather(_Gather(block, listener))
-        block.set_custom_reduce_scatter(_Reduce(block, listener))
+        block.set_custom_all_gather(_Gather(block, strategy))
+        block.set_custom_reduce_scatter(_Reduce(block, strategy))
     return blocks
-
-
-def _lock_rows(block: Any, device: torch.device) -> None:
-    """Move this rank's rows of a block to page-locked host memory. torch would round the sizes up to powers of two."""
-    group = block._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params if group is not None else ():
-        watchdog.progress()
-        padded, rows = parameter._sharded_param_data, parameter.sharded_param._local_tensor
-        place = host_empty(padded.shape, padded.dtype, device).copy_(padded)
-        parameter._sharded_param_data = place
-        parameter.sharded_param._local_tensor = place[: rows.numel()].view(rows.shape)
 
 
 def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
@@ -205,11 +180,7 @@ def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Check that `fully_shard` can cut the model. Its own errors come later, or on some ranks only.
-
-    Raises:
-        ValueError: a parameter has no rows, or a block has trained parameters of several dtypes.
-    """
+    """Check that `fully_shard` can cut the model. Its own errors come later, or on some ranks only."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

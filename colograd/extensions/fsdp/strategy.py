@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,6 @@ class FullySharded(SharedParts):
         device: the device that computes; default: the model's device.
         reshard: free a block's weights after its forward, and gather them again for its backward.
         offload: keep each rank's rows in page-locked host memory. On a CPU this has no effect.
-
-    Raises:
-        ValueError: the model can't be cut by rows.
     """
 
     name = "fsdp"
@@ -52,7 +49,9 @@ class FullySharded(SharedParts):
         super().__init__(model)
         self._device = device or next(model.parameters()).device
         self._reshard, self._offload = reshard, offload and self._device.type != "cpu"
-        self._gradients = gradient_dtype(model)
+        # The dtype of gradient sums is the widest gradient dtype of a trained parameter.
+        dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
+        self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []  # exchanges of the present pass so far
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # exchanges of a complete pass
         self._entered: dict[Any, None] = {}  # models that a pass has run through
@@ -66,9 +65,14 @@ class FullySharded(SharedParts):
                 parameter.grad_dtype = self._gradients  # a tied embedding has two gradients in one backward
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
+        # The root, which contains all parameters, comes first, so that the other blocks overwrite it.
+        owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
+        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # gradient elements, padded to equal shares
         for one in self.cuts:
-            self._register(one, model.get_parameter(one.name))
-        self._sizes = self._sizes_of_sums()
+            parameter = model.get_parameter(one.name)
+            if parameter.requires_grad:
+                self._register(one, parameter)
+                self._sizes[owner[id(parameter)]] += one.share * one.row * self.parts
         self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
         self.traffic.take()  # the traffic of the setup counts for no step
 
@@ -107,28 +111,22 @@ class FullySharded(SharedParts):
 
     def _register(self, one: Cut, parameter: torch.nn.Parameter) -> None:
         """Create the optimizer's view of this rank's rows, and a hook that sets its gradient from torch's sums."""
-        if not parameter.requires_grad:
-            return
         if one.local.numel():
             part = torch.nn.Parameter(one.local.view(-1))
             if part.dtype != self._gradients:
                 part.grad_dtype = self._gradients
             self._pieces[one.name] = Owned(one.name, part, one.start, one.start + part.numel())
-        parameter.register_post_accumulate_grad_hook(self._taker(one))
-
-    def _taker(self, one: Cut) -> Callable[[torch.Tensor], None]:
-        """Return the hook that moves a parameter's rows from the block's summed gradients to the optimizer's view."""
-        padded = one.share * one.row
 
         def take(parameter: torch.Tensor) -> None:
+            """Move the parameter's rows from the block's summed gradients to the optimizer's view."""
             parameter.grad = None  # torch has rounded it to the parameter's dtype
-            first, self._offset = self._offset, self._offset + padded
+            first, self._offset = self._offset, self._offset + one.share * one.row
             piece = self._pieces.get(one.name)
             if piece is not None:
                 gradient = self._summed[first : first + piece.part.numel()].to(piece.part.device)
                 piece.part.grad = gradient if piece.part.grad is None else piece.part.grad.add_(gradient)
 
-        return take
+        parameter.register_post_accumulate_grad_hook(take)
 
     def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
         self._exchanges.append(Exchange(block))
@@ -156,14 +154,10 @@ class FullySharded(SharedParts):
             try:
                 yield
             except Exception as error:
-                if not self._began:
-                    self._decline(error)
+                if not self._began:  # take part in the other ranks' forward: they fail at its end
+                    with contextlib.suppress(Exception), self._forward(self.blocks):
+                        raise error
                 raise
-
-    def _decline(self, error: Exception) -> None:
-        """Take part in the other ranks' forward when this rank can't begin its own: they fail at its end."""
-        with contextlib.suppress(Exception), self._forward(self.blocks):
-            raise error
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
@@ -200,17 +194,6 @@ class FullySharded(SharedParts):
             raise
         self._pattern[model, kind] = tuple(self._exchanges)
         self._entered[model] = None
-
-    def _sizes_of_sums(self) -> dict[Any, int]:
-        """Return the number of gradient elements of each block, with every parameter padded to equal shares."""
-        # The root, which contains all parameters, comes first, so that the other blocks overwrite it.
-        owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
-        sizes = dict.fromkeys(self.blocks.all(), 0)
-        for one in self.cuts:
-            parameter = self.model.get_parameter(one.name)
-            if parameter.requires_grad:
-                sizes[owner[id(parameter)]] += one.share * one.row * self.parts
-        return sizes
 
     # -- a step
 
@@ -256,9 +239,3 @@ class FullySharded(SharedParts):
         for one in cuts_of(self.model):
             files.read(names[id(self.model.get_parameter(one.name))], one)
         return True
-
-
-def gradient_dtype(model: torch.nn.Module) -> torch.dtype:
-    """Return the dtype of gradient sums: the widest gradient dtype of a trained parameter."""
-    dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
-    return max(dtypes, key=lambda dtype: dtype.itemsize)

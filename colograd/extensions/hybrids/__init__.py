@@ -1,7 +1,7 @@
 """Models whose layers have a recurrent state, such as Qwen3.5 and Granite 4."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
-    "model_feature": "model:Hybrids",
+    "model_feature": "recurrent:Hybrids",
     "rows": "recurrent:ROWS",
     "uncompiled": "recurrent:keep_uncompiled",
 }

@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,21 @@ from ...batch import SegmentLayout
 from ...policy.layers import decoder_layers
 from ...policy.row_proof import RowSupport
 from ...policy.sending import to_device_async
+from ...policy.supported import ModelFeature
+from ...runtime import registry
 
 # Possible names of a mixer's cache argument; the first one since transformers 5.24.
 CACHES = ("cache", "cache_params", "past_key_values")
 WITH_A_STATE = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 SHORTEST = 0.75  # minimum length of a run as a fraction of its batch's longest: at most a quarter is padding
+
+
+class Hybrids(ModelFeature):
+    def why_rows_stay_whole(self, model: Any) -> str:
+        shares_out = registry.hooks("shares_out_mixer")  # functions of a mixer
+        stay = {type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)}
+        reason = f"has layers of {', '.join(sorted(stay))}, whose state goes from token to token"
+        return f"{type(model).__name__} {reason}" if stay else ""
 
 
 def make_segmented(model: torch.nn.Module) -> None:
@@ -40,11 +49,6 @@ def make_segmented(model: torch.nn.Module) -> None:
                 # A bound method: a copy of the mixer gets one that is bound to it.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
-
-
-def layer_types(model: torch.nn.Module) -> frozenset[str]:
-    """Return the layer types of a configuration that `make_segmented` covers; empty: no layer has a state."""
-    return WITH_A_STATE if any(mixers_of(model)) else frozenset()
 
 
 def keep_uncompiled(model: torch.nn.Module) -> None:
@@ -79,24 +83,19 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
     layout, row_part = kwargs.pop("layout", mixer.layout), kwargs.pop("row_part", mixer.row_part)
     if layout is None:
         return own(mixer, hidden_states, *args, **kwargs)
-    run = functools.partial(_over_segments, own, cache, layout)
-    if row_part is not None:
-        return row_part.mix(mixer, hidden_states, run)
-    return run(mixer, hidden_states)
 
+    def run(mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the mixer's own forward over all tokens of the row, (1, T, C)."""
+        plan, states, outputs = _plan(layout, inputs.device), dict[int, _States](), []
+        for batch in plan.batches:
+            tokens = inputs[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
+            carried = _States([states[parent] for parent in batch.parents])
+            outputs.append(own(mixer, tokens, **{cache: carried}).flatten(0, 1))
+            if batch.is_parent:
+                states[batch.segments[0]] = carried
+        return torch.cat(outputs).index_select(0, plan.places)[None]
 
-def _over_segments(own: Any, cache: str, layout: SegmentLayout, mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Run a mixer's own forward over the row's tokens, (1, T, C)."""
-    plan = _plan(layout, inputs.device)
-    states: dict[int, _States] = {}
-    outputs = []
-    for batch in plan.batches:
-        tokens = inputs[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
-        carried = _States.of([states[p] for p in batch.parents])
-        outputs.append(own(mixer, tokens, **{cache: carried}).flatten(0, 1))
-        if batch.is_parent:
-            states[batch.segments[0]] = carried
-    return torch.cat(outputs).index_select(0, plan.places)[None]
+    return run(mixer, hidden_states) if row_part is None else row_part.mix(mixer, hidden_states, run)
 
 
 class _States:
@@ -104,20 +103,14 @@ class _States:
 
     record_past = True  # if False, a mixer would change the convolution's inputs in place
 
-    def __init__(self) -> None:
+    def __init__(self, parents: list[_States]) -> None:
+        """Make the states of sequences that continue from ``parents``, one each; empty: sequences at their start."""
+        self.continues = bool(parents)
         self.conv_states: dict[int, torch.Tensor] = {}  # (B, channels, K), last inputs of the convolution
         self.recurrent_states: dict[int, torch.Tensor] = {}
-        self.continues = False
-
-    @classmethod
-    def of(cls, parents: list[_States]) -> _States:
-        """Make the states of sequences that continue from ``parents``, one each; empty: sequences at their start."""
-        found = cls()
-        found.continues = bool(parents)
         for name in ("conv_states", "recurrent_states") if parents else ():
             kept = [getattr(parent, name) for parent in parents]
-            setattr(found, name, {index: torch.cat([states[index] for states in kept]) for index in kept[0]})
-        return found
+            setattr(self, name, {index: torch.cat([states[index] for states in kept]) for index in kept[0]})
 
     @property
     def layers(self) -> _States:
@@ -154,16 +147,15 @@ class _States:
         return states
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """Segments that go through a mixer one after the other, from the state at another run's end."""
 
     segments: tuple[int, ...]  # indices of the segments; only the last one's outputs are used
     parent: int  # segment with the starting state; -1: no state
+    length: int  # tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Runs that go through a mixer together. A run with children is alone: padding would change its end state."""
 
     segments: tuple[int, ...]  # last segment of each run
@@ -176,52 +168,44 @@ class _Plan:
     """Batches of a layout, parents before their children, and the place of each token in the batches' outputs."""
 
     def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
-        self.layout, self.starts = layout, layout.starts
-        runs = [self._run_of(segment) for segment in range(len(layout.lengths))]
+        lengths, runs = layout.lengths, list[_Run]()
+        for segment, seen in enumerate(layout.attends_to):
+            for at, earlier in enumerate(seen):
+                assert layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
+            # Kernels of one token have no gradient. So a run repeats a parent of one token with a parent itself.
+            kept = len(seen)
+            while kept > 1 and lengths[seen[kept - 1]] == 1:
+                kept -= 1
+            own = (*seen[kept:], segment)
+            runs.append(_Run(own, seen[kept - 1] if kept else -1, sum(lengths[each] for each in own)))
         parents = {run.parent for run in runs} - {-1}
         batches = [[runs[segment]] for segment in sorted(parents)]
         ends = (run for segment, run in enumerate(runs) if segment not in parents)
-        for run in sorted(ends, key=lambda run: (run.parent < 0, -self._length(run))):
+        for run in sorted(ends, key=lambda run: (run.parent < 0, -run.length)):
             longest = batches[-1][0] if batches else run
             alike = (run.parent < 0) == (longest.parent < 0) and longest.segments[-1] not in parents
-            if batches and alike and self._length(run) >= SHORTEST * self._length(longest):
+            if batches and alike and run.length >= SHORTEST * longest.length:
                 batches[-1].append(run)
             else:
                 batches.append([run])
         self.batches, first = [], 0
         places = torch.empty(layout.num_tokens, dtype=torch.int64)
         for batch in batches:
-            length, tokens = max(2, *map(self._length, batch)), []  # mixers change their state in place for one token
-            if batch[0].parent < 0:
-                length = max(map(self._length, batch))
-            for run in batch:
-                own, last = [self._tokens(segment) for segment in run.segments], run.segments[-1]
-                tokens.append(F.pad(torch.cat(own), (0, length - self._length(run))))
-                behind = first + self._length(run) - layout.lengths[last]
-                places[own[-1]] = behind + torch.arange(layout.lengths[last])
-                first += length
             begun = tuple(run.parent for run in batch if run.parent >= 0)
+            # For one token mixers would change the state in place.
+            length, tokens = max([2 if begun else 1, *(run.length for run in batch)]), []
+            for run in batch:
+                of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in run.segments]
+                tokens.append(F.pad(torch.cat(of_segments), (0, length - run.length)))
+                behind = first + run.length - lengths[run.segments[-1]]
+                places[of_segments[-1]] = behind + torch.arange(lengths[run.segments[-1]])
+                first += length
             ends_of = tuple(run.segments[-1] for run in batch)
             at = to_device_async(torch.cat(tokens), device)
             self.batches.append(_Batch(ends_of, begun, ends_of[0] in parents, at))
         self.places = to_device_async(places, device)
 
-    def _run_of(self, segment: int) -> _Run:
-        seen = self.layout.attends_to[segment]
-        for at, earlier in enumerate(seen):
-            assert self.layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
-        # Kernels of one token have no gradient. So a run repeats its parent if that is one token with a parent itself.
-        kept = len(seen)
-        while kept > 1 and self.layout.lengths[seen[kept - 1]] == 1:
-            kept -= 1
-        return _Run((*seen[kept:], segment), seen[kept - 1] if kept else -1)
-
-    def _length(self, run: _Run) -> int:
-        return sum(self.layout.lengths[s] for s in run.segments)
-
-    def _tokens(self, segment: int) -> torch.Tensor:
-        return self.starts[segment] + torch.arange(self.layout.lengths[segment])
-
 
 _plan = functools.lru_cache(maxsize=16)(_Plan)
-ROWS = RowSupport(layer_types, make_segmented)
+# The layer types of a configuration that `make_segmented` covers; empty: no layer has a state.
+ROWS = RowSupport(lambda model: WITH_A_STATE if any(mixers_of(model)) else frozenset(), make_segmented)

@@ -66,12 +66,21 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
 
     Returns:
         A function that restores the architecture's own code for other models.
-
-    Raises:
-        ValueError: no kernels for this model, an unknown kernel, or results that differ from the model's own.
     """
     model = unwrap(model)
-    apply = _kernels_of(model, given)
+    kind = model.config.model_type
+    if (patch := _kernels().get(kind)) is None:
+        raise ValueError(
+            f"use_liger_kernel is true, but liger-kernel has none for {kind!r} models: set it to false, or "
+            "torch_compile: true instead."
+        )
+    known = inspect.signature(patch).parameters.keys() - {"model"}
+    if unknown := sorted(given.keys() - known - set(LIGER_LOSSES)):
+        raise ValueError(
+            f"liger_kernel_config names {unknown[0]!r}, but for {kind!r} models there are "
+            f"{', '.join(sorted(known - set(LIGER_LOSSES)))}: choose among these."
+        )
+    apply = functools.partial(patch, **{name: value for name, value in given.items() if name in known})
     names = vars(next(sys.modules[kind.__module__] for kind in type(model).__mro__ if "modeling" in kind.__module__))
     undo = functools.partial(names.update, dict(names))
     with evaluation_mode(model):
@@ -88,21 +97,3 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
         if unwrap(other) is not model:
             apply(model=unwrap(other))
     return undo
-
-
-def _kernels_of(model: Any, given: dict[str, bool]) -> Callable[..., None]:
-    """Return the patch function for such models, with the requested kernels as arguments."""
-    kind = model.config.model_type
-    apply = _kernels().get(kind)
-    if apply is None:
-        raise ValueError(
-            f"use_liger_kernel is true, but liger-kernel has none for {kind!r} models: set it to false, or "
-            "torch_compile: true instead."
-        )
-    known = inspect.signature(apply).parameters.keys() - {"model"}
-    if unknown := sorted(given.keys() - known - set(LIGER_LOSSES)):
-        raise ValueError(
-            f"liger_kernel_config names {unknown[0]!r}, but for {kind!r} models there are "
-            f"{', '.join(sorted(known - set(LIGER_LOSSES)))}: choose among these."
-        )
-    return functools.partial(apply, **{name: value for name, value in given.items() if name in known})

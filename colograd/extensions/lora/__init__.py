@@ -4,6 +4,6 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "adapter": "adapters:taken_adapter",
     "adapter_weights": "weights:AdapterWeights",
     "map_adapter": "weights:map_adapter",
-    "saved_adapter": "folders:from_adapter",
+    "saved_adapter": "adapters:from_adapter",
     "wrap": "adapters:wrap",
 }

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from ...config import GRPOConfig
+from ...policy.loading import from_name
 from ...policy.lora import AdaptedLayer, Adapter, adapted_layers, base_name, trained_copies, unwrap
 from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 from .inputs import keep_inputs_as_they_are
@@ -23,18 +27,19 @@ UNSUPPORTED = (
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank.
-
-    Raises:
-        ValueError: the configuration isn't for LoRA, or matches no layers.
-    """
+    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank."""
     check_lora_config(peft_config)
     import peft
 
     left_out = _left_out(model, peft_config)
     if left_out:
         peft_config = copy.copy(peft_config)
-        peft_config.exclude_modules = "|".join([*left_out, *_excluded(peft_config.exclude_modules)])
+        excluded = peft_config.exclude_modules or []  # as patterns of whole names
+        if isinstance(excluded, str):
+            patterns = [f"(?:{excluded})"]
+        else:
+            patterns = [rf"(.*\.)?{re.escape(name)}" for name in excluded]
+        peft_config.exclude_modules = "|".join([*left_out, *patterns])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
@@ -50,13 +55,6 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
                 f"peft can't adapt {type(model).__name__} ({reason}) Set lora_target_modules (the LoraConfig's "
                 "target_modules) to names of its linear layers, or to all-linear."
             ) from None
-
-
-def _excluded(given: Any) -> list[str]:
-    """Turn peft's `exclude_modules` into patterns of whole names."""
-    if given is None or isinstance(given, str):
-        return [f"(?:{given})"] if given else []
-    return [rf"(.*\.)?{re.escape(name)}" for name in given]
 
 
 def _left_out(model: Any, peft_config: Any) -> list[str]:
@@ -86,14 +84,9 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
 
 
 def taken_adapter(model: Any) -> Adapter:
-    """Check and describe the adapter of a PeftModel, and save less of its inputs.
-
-    Raises:
-        ValueError: see `describe_adapter`.
-    """
-    adapter = describe_adapter(model)
+    """Check and describe the adapter of a PeftModel, and save less of its inputs."""
     keep_inputs_as_they_are(model)
-    return adapter
+    return describe_adapter(model)
 
 
 def check_lora_config(peft_config: Any) -> None:
@@ -121,11 +114,7 @@ def check_lora_config(peft_config: Any) -> None:
 
 
 def describe_adapter(model: Any) -> Adapter:
-    """Check and describe the adapter of a PeftModel.
-
-    Raises:
-        ValueError: the adapter can't be trained or published.
-    """
+    """Check and describe the adapter of a PeftModel."""
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
             f"The PeftModel has the adapters {', '.join(model.peft_config)} ({len(model.active_adapters)} active), but "
@@ -140,7 +129,13 @@ def describe_adapter(model: Any) -> Adapter:
     if not any(layer.lora_b.requires_grad for layer in layers):
         raise ValueError("The adapter isn't trainable: load it with PeftModel.from_pretrained(..., is_trainable=True).")
     _check_head(model, layers)
-    trained_base = _trained_base(model)
+    trained_base = [n for name, p in model.named_parameters() if p.requires_grad and (n := base_name(name)) is not None]
+    for base in trained_base:
+        if config.bias == "none" or not base.endswith(".bias"):
+            raise ValueError(
+                f"The base's {base} is trainable, but peft saves only the adapter: freeze it (requires_grad_(False)), "
+                "or name its module in modules_to_save."
+            )
     retrained = sorted({copy.rpartition(".")[0].rpartition(".")[2] for copy, _ in trained_copies(model)})
     embeddings = sorted({layer.name.rpartition(".")[2] for layer in layers if layer.is_embedding})
     seeing = [layer.name for layer in layers if has_tower(unwrap(model).config) and sees(layer.name)]
@@ -157,19 +152,6 @@ def describe_adapter(model: Any) -> Adapter:
     why = ", ".join(reason for reason, applies in unserved.items() if applies)
     targets = tuple(sorted({layer.name.rpartition(".")[2] for layer in layers}))
     return Adapter(name, rank, targets, f"vLLM doesn't serve {why}" if why else "")
-
-
-def _trained_base(model: Any) -> list[str]:
-    """Return names of trainable parameters of the base; raise a ValueError unless peft saves them (biases)."""
-    trained = [n for name, p in model.named_parameters() if p.requires_grad and (n := base_name(name)) is not None]
-    (config,) = model.peft_config.values()
-    for name in trained:
-        if config.bias == "none" or not name.endswith(".bias"):
-            raise ValueError(
-                f"The base's {name} is trainable, but peft saves only the adapter: freeze it (requires_grad_(False)), "
-                "or name its module in modules_to_save."
-            )
-    return trained
 
 
 def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
@@ -190,3 +172,37 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
             f"The adapter changes {changed[0]}, but embedding and head are one tensor in this model (and in vLLM): "
             "take it out of lora_target_modules and lora_modules_to_save."
         )
+
+
+def from_adapter(
+    folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
+) -> tuple[PreTrainedModel, str, str]:
+    """Load the model and trainable adapter of a folder with an adapter_config.json.
+
+    Returns:
+        The model, the base's path and the tokenizer's path.
+    """
+    if peft_config is not None:
+        raise ValueError(
+            f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "
+            "remove use_peft to go on with the saved one, or give model_name_or_path the base model."
+        )
+    base = str(saved.get("base_model_name_or_path") or "")
+    if not base:
+        raise ValueError(
+            f"{folder!r} holds an adapter that doesn't name its base: set base_model_name_or_path in its "
+            "adapter_config.json."
+        )
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(
+            f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
+        ) from None
+    try:
+        loaded = from_name(base, config, adapter=folder, has_images=has_images)
+    except ValueError as error:
+        raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
+    model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
+    has_tokenizer = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
+    return model, base, folder if has_tokenizer else base

@@ -22,16 +22,12 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
             continue
-        if all(type(a) is torch.nn.Linear for a in inputs.values()) and not any(
-            map(_drops, layer.lora_dropout.values())
-        ):
+        dropouts = (d for d in layer.lora_dropout.values() if not isinstance(d, torch.nn.Identity))
+        drops = any(getattr(dropout, "p", 1.0) > 0 for dropout in dropouts)
+        if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
                 a.forward = types.MethodType(_product, a)  # a method, so that a copy of the model has its own
-
-
-def _drops(dropout: torch.nn.Module) -> bool:
-    return not isinstance(dropout, torch.nn.Identity) and getattr(dropout, "p", 1.0) > 0
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:

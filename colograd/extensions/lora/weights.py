@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ...engine.protocol import Engine, EngineTensors, LoRALayer
+from ...engine.protocol import Engine, LoRALayer
 from ...parallel.shards import Shard
-from ...policy.lora import PREFIX, AdaptedLayer, adapted_layers
+from ...policy.lora import PREFIX, adapted_layers
 from ...weights.copied import CopiedWeights
 from ...weights.shared import SharedWeights
 from ...weights.sync import PlannedSync, Unserved
@@ -47,15 +47,6 @@ class Slot:
         rows, columns = self.source.shape
         return self.stack[0, 0, :rows, :columns]
 
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor of the adapter."""
-        return tuple(self.source.shape) if self.shard is None else self.shard.shape
-
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the source's part of a whole tensor."""
-        return whole if self.shard is None else self.shard.of(whole)
-
     def equal(self) -> bool:
         """Return whether the engine has the policy's value, scaled and rounded once, bit for bit."""
         expected = self.source.detach() * self.scaling
@@ -70,9 +61,6 @@ class AdapterWeights(PlannedSync):
         engine: the engine.
         slots: the slot of each tensor of the adapter, from `map_adapter`.
         base: publishes the base.
-
-    Raises:
-        RuntimeError: vLLM loads an adapter to other places than planned.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
@@ -93,29 +81,22 @@ class AdapterWeights(PlannedSync):
         return sum(destination.nbytes for destination in self._destinations)
 
     def describe(self) -> str:
-        layers = len({slot.layer for slot in self.slots})
-        return (
-            f"weights: adapter, {len(self.slots)} tensors, {self.nbytes / 2**20:,.1f} MiB per publish (LoRA "
-            f"r={self.rank} on {layers} layers; the base is frozen and {self._base()}, nothing is merged into it)"
-        )
-
-    def _base(self) -> str:
-        shared = isinstance(self.base, SharedWeights)
+        layers, shared = len({slot.layer for slot in self.slots}), isinstance(self.base, SharedWeights)
+        base = "shared with the engine" if shared else f"copied once ({self.base.why})"
         if served := self.engine.served.weights:
             size = sum(weight.nbytes for weight in served) / 2**20
-            return f"quantised, one memory with the engine's ({len(served)} packed matrices, {size:,.1f} MiB)"
-        if packed := [part for part in self.base.slices if part.packed is not None]:
+            base = f"quantised, one memory with the engine's ({len(served)} packed matrices, {size:,.1f} MiB)"
+        elif packed := [part for part in self.base.slices if part.packed is not None]:
             size = sum(part.destination.nbytes for part in packed) / 2**20
             rest = ", the rest is shared" if shared else ""
-            return f"quantised, {len(packed)} matrices ({size:,.0f} MiB) dequantised into the engine once{rest}"
-        return "shared with the engine" if shared else f"copied once ({self.base.why})"
+            base = f"quantised, {len(packed)} matrices ({size:,.0f} MiB) dequantised into the engine once{rest}"
+        return (
+            f"weights: adapter, {len(self.slots)} tensors, {self.nbytes / 2**20:,.1f} MiB per publish (LoRA "
+            f"r={self.rank} on {layers} layers; the base is frozen and {base}, nothing is merged into it)"
+        )
 
     def write(self) -> int:
-        """Write the adapter, and in the first call the base. Return the bytes written.
-
-        Raises:
-            RuntimeError: a LoRA slot has moved, or has another adapter.
-        """
+        """Write the adapter, and in the first call the base. Return the bytes written."""
         if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
             raise RuntimeError(
                 "A LoRA slot of the engine has moved since publishing was planned, or has another adapter (after a "
@@ -138,19 +119,19 @@ class AdapterWeights(PlannedSync):
 
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
-    """Return the engine's slot of every tensor of the policy's adapter.
-
-    Args:
-        policy: the PeftModel.
-        engine: the engine.
-        shards: parts of the adapter's tensors by the tensors' `id`, if the policy is in parts.
-
-    Raises:
-        Unserved: adapted layers have no slot.
-    """
-    slots, missing = [], []
+    """Return the engine's slot of every tensor of the policy's adapter. ``shards``: parts of the adapter's tensors by
+    the tensors' `id`, if the policy is in parts."""
+    slots, missing, holders = [], [], engine.tensors.lora_layers()
     for layer in adapted_layers(policy):
-        holder, part = _holder_and_part(layer, engine.tensors)
+        name = engine.tensors.renamed(layer.parameter).removesuffix(".weight")
+        last = name.rpartition(".")[2]
+        holder: Any = None  # the engine's layer that has the slots
+        part = 0  # index of the layer's part in it
+        for fused, parts in ((last, [last]), *engine.tensors.fusions.items()):
+            found = holders.get(name.removesuffix(last) + fused)
+            if last in parts and found is not None and len(found.stacks("lora_A")) == len(parts):
+                holder, part = found, parts.index(last)
+                break
         shard_a, shard_b = ((shards or {}).get(id(tensor)) for tensor in (layer.lora_a, layer.lora_b))
         a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part, shard_a)
         pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part, shard_b)]
@@ -162,18 +143,6 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
     return slots
 
 
-def _holder_and_part(layer: AdaptedLayer, engine: EngineTensors) -> tuple[Any, int]:
-    """Return the engine's layer that has a layer's slots, and the index of its part; (None, 0) if there is none."""
-    layers = engine.lora_layers()
-    name = engine.renamed(layer.parameter).removesuffix(".weight")
-    last = name.rpartition(".")[2]
-    for fused, parts in ((last, [last]), *engine.fusions.items()):
-        holder = layers.get(name.removesuffix(last) + fused)
-        if last in parts and holder is not None and len(holder.stacks("lora_A")) == len(parts):
-            return holder, parts.index(last)
-    return None, 0
-
-
 def _fits(slot: Slot) -> bool:
     stack, (rows, columns) = slot.stack.shape, slot.source.shape
     if slot.kind == "lora_A":
@@ -183,18 +152,22 @@ def _fits(slot: Slot) -> bool:
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Check that vLLM loads an adapter of random numbers exactly to the planned places, and set these to zero.
+    """Check that vLLM loads an adapter of random numbers exactly to the planned places, and set these to zero."""
+    import peft
 
-    Raises:
-        RuntimeError: a planned place has another value, or another place isn't zero.
-    """
     generator = torch.Generator().manual_seed(0)
-    probes = [torch.rand(slot.whole_shape, generator=generator) + 0.5 for slot in slots]
+    shapes = [slot.source.shape if slot.shard is None else slot.shard.shape for slot in slots]  # of whole tensors
+    probes = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        _save_adapter(folder, rank, slots, probes)
+        targets = sorted({slot.layer.rpartition(".")[2] for slot in slots})
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets)
+        config.save_pretrained(folder)
+        tensors = {f"{PREFIX}{slot.layer}.{slot.kind}.weight": v for slot, v in zip(slots, probes, strict=True)}
+        save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))
         engine.load_adapter(folder)
     for slot, probe in zip(slots, probes, strict=True):
-        if not torch.equal(slot.destination, slot.part_of(probe).to(slot.destination)):
+        own = probe if slot.shard is None else slot.shard.of(probe)
+        if not torch.equal(slot.destination, own.to(slot.destination)):
             raise RuntimeError(
                 f"vLLM stores {slot.layer}.{slot.kind} in another place than expected: Colograd doesn't know this "
                 "architecture's layout of LoRA layers yet. Set weights: copied (the adapter is then merged into the "
@@ -204,13 +177,3 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
     for name, holder in engine.tensors.lora_layers().items():
         if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in holder.stacks(kind)):
             raise RuntimeError(f"vLLM's LoRA slot of {name} has values outside the adapter. Set weights: copied.")
-
-
-def _save_adapter(folder: str, rank: int, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
-    """Save an adapter as peft does, with ``values`` and a scaling of 1."""
-    import peft
-
-    targets = sorted({slot.layer.rpartition(".")[2] for slot in slots})
-    peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets).save_pretrained(folder)
-    tensors = {f"{PREFIX}{slot.layer}.{slot.kind}.weight": v for slot, v in zip(slots, values, strict=True)}
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))

@@ -59,19 +59,10 @@ class MuonSplit(AdamWSplit):
         remainder = state.get("remainder")
         master = parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
         muon(
-            [master],
-            [grad.float()],
-            [state[MOMENTUM]],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum=self.momentum,
-            nesterov=True,
-            ns_coefficients=COEFFICIENTS,
-            ns_steps=ITERATIONS,
-            eps=EPSILON,
-            adjust_lr_fn="match_rms_adamw",
-            has_complex=False,
-        )
+            [master], [grad.float()], [state[MOMENTUM]], lr=group["lr"], weight_decay=group["weight_decay"],
+            momentum=self.momentum, nesterov=True, ns_coefficients=COEFFICIENTS, ns_steps=ITERATIONS, eps=EPSILON,
+            adjust_lr_fn="match_rms_adamw", has_complex=False,
+        )  # fmt: skip
         if remainder is not None:
             high, low = split_master(master)
             parameter.detach().copy_(high)
@@ -104,11 +95,7 @@ class MuonSplit(AdamWSplit):
 
 
 def muon_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit], dict[str, Any]] | None:
-    """Return class and further arguments of the run's optimizer; None: it isn't Muon.
-
-    Raises:
-        ValueError: an adapter is trained.
-    """
+    """Return class and further arguments of the run's optimizer; None: it isn't Muon."""
     if args.optim != "muon":
         return None
     if is_adapted(model):

@@ -23,12 +23,8 @@ class HostGradients(Protocol):
 
 
 class HostAdamW(AdamWSplit):
-    """AdamW whose state, gradients or both pass through the device piece by piece (see `HostStream`).
-
-    Args:
-        streamed: keep the state in host memory.
-        given: arguments of `AdamWSplit`.
-    """
+    """AdamW whose state, gradients or both pass through the device piece by piece (see `HostStream`). ``streamed``:
+    keep the state in host memory."""
 
     host_gradients: HostGradients | None = None  # replace the parameters' `grad`
 
@@ -40,25 +36,25 @@ class HostAdamW(AdamWSplit):
         if not self.streamed and self.host_gradients is None:
             super()._run(device, fused, plain)
             return
+        factor = 1.0 if self.host_gradients is None else self.host_gradients.factor
+        read = [] if self.host_gradients is None else ["grad"]
+
+        def job(piece: Piece, update: Callable[[Piece], None]) -> Job:
+            """Return a job that updates a piece, with device copies in place of its tensors on the host."""
+            state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
+
+            def kernel(tensors: Sequence[torch.Tensor]) -> None:
+                copy = piece._replace(**dict(zip((*state, *read), tensors, strict=True)))
+                if factor < 1.0:
+                    copy.grad.mul_(factor)
+                update(copy)
+
+            return Job(kernel, [getattr(piece, name) for name in state], [getattr(piece, name) for name in read])
+
         updates = ((fused[0], fused[1]), (plain[0], lambda piece: plain[1]([piece])))
         HostStream(device).run(
-            self._job(piece, update) for wholes, update in updates for whole in wholes for piece in whole.cut(ELEMENTS)
+            job(piece, update) for wholes, update in updates for whole in wholes for piece in whole.cut(ELEMENTS)
         )
-
-    def _job(self, piece: Piece, update: Callable[[Piece], None]) -> Job:
-        """Return a job that updates a piece, with device copies in place of its tensors on the host."""
-        factor = None if self.host_gradients is None else self.host_gradients.factor
-        state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
-        names = [*state, *(["grad"] if factor is not None else [])]
-
-        def kernel(tensors: Sequence[torch.Tensor]) -> None:
-            copy = piece._replace(**dict(zip(names, tensors, strict=True)))
-            if factor is not None and factor < 1.0:
-                copy.grad.mul_(factor)
-            update(copy)
-
-        found = [getattr(piece, name) for name in names]
-        return Job(kernel, found[: len(state)], found[len(state) :])
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)

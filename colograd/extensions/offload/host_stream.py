@@ -24,7 +24,7 @@ ITEMSIZE = 10  # largest number of bytes of an optimizer's state per element
 class Job(NamedTuple):
     """Work on copies of host tensors."""
 
-    kernel: Callable[[Sequence[torch.Tensor]], None]  # called with the copies, in this order
+    kernel: Callable[[Sequence[torch.Tensor]], Any]  # called with the copies, in this order
     written: Sequence[torch.Tensor] = ()  # host tensors that get the copies' values afterwards
     read: Sequence[torch.Tensor] = ()  # host tensors that stay unchanged
 
@@ -36,11 +36,7 @@ def device_bytes(state: int) -> int:
 
 class HostStream:
     """An executor of jobs on one device, in order. The kernels are the same as without streaming, so the results have
-    the same bits.
-
-    Args:
-        apart: run jobs on a separate stream, so that no work on the present one waits for the bus.
-    """
+    the same bits. ``apart``: run jobs on a separate stream, so that no work on the present one waits for the bus."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -73,7 +69,8 @@ class HostStream:
         """
         present = self._torch.current_stream()
         computing = self._apart or present
-        lane, host = self._lane(), (*job.written, *job.read)
+        self._lanes = self._lanes or [_Lane(self._torch, self.device) for _ in range(BUFFERS)]
+        lane, host = self._lanes[next(self._turns)], (*job.written, *job.read)
         lane.make_room(host, present, self.filling)
         lane.emptied.wait(self.filling)
         if arrived is not None:
@@ -115,11 +112,6 @@ class HostStream:
         """Make the host wait until all jobs are done, and give the buffers back."""
         self.sent().synchronize()
         self._lanes = []
-
-    def _lane(self) -> _Lane:
-        if not self._lanes:
-            self._lanes = [_Lane(self._torch, self.device) for _ in range(BUFFERS)]
-        return self._lanes[next(self._turns)]
 
 
 class _Lane:

@@ -6,7 +6,7 @@ Each gradient is added to the step's sum as soon as a backward has computed it, 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class HostSums:
             stream.send(total, flat, ready)
         else:
             for piece, part in zip(flat.split(ELEMENTS), total.split(ELEMENTS), strict=True):
-                stream.push(Job(_addition(piece), [part]), ready, arrived)
+                stream.push(Job(lambda sums, piece=piece: sums[0].add_(piece), [part]), ready, arrived)  # type: ignore[misc]
         self._arrived[key] = stream.sent()
         self._on_way.append((self._arrived[key], flat))
         while sum(tensor.nbytes for _, tensor in self._on_way) > LIMIT:
@@ -118,10 +118,3 @@ class HostSums:
             watchdog.progress()
             place = self._places[key] = host_empty(like.shape, dtype or like.dtype, self.device)
         return place
-
-
-def _addition(piece: torch.Tensor) -> Callable[[Sequence[torch.Tensor]], None]:
-    def add(sums: Sequence[torch.Tensor]) -> None:
-        sums[0].add_(piece)
-
-    return add

@@ -32,9 +32,9 @@ class LayerInputs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._torch: Any = torch.get_device_module(device)  # a CPU's streams do nothing
-        self._leaving, self._coming = self._torch.Stream(), self._torch.Stream()
-        self._free: list[tuple[torch.Tensor, Any]] = []  # places, and the event of the last copy from each
+        self.torch: Any = torch.get_device_module(device)  # a CPU's streams do nothing
+        self.leaving, self.coming = self.torch.Stream(), self.torch.Stream()
+        self.free: list[tuple[torch.Tensor, Any]] = []  # places, and the event of the last copy from each
         self._largest = 0  # bytes
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
         self._last: Callable[[], _Input | None] = lambda: None
@@ -50,7 +50,7 @@ class LayerInputs:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_floating_point() or tensor.device.type != self.device.type:
             return tensor  # a few numbers, or on the host
-        kept = _Input(self, tensor.detach(), self._last())
+        kept = _Input(self, tensor.detach(), self._last)
         self._last = weakref.ref(kept)
         self._on_way.append(self._last)
         while len(self._on_way) > KEPT:
@@ -61,12 +61,12 @@ class LayerInputs:
     def _unpack(self, kept: Any) -> torch.Tensor:
         if not isinstance(kept, _Input):
             return kept
-        tensor = kept.present()
+        kept.fetch()
+        assert kept.tensor is not None
+        (kept.come or kept.sent).wait(self.torch.current_stream())
         if (before := kept.before()) is not None:
             before.fetch()
-        return tensor
-
-    # -- for the inputs
+        return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
         """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it.
@@ -74,8 +74,8 @@ class LayerInputs:
         Rows differ in length. Smaller places are freed, so that in the end every place has room for the longest row.
         """
         self._largest = max(self._largest, nbytes)
-        while self._free:
-            place, read = self._free.pop()
+        while self.free:
+            place, read = self.free.pop()
             if place.nbytes >= nbytes:
                 return place, read
             read.synchronize()
@@ -83,77 +83,49 @@ class LayerInputs:
             raise torch.OutOfMemoryError(f"no host memory for the {self._largest:,} bytes of a layer's input")
         return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
 
-    def send(self, place: torch.Tensor, tensor: torch.Tensor, readable: Any) -> Any:
-        """Queue a copy to the host and return the event of its end."""
-        made = self.event(self._torch.current_stream())
-        made.wait(self._leaving)
-        if readable is not None:
-            readable.wait(self._leaving)
-        with self._torch.stream(self._leaving):
+    def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any) -> Any:
+        """Queue a copy after the work of the present stream and the event ``after``. Return the event of its end."""
+        present, end = self.torch.Event(), self.torch.Event()
+        present.record(self.torch.current_stream())
+        present.wait(stream)
+        if after is not None:
+            after.wait(stream)
+        with self.torch.stream(stream):
             place.copy_(tensor, non_blocking=True)
-        return self.event(self._leaving)
-
-    def bring(self, tensor: torch.Tensor, place: torch.Tensor, sent: Any) -> Any:
-        """Queue a copy to the device and return the event of its end."""
-        free = self.event(self._torch.current_stream())  # ends after the kernels that used this memory before
-        free.wait(self._coming)
-        sent.wait(self._coming)
-        with self._torch.stream(self._coming):
-            tensor.copy_(place, non_blocking=True)
-        return self.event(self._coming)
-
-    def event(self, stream: Any) -> Any:
-        event = self._torch.Event()
-        event.record(stream)
-        return event
-
-    def stream(self) -> Any:
-        """Return the current stream."""
-        return self._torch.current_stream()
-
-    def give_back(self, place: torch.Tensor, read: Any) -> None:
-        self._free.append((place, read))
+        end.record(stream)
+        return end
 
 
 class _Input:
     """Input of one layer: on the device, on the host, or being copied."""
 
-    def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: _Input | None) -> None:
-        self.owner, self.shape, self.dtype, self.nbytes = owner, tensor.shape, tensor.dtype, tensor.nbytes
+    def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
+        self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype
         self.tensor: torch.Tensor | None = tensor.contiguous()
-        self.stream = owner.stream()  # owner of the tensor's memory, also if another thread frees it
-        self.before: Callable[[], _Input | None] = (lambda: None) if before is None else weakref.ref(before)
-        self.place, readable = owner.take_place(tensor.nbytes)
-        self.sent = owner.send(self.place[: self.nbytes], _bytes(self.tensor), readable)
+        self.stream = owner.torch.current_stream()  # owner of the tensor's memory, also if another thread frees it
+        self.before = before
+        place, readable = owner.take_place(tensor.nbytes)
+        self.whole_place, self.place = place, place[: tensor.nbytes]
+        self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.leaving, readable)
         self.come: Any = None  # event of the copy back to the device
 
     def leave(self) -> None:
         """Free the input on the device."""
-        self.sent.wait(self.owner.stream())
+        self.sent.wait(self.owner.torch.current_stream())
         self.tensor = None
 
     def fetch(self) -> None:
         """Queue the copy back, unless the input is on the device."""
         if self.tensor is None:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
-            self.come = self.owner.bring(_bytes(self.tensor), self.place[: self.nbytes], self.sent)
-
-    def present(self) -> torch.Tensor:
-        """Return the input on the device, ready for the current stream."""
-        self.fetch()
-        assert self.tensor is not None
-        (self.come or self.sent).wait(self.owner.stream())
-        return self.tensor
+            bytes_ = self.tensor.view(-1).view(torch.uint8)
+            self.come = self.owner.copy(bytes_, self.place, self.owner.coming, self.sent)
 
     def __del__(self) -> None:
         """Reuse the memory of tensor and place only after the copies have ended; the graph no longer needs them."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
-            self.owner.give_back(self.place, last)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+            self.owner.free.append((self.whole_place, last))
 
 
 def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None]:
@@ -166,11 +138,7 @@ def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
     """Keep on the host the inputs of checkpoints that transformers puts around layers while the context lasts.
-
-    Args:
-        model: a transformers model without an adapter around it.
-        inputs: store of the inputs; None: they stay where they are, as on a CPU, where all memory is the host's.
-    """
+    ``inputs``: store of the inputs; None: they stay where they are, as on a CPU, where all memory is the host's."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:

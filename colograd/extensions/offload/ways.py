@@ -35,33 +35,27 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class LeftOnDevice:
-    """See `memory.shape.LeftOnDevice`."""
-
     inputs = KEPT
     state, sums, on_way = staticmethod(device_bytes), staticmethod(buffer_bytes), staticmethod(on_way)
 
 
 @dataclass(frozen=True, slots=True)
-class Bus:
-    """Bytes of a step over the bus, for all sequences of a generation at full length."""
-
-    to_gpu: int
-    to_host: int
-
-    def seconds(self, speed: float) -> float:
-        """Return the seconds at ``speed`` GB/s each way, both ways at once. Gradients and activations move during
-        computation."""
-        return max(self.to_gpu, self.to_host) / (speed * 1e9)
-
-
-@dataclass(frozen=True, slots=True)
 class Way:
-    """One of `WAYS`, with the plan of a run that takes it."""
+    """One of `WAYS`, with the plan of a run that takes it, and a step's bytes over the bus.
+
+    The bytes are of all sequences of a generation at full length.
+    """
 
     name: str
     plan: MemoryPlan
     fits: bool
-    bus: Bus
+    to_gpu: int
+    to_host: int
+
+    def seconds(self, speed: float) -> float:
+        """Return the seconds on the bus at ``speed`` GB/s each way, both ways at once. Gradients and activations move
+        during computation."""
+        return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
 def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
@@ -74,50 +68,18 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
         if able and changed not in seen:
             seen.append(changed)
             plan = best_plan(changed, strategy)
-            yield Way(name, plan, fits(changed, strategy), bus_bytes(changed, plan.tokens))
+            yield Way(name, plan, fits(changed, strategy), *bus_bytes(changed, plan.tokens))
 
 
-def host_bytes(run: RunDescription, tokens: int) -> int:
-    """Compute the bytes of page-locked host memory that a rank uses, in micro-batches of ``tokens``."""
-    own = -(-tokens // run.ranks_per_sequence)
-    inputs = again(run.shape, run.checkpointing) * own * run.shape.hidden * run.sizes.itemsize
-    optimizer, gradients = run.sizes.optimizer * run.streams, run.sizes.gradients * run.offloads_gradients
-    return optimizer + gradients + inputs * run.offloads_activations
-
-
-def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Choose the fitting way with the fewest seconds on the bus, and return its settings. Return {} if the run fits
-    without one, if no way fits, or if the strategy (FSDP, tensor) has its own ways.
-
-    Args:
-        host: bytes of host memory that a rank may take.
-    """
-    if strategy == "fsdp" or strategy in TENSOR:
-        return {}
-    fitting = [
-        way
-        for way in ways(run, strategy)
-        if way.fits and host_bytes(dataclasses.replace(run, **WAYS[way.name]), way.plan.tokens) <= host
-    ]
-    return WAYS[min(fitting, key=lambda way: way.bus.seconds(BUS)).name] if fitting else {}
-
-
-def named(kept: dict[str, Any]) -> str:
-    """Return the name of the way with these settings."""
-    name = next(name for name, changes in WAYS.items() if changes == kept)
-    return name if kept else "nothing"
-
-
-def bus_bytes(run: RunDescription, tokens: int) -> Bus:
-    """Count the bytes of a step over the bus, in micro-batches of ``tokens``.
+def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
+    """Count the bytes of a step to the GPU and to the host, in micro-batches of ``tokens``.
 
     Gradients go to the host in each micro-batch; from the second one on, their sums come to the GPU first. The sums
     come twice more, for the norm and for the optimizer. A layer's input goes and comes, except for the last layers'
     inputs.
     """
-    sizes, lengths, shape = run.sizes, run.lengths, run.shape
-    prompts = -(-run.sequences // lengths.group)
-    whole = run.sequences * lengths.completion + prompts * lengths.prompt
+    sizes, lengths = run.sizes, run.lengths
+    whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
     own = max(1, -(-tokens // run.ranks_per_sequence))  # this rank's tokens of each row
     passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
     if run.streams:
@@ -125,9 +87,26 @@ def bus_bytes(run: RunDescription, tokens: int) -> Bus:
     if run.offloads_gradients:
         to_gpu, to_host = to_gpu + (passes + 1) * sizes.gradients, to_host + passes * sizes.gradients
     if run.offloads_activations:
-        inputs, one = again(shape, run.checkpointing), whole * shape.hidden * sizes.itemsize
+        inputs, one = again(run.shape, run.checkpointing), whole * run.shape.hidden * sizes.itemsize
         to_gpu, to_host = to_gpu + max(inputs - KEPT, 0) * one, to_host + inputs * one
-    return Bus(to_gpu, to_host)
+    return to_gpu, to_host
+
+
+def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
+    """Choose the fitting way with the fewest seconds on the bus, and return its settings. Return {} if the run fits
+    without one, if no way fits, or if the strategy (FSDP, tensor) has its own ways. ``host``: bytes of host memory that
+    a rank may take."""
+    if strategy == "fsdp" or strategy in TENSOR:
+        return {}
+    fitting = []
+    for way in ways(run, strategy):
+        changed = dataclasses.replace(run, **WAYS[way.name])
+        inputs = again(run.shape, changed.checkpointing) * -(-way.plan.tokens // run.ranks_per_sequence)
+        needed = run.sizes.optimizer * changed.streams + run.sizes.gradients * changed.offloads_gradients
+        needed += inputs * run.shape.hidden * run.sizes.itemsize * changed.offloads_activations
+        if way.fits and needed <= host:
+            fitting.append(way)
+    return WAYS[min(fitting, key=lambda way: way.seconds(BUS)).name] if fitting else {}
 
 
 def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:

@@ -1,7 +1,3 @@
-"""Training of finished groups while other completions are still decoded (`overlap`)."""
+"""Training of finished groups while other ranks still sample (`overlap`)."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {
-    "engine_feature": "engine.step_stream:step_stream",
-    "notes": "rules:note",
-    "round": "rounds:overlapped_round",
-}
+HOOKS: dict[str, str | tuple[str, ...]] = {"notes": "rules:note", "round": "rounds:overlapped_round"}

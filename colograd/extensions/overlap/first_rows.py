@@ -1,19 +1,68 @@
-"""A step's first rows: ranks train them before all groups are sampled. A replay repeats the recorded first rows.
+"""A step's first rows: ranks train them before all groups are sampled. The step's other groups are packed later.
 
-The step's other groups are balanced and packed later.
+First rows are recorded in the round's folder, so that a resumed or replayed step is equal bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ...batch import PackedGroup, PackedRow, ScoredGroup
 from ...parallel.balance import exchange
 from ...parallel.ranks import gather, rank
 from ...policy.packing import NOBODY, PackingRules, advantages_of, dummy
 from ...reporting.metrics import Metrics
-from .partition import Partition, Row, fits, has_equal_counts, pieces_of
+from ...rollout.step_lines import add_step, steps_in
+
+FILE = "partition.jsonl"
+LARGEST = 2**26  # maximum bytes read of the file
+
+Piece = tuple[int, tuple[int, ...]]  # a group's position, the indices of its completions
+Row = tuple[Piece, ...]  # one micro-batch; a filler has the position NOBODY
+Partition = tuple[tuple[Row, ...], ...]  # micro-batches of each rank
+
+
+def note_partition(folder: Path, step: int, partition: Partition) -> None:
+    add_step(folder / FILE, step, {"ranks": partition})
+
+
+def read_partition(folder: Path, step: int) -> Partition | None:
+    """Return the partition of the first time that the step was trained, or None if nothing was trained early."""
+
+    def row_of(pieces: Sequence[tuple[int, Sequence[int]]]) -> Row:
+        return tuple((int(position), tuple(map(int, indices))) for position, indices in pieces)
+
+    for noted, entry in steps_in(folder / FILE, LARGEST):
+        try:
+            if noted == step:
+                return tuple(tuple(map(row_of, rows)) for rows in entry["ranks"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return None
+
+
+def pieces_of(partition: Partition) -> Iterator[Piece]:
+    """Yield the pieces of all rows, without fillers."""
+    return (piece for rows in partition for row in rows for piece in row if piece[0] != NOBODY)
+
+
+def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
+    """Return whether a step's groups can be trained in that partition. ``sizes``: position of a group -> number of its
+    completions.
+
+    Each completion must be there once, and all completions of a group on one rank.
+    """
+    seen: set[int] = set()
+    for rows in partition:
+        of_rank: dict[int, list[int]] = {}
+        for position, indices in pieces_of((rows,)):
+            of_rank.setdefault(position, []).extend(indices)
+        if seen & of_rank.keys() or any(sorted(of_rank[at]) != [*range(sizes.get(at, 0))] for at in of_rank):
+            return False
+        seen |= of_rank.keys()
+    return True
 
 
 @dataclass
@@ -23,11 +72,6 @@ class EarlyRows:
     groups: list[ScoredGroup] = field(default_factory=list)  # groups it took, its own or others'
     rows: list[PackedRow] = field(default_factory=list)  # rows of these groups, with computed gradients
     metrics: Metrics = field(default_factory=Metrics)  # metrics of the rows' losses
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether memory ran out: the caller drops all gradients, and trains the groups with the others."""
-        return bool(self.groups) and not self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +98,20 @@ def first_rows(
             come first. It is ignored if ranks train rows together, because it may give them different rows. It is also
             ignored if ranks must have equal numbers of rows and the recorded ones differ.
     """
-    if recorded is not None and (rules.ranks_per_row > 1 or (rules.equal_counts and not has_equal_counts(recorded))):
-        recorded = None
+    if recorded is not None:
+        differ = len({len(rows) for rows in recorded}) > 1
+        recorded = None if rules.ranks_per_row > 1 or (rules.equal_counts and differ) else recorded
     if early is None and recorded is None:
         return FirstRows([*groups])
     own = [(scored.group.position, len(scored.group.rollouts)) for scored in groups]
-    held: Sequence[Sequence[tuple[int, int]]]
+    held: Sequence[Sequence[tuple[int, int]]]  # position and size of each rank's groups
     if recorded is None:
         assert early is not None
-        held, partition = zip(*gather((own, tuple(map(_row_of, early.rows)))), strict=True)
+        rows_of_rank = tuple(
+            tuple((part.ids[0].position, tuple(identity.index for identity in part.ids)) for part in row.parts)
+            for row in early.rows
+        )
+        held, partition = zip(*gather((own, rows_of_rank)), strict=True)
         trained = bool(early.rows)
     else:
         held, partition, trained = gather(own), recorded, False
@@ -83,29 +132,21 @@ def first_rows(
 def _as_recorded(
     groups: Sequence[ScoredGroup], recorded: Partition, held: Sequence[Sequence[tuple[int, int]]], rules: PackingRules
 ) -> EarlyRows:
-    """Collect this rank's groups and untrained rows of a recorded partition. A collective.
-
-    Args:
-        held: position and size of each rank's groups.
-    """
+    """Collect this rank's groups and untrained rows of a recorded partition. A collective."""
     places = {position: (owner, index) for owner, row in enumerate(held) for index, (position, _) in enumerate(row)}
     positions = [dict.fromkeys(position for position, _ in pieces_of((rows,))) for rows in recorded]
     taken = exchange(groups, [[places[position] for position in of_rank] for of_rank in positions])
     by_position = {scored.group.position: scored for scored in taken}
-    return EarlyRows(taken, [_row_from(row, by_position, rules) for row in recorded[rank()]])
-
-
-def _row_of(row: PackedRow) -> Row:
-    return tuple((part.ids[0].position, tuple(identity.index for identity in part.ids)) for part in row.parts)
-
-
-def _row_from(row: Row, groups: dict[int, ScoredGroup], rules: PackingRules) -> PackedRow:
-    if row[0][0] == NOBODY:
-        return dummy(rules.device)
-    parts = []
-    for position, indices in row:
-        group, advantages = groups[position].group, advantages_of(groups[position])
-        ids = tuple(group.rollout_ids[index] for index in indices)
-        rollouts = tuple(group.rollouts[index] for index in indices)
-        parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices), group.example))
-    return PackedRow(tuple(parts), rules.mask_truncated, rules.device)
+    rows = []
+    for row in recorded[rank()]:
+        if row[0][0] == NOBODY:
+            rows.append(dummy(rules.device))
+            continue
+        parts = []
+        for position, indices in row:
+            group, advantages = by_position[position].group, advantages_of(by_position[position])
+            ids = tuple(group.rollout_ids[index] for index in indices)
+            rollouts = tuple(group.rollouts[index] for index in indices)
+            parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices), group.example))
+        rows.append(PackedRow(tuple(parts), rules.mask_truncated, rules.device))
+    return EarlyRows(taken, rows)

@@ -1,7 +1,6 @@
 """`OverlappedRound`: finished groups of a step are trained before its last group is sampled.
 
 A rank that has sampled trains its groups while other ranks still decode, and takes finished groups from these ranks.
-`beside_decoding` trains between the steps of a rank's own engine.
 
 No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
 unnormalised, and ranks exchange nothing meanwhile. When all have sampled, ranks continue, in smaller and smaller
@@ -10,17 +9,16 @@ micro-batches, until none of them trains. The remaining groups are balanced, pac
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 
 from ...batch import Group, PackedRow, Prompt, SampledStep, ScoredGroup, StepBatch
-from ...engine.load import Load, after_each_step, load_after_each_step
+from ...engine.load import after_each_step
 from ...parallel import watchdog
 from ...parallel.ranks import gather
 from ...policy.packing import PackingRules, has_signal, plan_rows
@@ -29,35 +27,32 @@ from ...reporting.metrics import Metrics, PhaseTimes
 from ...rollout.rounds import PlainRound, SamplesOnLeader, Steps
 from ...rollout.stages import InScoring, Stages
 from ...rollout.statistics import RolloutStatistics
-from ...rollout.store import RewardedGroup
 from ...training.loss_pass import loss_pass
 from ...training.step_batches import step_batch
-from .beside_decoding import BesideDecoding
-from .finished_groups import FinishedGroups, OwnGroups
-from .first_rows import EarlyRows, first_rows
-from .partition import Partition, record_partition, recorded_partition
-from .rules import finished_groups, submits_later, why_no_overlap
+from .finished_groups import FinishedGroups
+from .first_rows import EarlyRows, Partition, first_rows, note_partition, read_partition
+from .rules import why_no_overlap
 
 EVERY = 0.01  # seconds between two polls for finished groups
 
 
 def overlapped_round(trainer: Any) -> OverlappedRound | None:
     """Return the round of a run that trains groups early, or that repeats a record of such a run. A collective."""
-    args = trainer.args
+    args, journal = trainer.args, trainer.journal
     if args.dynamic_sampling:
         return None
     round_ = OverlappedRound(trainer)
-    if trainer.samples:  # otherwise a replay
-        round_.finished = finished_groups(args, why_no_overlap(trainer), round_.accepts)
-    recorded = args.keeps_journal and (not trainer.samples or gather(_has_recorded(trainer.journal))[0])
+    if trainer.samples and args.overlap != "off" and not why_no_overlap(trainer):  # otherwise a replay, say
+        between_engines = args.balance_ranks and args.layout.data_size > 1
+        round_.finished = FinishedGroups(args.layout, between_engines, round_.accepts)
+    recorded = args.keeps_journal
+    if recorded and trainer.samples:
+        steps = () if journal is None else journal.rounds()
+        recorded = gather(any(read_partition(journal.round_folder(s), s + 1) is not None for s in steps))[0]
     if round_.finished is None and not recorded:
         return None
     trainer.learner.pack = round_.pack
     return round_
-
-
-def _has_recorded(journal: Any) -> bool:
-    return journal is not None and any(recorded_partition(journal, step + 1) is not None for step in journal.rounds())
 
 
 class OverlappedRound(PlainRound):
@@ -69,18 +64,13 @@ class OverlappedRound(PlainRound):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
         self.trainer, self.learner = trainer, trainer.learner
-        self.finished: OwnGroups | None = None  # None: nothing is trained while ranks sample
+        self.finished: FinishedGroups | None = None  # None: nothing is trained while ranks sample
         self.early: EarlyRows | None = None  # rows of the next step, trained while ranks sampled
         self.recorded: Partition | None = None  # micro-batches of the next step's first training
-        self._is_shared = False  # whether this round's groups may be trained while ranks sample
+        self._shared: FinishedGroups | None = None  # gets this round's groups, to train them while ranks sample
         self._is_first = False  # whether the round's first step isn't packed yet
-        self.beside_decoding = BesideDecoding(
-            self._rows_of, self.train_rows, self.learner.free_gradients, trainer.recorder.early_arrived,
-            trainer.args.device,
-        )  # fmt: skip
 
     def forget(self) -> None:
-        """See `PlainRound.forget`."""
         self.early = None
 
     def accepts(self, scored: ScoredGroup) -> bool:
@@ -95,15 +85,16 @@ class OverlappedRound(PlainRound):
 
     def sample(self, steps: Steps, sampler: SamplesOnLeader) -> list[SampledStep]:
         """See `PlainRound.sample`. Train finished groups until no rank samples or trains any more."""
-        self.early, self.recorded, self._is_first = None, self._recorded_partition(), True
-        finished = self.finished if self.recorded is None else None
-        self._is_shared = finished is not None
+        self.early, self.recorded, self._is_first = None, None, True
+        args, journal, step = self.trainer.args, self.trainer.journal, self.trainer.state.global_step
+        if args.keeps_journal:
+            reads = args.layout.is_main and journal is not None
+            self.recorded = gather(read_partition(journal.round_folder(step), step + 1) if reads else None)[0]
+        self._shared = finished = self.finished if self.recorded is None else None
         if finished is None:
             return super().sample(steps, sampler)
         try:
             finished.begin(prompt.position for prompt in steps[0])
-            self.learner.model.train()
-            self.beside_decoding.begin()
             sampled = super().sample(steps, sampler)
         finally:
             finished.finish()
@@ -113,65 +104,21 @@ class OverlappedRound(PlainRound):
         return sampled
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """See `PlainRound.draw`."""
-        if self._is_shared:
-            stages = dataclasses.replace(stages, scoring=functools.partial(_SharedScoring, self))
+        if (shared := self._shared) is not None:
+            stages = dataclasses.replace(stages, scoring=functools.partial(_SharedScoring, self.trainer.engine, shared))
         return super().draw(steps, stages)
-
-    def share(self, recorded: RewardedGroup, stages: Stages) -> None:
-        """Share a group that has its rewards: it may be trained from here on."""
-        if self.finished is not None and self.finished.wants(recorded.group.position):
-            self.finished.add(stages.add_advantages(recorded.group, recorded.rewards))
-
-    @contextlib.contextmanager
-    def between_steps(self, work: Callable[[], None]) -> Iterator[None]:
-        """Call ``work`` after each step of the engine, serve other ranks there, and train in the tail."""
-        engine, finished = self.trainer.engine, self.finished
-        assert finished is not None
-
-        def serve() -> None:
-            work()
-            finished.serve()
-
-        def train(load: Load) -> None:
-            with self.times.inside("generate"):
-                self.beside_decoding.after_step(finished, load, self.learner.rules.max_tokens)
-
-        with after_each_step(engine, serve):
-            if submits_later(self.trainer.sampler.source, engine) or self.trainer.args.why_not_between_steps:
-                yield
-                return
-            with load_after_each_step(engine, train):
-                yield
-            started = time.perf_counter()
-            self.beside_decoding.wait()
-            self.times.move("generate", "train", time.perf_counter() - started)
-
-    def _recorded_partition(self) -> Partition | None:
-        """Return the recorded partition of the step that is trained next, the same on all ranks. A collective."""
-        trainer = self.trainer
-        if not trainer.args.keeps_journal:
-            return None
-        reads = trainer.args.layout.is_main and trainer.journal is not None
-        return gather(recorded_partition(trainer.journal, trainer.state.global_step + 1) if reads else None)[0]
 
     # -- training while ranks sample
 
-    def _train_early(self, finished: OwnGroups) -> EarlyRows:
-        """Train finished groups of the next step until no rank samples or trains any more. No collective."""
-        self.learner.model.train()
-        early = self.beside_decoding.end(self.trainer.state.global_step)
-        if early.out_of_memory or not isinstance(finished, FinishedGroups):
-            return early
-        early = self._train_while_others_sample(finished, early)
-        if early.out_of_memory:
-            self.learner.free_gradients()
-        return early
+    def _train_early(self, finished: FinishedGroups) -> EarlyRows:
+        """Train finished groups, micro-batch by micro-batch, until no rank samples or trains any more. No collective.
 
-    def _train_while_others_sample(self, finished: FinishedGroups, early: EarlyRows) -> EarlyRows:
-        """Train micro-batch by micro-batch. Return all rows trained early, with ``early``."""
+        If memory runs out, all gradients are dropped, and the groups are trained with the others.
+        """
+        rules, early = self.learner.rules, EarlyRows()
+        self.learner.model.train()
         while not finished.is_over():
-            groups = finished.take(self.learner.rules.max_tokens)
+            groups = finished.take(rules.max_tokens)
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
@@ -180,22 +127,18 @@ class OverlappedRound(PlainRound):
             early.groups += groups
             try:
                 with finished.training():
-                    early.rows += self.train_rows(self._rows_of(groups), early.metrics)
+                    rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+                    early.rows += self.train_rows(rows, early.metrics)
                 continue
             except torch.OutOfMemoryError:
                 pass
             # The exception is gone, and with it the activations. The other ranks learn of it when they have sampled.
+            self.learner.free_gradients()
             return EarlyRows(early.groups)
         return early
 
-    def _rows_of(self, groups: Sequence[ScoredGroup]) -> Sequence[PackedRow]:
-        rules = self.learner.rules
-        return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-
-    def train_rows(
-        self, rows: Sequence[PackedRow], metrics: Metrics, unread: list[torch.Tensor] | None = None
-    ) -> Sequence[PackedRow]:
-        """Run forward and backward of finished groups' rows (see `loss_pass`).
+    def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
+        """Run forward and backward of finished groups' rows.
 
         Returns:
             The rows with the second models' log-probabilities.
@@ -207,7 +150,7 @@ class OverlappedRound(PlainRound):
                 rows = fill(learner.second_models, rows, trainer.args.temperature)
         step = StepBatch(tuple(rows), 0, 0, {}, (), trainer.state.global_step)
         with trainer.recorder.trains_early(step.rows), self.times.phase("train"):
-            loss_pass(step, learner.row_loss(), autocast, learner.sharding, metrics=metrics, unread=unread)
+            loss_pass(step, learner.row_loss(), autocast, learner.sharding, metrics=metrics)
         return step.rows
 
     # -- the step
@@ -225,11 +168,11 @@ class OverlappedRound(PlainRound):
         if not self._is_first:
             return step_batch(step, statistics, rules, reward_names, times, tell)
         early, self.early, self._is_first = self.early, None, False
-        trainer = self.trainer
+        trainer, number = self.trainer, self.trainer.state.global_step + 1
         with times.phase("pack"):
             first = first_rows([*filter(self._is_trained, step.kept)], early, self.recorded, rules)
         if early is not None and any(first.partition) and trainer.args.layout.is_main and trainer.journal:
-            record_partition(trainer.journal, trainer.state.global_step + 1, first.partition)
+            trainer.journal.note_beside(lambda folder: note_partition(folder, number, first.partition))
         batch = step_batch(step, statistics, rules, reward_names, times, tell, first.rest)
         if not first.partition:
             return batch
@@ -251,18 +194,25 @@ class OverlappedRound(PlainRound):
 class _SharedScoring(InScoring):
     """The rewards of a round whose finished groups are shared while the engine samples."""
 
-    def __init__(self, round_: OverlappedRound, stages: Stages, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, engine: Any, finished: FinishedGroups, stages: Stages, prompts: Sequence[Prompt]) -> None:
         super().__init__(stages, prompts)
-        self._round = round_
-        for recalled in self.rewarded.values():
-            round_.share(recalled, stages)
+        self._engine, self._finished = engine, finished
+        self._share()
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        with self._round.between_steps(self.take):
+        def serve() -> None:
+            self.take()
+            self._finished.serve()
+
+        with after_each_step(self._engine, serve):
             yield from super().sample(prompts)
 
     def take(self, position: int | None = None) -> None:
-        earlier = set(self.rewarded)
         super().take(position)
-        for at in [at for at in self.rewarded if at not in earlier]:
-            self._round.share(self.rewarded[at], self.stages)
+        self._share()
+
+    def _share(self) -> None:
+        """Share the groups that have their rewards: they may be trained from here on."""
+        for recorded in self.rewarded.values():
+            if self._finished.wants(recorded.group.position):
+                self._finished.add(self.stages.add_advantages(recorded.group, recorded.rewards))

@@ -3,7 +3,7 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
     "engine_feature": "engine.layers:served_layers",
-    "model_feature": "model:Quantized",
+    "model_feature": "checkpoints:Quantized",
     "packed_weight": "layers:packed_weight",
     "quantization": "checkpoints:settings_of",
     "quantization_config": "checkpoints:take_quantization",

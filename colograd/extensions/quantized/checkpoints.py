@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig
 
 from ...config import GRPOConfig
-from ...policy.supported import BASE_QUANTIZATION
-from .layers import is_4bit
+from ...policy.packed_weights import packed_weights
+from ...policy.supported import BASE_QUANTIZATION, ModelFeature, Wanted
+from .layers import is_4bit, settle
+
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
 
 METHOD = "bitsandbytes"  # the only supported quantisation method
 
@@ -66,9 +71,6 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
     It comes from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. Products are in the
     policy's precision unless the settings name another.
-
-    Raises:
-        ValueError: the method isn't bitsandbytes', or both 4 and 8 bits are requested.
     """
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
@@ -95,11 +97,7 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
 
 def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
-    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, its place in a recipe.
-
-    Raises:
-        ValueError: ``model_init_kwargs`` already has one, or the model is already loaded.
-    """
+    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, its place in a recipe."""
     if quantization_config is None:
         return
     if not isinstance(model, str | os.PathLike):
@@ -150,53 +148,71 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
-def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has_adapter: bool) -> None:
-    """Check that a quantised base can be trained.
-
-    Args:
-        model_config: configuration of the checkpoint or of the model object; None: it can't be read.
-        name: name of the model or adapter to load; None: the model is an object.
-
-    Raises:
-        ValueError: the base is quantised and can't be trained.
-    """
-    saved, asked = saved_in(model_config), None if name is None else asked_for(config, name)
-    if saved is not None:
-        check_method(saved, "The model's configuration")
-    if saved is not None and asked is not None and is_4bit(saved) != is_4bit(asked):
-        raise ValueError(
-            f"The base is to be quantised to {name_of(asked)}, but the checkpoint's weights are {name_of(saved)} "
-            "already: remove load_in_4bit, load_in_8bit and quantization_config, or take the checkpoint in bfloat16."
-        )
-    settings = saved or asked
-    if settings is None:
-        return
-    if not has_adapter:
-        bits = "4" if is_4bit(settings) else "8"
-        raise ValueError(
-            f"The base is quantised to {bits} bits, but such weights can't be trained themselves: set use_peft: true "
-            "(or give peft_config) to train an adapter on them, or take the model as it is."
-        )
-    if config.torch_compile:
-        raise ValueError(
-            "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove it."
-        )
-    if config.tensor_parallel:
-        raise ValueError(
-            f"sharding is {config.sharding!r}, but the base is quantised, and its parts aren't packed as the engine's "
-            "ranks would have them in this version: set sharding: gradients, or take the model as it is."
-        )
-    try:
-        import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used
-    except ImportError as error:
-        raise ValueError(
-            f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."
-        ) from None
-
-
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """Return `from_pretrained`'s arguments that quantise a base while loading; None: the checkpoint is quantised."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}
     return {"device_map": {"": str(device)}, **asked}
+
+
+class Quantized(ModelFeature):
+    def check(self, wanted: Wanted) -> None:
+        config = wanted.config
+        saved, asked = saved_in(wanted.model_config), None if wanted.name is None else asked_for(config, wanted.name)
+        if saved is not None:
+            check_method(saved, "The model's configuration")
+        if saved is not None and asked is not None and is_4bit(saved) != is_4bit(asked):
+            raise ValueError(
+                f"The base is to be quantised to {name_of(asked)}, but the checkpoint's weights are {name_of(saved)} "
+                "already: remove load_in_4bit, load_in_8bit and quantization_config, or take the checkpoint in "
+                "bfloat16."
+            )
+        settings = saved or asked
+        if settings is None:
+            return
+        if not wanted.has_adapter:
+            bits = "4" if is_4bit(settings) else "8"
+            raise ValueError(
+                f"The base is quantised to {bits} bits, but such weights can't be trained themselves: set use_peft: "
+                "true (or give peft_config) to train an adapter on them, or take the model as it is."
+            )
+        if config.torch_compile:
+            raise ValueError(
+                "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove "
+                "it."
+            )
+        if config.tensor_parallel:
+            raise ValueError(
+                f"sharding is {config.sharding!r}, but the base is quantised, and its parts aren't packed as the "
+                "engine's ranks would have them in this version: set sharding: gradients, or take the model as it is."
+            )
+        try:
+            import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used
+        except ImportError as error:
+            raise ValueError(
+                f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."
+            ) from None
+
+    def load_arguments(self, saved_config: Any, config: GRPOConfig, name: str) -> dict[str, Any]:
+        asked, packed = asked_for(config, name), saved_in(saved_config) is not None
+        return load_arguments(None if packed else asked, config.device) if packed or asked is not None else {}
+
+    def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
+        """Record how the model is quantised, and make it multiply with its dequantised weights (`settle`)."""
+        if not packed_weights(model):
+            return
+        settle(model)
+        given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+        trust = given.get("trust_remote_code", config.trust_remote_code)
+        on_disk = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
+        model.quantization = Quantization(saved_in(model.config) or {}, saved_in(on_disk) is not None)
+
+    def check_adapter(self, policy: Policy, folder: str) -> None:
+        check_fits(policy.quantization, folder)
+
+    def notes(self, policy: Policy, config: GRPOConfig) -> Iterator[str]:
+        if policy.quantization is not None:
+            packed = packed_weights(policy.model).values()
+            size = sum(weight.nbytes for weight in packed) / 2**20
+            yield f"base: {len(packed)} matrices quantised to {policy.quantization.name}, {size:,.1f} MiB"

@@ -6,8 +6,9 @@ The policy's products use their dequantised weights (`PackedWeight.values`), and
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,15 +36,26 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed values and their scales."""
-        return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in _scales(self.layer)))
+        state = getattr(self.layer.weight, "quant_state", None)
+        if state is None:
+            scales = [_row_scales(self.layer)]
+        else:
+            scales = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
+        return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Dequantise into the matrix for products: a new tensor (out, in), rounded to ``dtype`` at the end."""
-        layer = self.layer
-        if type(layer.weight).__name__ == "Int8Params":
-            values: torch.Tensor = layer.weight.detach() * _row_scales(layer)[:, None]
+        layer, weight = self.layer, self.layer.weight
+        if type(weight).__name__ == "Int8Params":
+            values: torch.Tensor = weight.detach() * _row_scales(layer)[:, None]
             return values.to(dtype or torch.float32)
-        found = _dequantised(layer.weight)
+        import bitsandbytes
+
+        state, shape = weight.quant_state, weight.quant_state.shape
+        if _has_broken_rows(weight):  # dequantise it as one row
+            state = copy.copy(state)
+            state.shape = torch.Size([1, math.prod(shape)])
+        found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(shape)
         products = layer.compute_dtype or found.dtype
         return found.to(products).to(dtype or products)
 
@@ -80,26 +92,6 @@ def _has_broken_rows(weight: Any) -> bool:
     return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
 
 
-def _dequantised(weight: Any) -> torch.Tensor:
-    """Dequantise a 4-bit weight to (out, in)."""
-    import bitsandbytes
-
-    state, shape = weight.quant_state, weight.quant_state.shape
-    if _has_broken_rows(weight):  # dequantise it as one row
-        state = copy.copy(state)
-        state.shape = torch.Size([1, math.prod(shape)])
-    found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state)
-    return found.reshape(shape)
-
-
-def _scales(layer: Any) -> list[torch.Tensor]:
-    state = getattr(layer.weight, "quant_state", None)
-    if state is None:
-        return [_row_scales(layer)]
-    nested = [state.state2.absmax, state.offset] if state.nested else []
-    return [state.absmax, *nested]
-
-
 def _row_scales(layer: Any) -> torch.Tensor:
     """Return an 8-bit layer's factors of its integers, (out,) float32. Its first forward moves them to its state."""
     largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
@@ -111,9 +103,6 @@ def settle(model: Any) -> None:
 
     bitsandbytes' own products may differ: on some CPUs it packs 4-bit weights again for evaluation, in 8-bit layers it
     rounds the inputs too, and see `_has_broken_rows`.
-
-    Raises:
-        ValueError: the head is quantised. Tiles of logits are computed from its weight.
     """
     head = model.get_output_embeddings()
     if packed_weight(head) is not None:
@@ -128,15 +117,12 @@ def settle(model: Any) -> None:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
         if packed.needs_exact_products:
-            layer.forward = _exact_products(packed)
+            layer.forward = functools.partial(_exact_product, packed)
 
 
-def _exact_products(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Product.apply(x.to(packed.precision(x)), packed)
-        return (y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)).to(x.dtype)
-
-    return forward
+def _exact_product(packed: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = _Product.apply(x.to(packed.precision(x)), packed)
+    return (y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)).to(x.dtype)
 
 
 class _Product(torch.autograd.Function):

@@ -190,9 +190,6 @@ class Recorder(NoRecord):
     def all_sampled(self) -> None:
         self.lanes.all_sampled()
 
-    def early_arrived(self) -> None:
-        self.lanes.early_arrived()
-
     @_never_fails
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
         """Add this rank's notes on a round to its statistics; keep the groups on the main process."""

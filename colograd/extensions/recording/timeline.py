@@ -60,15 +60,9 @@ class Timeline:
             self._tools.append((name, started - began, ended - began))
 
     def early(self, started: float, ended: float, tokens: int) -> None:
-        """Record that finished groups were trained while this rank or others sampled."""
+        """Record that finished groups were trained while other ranks sampled."""
         if (began := self._last_began) is not None:
             self._early.append(("train", started - began, ended - began, tokens))
-
-    def early_arrived(self) -> None:
-        """Record that the device has finished the last early training."""
-        if self._early and (began := self._last_began) is not None:
-            name, started, _, tokens = self._early[-1]
-            self._early[-1] = name, started, time.perf_counter() - began, tokens
 
     def all_sampled(self) -> None:
         """Record that no rank samples any more."""

@@ -45,17 +45,20 @@ class FrozenCopy(FrozenModel):
         self, model: torch.nn.Module, device: torch.device, offload: bool, follows: str = "",
         place: torch.device | None = None,
     ) -> None:  # fmt: skip
-        place = torch.device("cpu") if offload else place or device
-        super().__init__(_frozen_copy(model, place, pin=offload and device.type == "cuda"), device, offload)
+        place, pin = torch.device("cpu") if offload else place or device, offload and device.type == "cuda"
+        # Each tensor's copy is made before `deepcopy`, so that no tensor exists twice in between.
+        made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+        for parameter in model.parameters():
+            values = torch.empty_like(parameter, device=place, pin_memory=pin).copy_(parameter.detach())
+            made[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
+        super().__init__(copy.deepcopy(model, made).eval(), device, offload)
         self.follows = follows
         self._changes = bool(follows)
 
     def describe(self) -> str:
-        said = f"reference: a frozen copy of the policy {self.where()}"
-        return f"{said}, {self.follows}" if self.follows else said
+        return ", ".join(filter(None, (f"reference: a frozen copy of the policy {self.where()}", self.follows)))
 
     def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        """See `FrozenModel.callback`."""
         return FollowPolicy(self, policy) if self.follows else None
 
     @torch.no_grad()
@@ -94,11 +97,9 @@ class _OfAdapter:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        pass
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
 
-    def load(self, checkpoint: str | Path) -> None:
-        pass
+    def load(self, checkpoint: str | Path) -> None: ...
 
 
 class WithoutAdapter(_OfAdapter):
@@ -128,16 +129,6 @@ class InitialAdapter(_OfAdapter):
     def present(self) -> Iterator[Any]:
         with values_in_place(self.initial), evaluation_mode(self.model):
             yield self.model
-
-
-def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> torch.nn.Module:
-    """Copy the model, with frozen parameters on ``device``. Copied buffers stay on the original's device."""
-    # Each tensor's copy is made before `deepcopy`, so that no tensor exists twice in between.
-    made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    for parameter in model.parameters():
-        place = torch.empty_like(parameter, device=device, pin_memory=pin)
-        made[id(parameter)] = torch.nn.Parameter(place.copy_(parameter.detach()), requires_grad=False)
-    return copy.deepcopy(model, made).eval()
 
 
 def check_reference(config: GRPOConfig, policy: Policy) -> None:

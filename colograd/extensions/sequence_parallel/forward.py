@@ -48,11 +48,7 @@ class RowGroups:
 
     @classmethod
     def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowGroups:
-        """Make the groups. A collective.
-
-        Args:
-            engine: ranks that have the policy in parts; None: each rank has the whole policy.
-        """
+        """Make the groups. A collective."""
         sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
         if engine is None:
             return cls(sequence, sequence)
@@ -103,15 +99,12 @@ class RowPart:
     own: torch.Tensor  # (n,) indices of this rank's labels among the row's N
     own_on_host: torch.Tensor  # (n,) the same in host memory
     places: torch.Tensor  # (N,) index of each label in the ranks' gathered labels, all padded to the largest number
-    fillers: int = 0  # number of tokens at the row's end without a sequence, see `_with_a_token_for_each`
+    fillers: int = 0  # number of tokens at the row's end without a sequence, see `cut`
 
     @classmethod
     def of(cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device) -> RowPart:
         """Divide a row's tokens into nearly equal ranges. A label belongs to the rank of the token that predicts it.
-
-        Args:
-            positions: (N,) `MicroBatch.logit_positions`, in host memory.
-        """
+        ``positions``: (N,) `MicroBatch.logit_positions`, in host memory."""
         size = group.size
         tokens = tuple(num_tokens // size + (place < num_tokens % size) for place in range(size))
         ends = torch.tensor([*itertools.accumulate(tokens)])
@@ -164,7 +157,9 @@ class RowPart:
 
     def mix(self, mixer: Any, hidden: torch.Tensor, run: recurrent_heads.Run) -> torch.Tensor:
         """Run a layer with a state for all tokens of own heads: (1, own tokens, hidden) -> the same shape."""
-        return recurrent_heads.mix(mixer, hidden, self, run)
+        way = recurrent_heads.way_of(mixer)
+        assert way is not None, f"{type(mixer).__name__} passed `why_rows_stay_whole`"
+        return way(mixer, hidden, self, run)
 
     # -- attention
 
@@ -175,8 +170,16 @@ class RowPart:
 
         Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D).
         """
-        size = self.group.size
-        query, key, value = _divisible(query, key, value, size)
+        size, heads, keys = self.group.size, query.shape[1], key.shape[1]
+        if heads % size or keys % size:  # repeat and fill up heads to equal numbers for each rank, in their order
+            if heads % size == 0 and size % keys == 0:  # several ranks need the same head
+                index = torch.arange(size) // (size // keys)
+            else:
+                filled = -(-heads // size) * size
+                query = F.pad(query, (0, 0, 0, 0, 0, filled - heads))
+                index = torch.arange(filled).clamp(max=heads - 1) // (heads // keys)
+            index = to_device_async(index, key.device)
+            key, value = key.index_select(1, index), value.index_select(1, index)
         inputs = [x[0].unflatten(0, (size, -1)).transpose(1, 2) for x in (query, key, value)]  # (S, tokens, heads, D)
         if query.shape[-1] == value.shape[-1]:
             found = self._to_heads(torch.cat(inputs, dim=2)).split([x.shape[2] for x in inputs], dim=1)
@@ -223,44 +226,16 @@ def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
     if groups is None or model.config._attn_implementation != attention.NAME:
         return row, None
     positions = row.logit_positions.cpu() if row.host_positions is None else row.host_positions
-    filled = _with_a_token_for_each(row, groups.sequence.size)
+    missing = max(0, groups.sequence.size - row.layout.num_tokens)
+    filled = row
+    if missing:  # the layers of some models take no empty input: add a segment that nothing attends to
+        padded = {name: F.pad(getattr(row, name), (0, missing)) for name in ("input_ids", "position_ids")}
+        riders = tuple(rider.padded(missing) for rider in row.riders)
+        layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
+        filled = dataclasses.replace(row, layout=layout, riders=riders, **padded)
     part = RowPart.of(groups.sequence, filled.layout.num_tokens, positions, row.input_ids.device)
-    part = dataclasses.replace(part, fillers=filled.layout.num_tokens - row.layout.num_tokens)
+    part = dataclasses.replace(part, fillers=missing)
     return part.cut(filled), part
-
-
-def _with_a_token_for_each(row: MicroBatch, ranks: int) -> MicroBatch:
-    """Add tokens to a row with fewer tokens than ranks, because the layers of some models take no empty input.
-
-    They are a segment at the end without labels, and nothing attends to it.
-    """
-    missing = ranks - row.layout.num_tokens
-    if missing <= 0:
-        return row
-    filled = {name: F.pad(getattr(row, name), (0, missing)) for name in ("input_ids", "position_ids")}
-    riders = tuple(rider.padded(missing) for rider in row.riders)
-    layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
-    return dataclasses.replace(row, layout=layout, riders=riders, **filled)
-
-
-def _divisible(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Repeat and fill up heads of queries, keys and values (1, heads, tokens, D) to equal numbers for each rank.
-
-    The heads are in the order of ranks.
-    """
-    heads, keys = query.shape[1], key.shape[1]
-    if heads % ranks == 0 and keys % ranks == 0:
-        return query, key, value
-    if heads % ranks == 0 and ranks % keys == 0:  # several ranks need the same head
-        index = torch.arange(ranks) // (ranks // keys)
-    else:
-        filled = -(-heads // ranks) * ranks
-        query = F.pad(query, (0, 0, 0, 0, 0, filled - heads))
-        index = torch.arange(filled).clamp(max=heads - 1) // (heads // keys)
-    index = to_device_async(index, key.device)
-    return query, key.index_select(1, index), value.index_select(1, index)
 
 
 class _Exchange(torch.autograd.Function):

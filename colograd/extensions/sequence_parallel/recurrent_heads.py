@@ -9,7 +9,7 @@ zeros fill them up.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +19,6 @@ import torch
 from ...policy.attention import RowPart
 
 Run = Callable[[Any, torch.Tensor], torch.Tensor]  # runs a layer over all segments of its inputs (1, T, C)
-
-
-def can_share_out(mixer: torch.nn.Module) -> bool:
-    """Return whether ranks can share out the mixer's heads."""
-    return _way(mixer) is not None
-
-
-def mix(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run the mixer with its heads shared out: (1, own tokens, hidden) -> outputs of the same shape."""
-    way = _way(mixer)
-    assert way is not None, f"{type(mixer).__name__} passed `why_rows_stay_whole`"
-    return way(mixer, hidden, part, run)
 
 
 class _StandIn:
@@ -78,7 +66,9 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
         return part.own_heads(of_heads.unflatten(0, (heads, -1))).flatten(0, 1)
 
     own_heads = found[0].shape[2]
-    places = _slices([own_heads * (2 * key + value), own_heads * value, own_heads * values, own_heads * values])
+    ends = [*itertools.accumulate(own_heads * size for size in (2 * key + value, value, values, values))]
+    # Each projection selects its part of the exchanged ones, along the last dimension.
+    places = [itemgetter((..., slice(start, end))) for start, end in zip([0, *ends], ends, strict=False)]
     stand_in = _StandIn(
         mixer,
         num_k_heads=own_heads, num_v_heads=own_heads * values, key_dim=own_heads * key, value_dim=own_heads * value,
@@ -127,12 +117,6 @@ def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.T
     return mixer.out_proj(mixer.norm(mixed, gate).to(hidden.dtype))
 
 
-def _slices(sizes: Sequence[int]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a selector along the last dimension for each of several consecutive parts."""
-    ends = [*itertools.accumulate(sizes)]
-    return [itemgetter((..., slice(end - size, end))) for end, size in zip(ends, sizes, strict=True)]
-
-
 WAYS = {
     "Lfm2ShortConv": _short_convolution,
     "Qwen3_5GatedDeltaNet": _gated_delta_net,
@@ -141,6 +125,10 @@ WAYS = {
 }
 
 
-def _way(mixer: torch.nn.Module) -> Callable[..., torch.Tensor] | None:
+def way_of(mixer: torch.nn.Module) -> Callable[[Any, torch.Tensor, RowPart, Run], torch.Tensor] | None:
+    """Return the function that runs a mixer with its heads shared out: (1, own tokens, hidden) -> the same shape.
+
+    None: ranks can't share out its heads.
+    """
     kinds = (kind.__name__ for kind in type(mixer).__mro__)
     return next((WAYS[name] for name in kinds if name in WAYS), None)

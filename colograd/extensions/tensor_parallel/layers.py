@@ -16,7 +16,7 @@ by inputs, the first matrix is cut, and its few products are summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...parallel.layout import RankLayout
-from ...parallel.shards import RankGroup, Shard, group_of, parts_of
+from ...parallel.shards import RankGroup, Shard, group_of
 from ...policy.exchanges import enter, leave
 from ...policy.lora import AdaptedLayer, unwrap
 from ...runtime import cpu_products
@@ -67,11 +67,6 @@ def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[s
         return enter(value, group) if isinstance(value, torch.Tensor) else value
 
     return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
-
-
-def _leave_product(group: RankGroup, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Sum the ranks' products of an adapter's first matrix if that is cut by inputs."""
-    return leave(output, group)
 
 
 class _Experts(nn.Module):
@@ -153,25 +148,10 @@ class TensorParts:
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
 
-    def is_counted(self, name: str) -> bool:
-        """Return whether this rank's part counts in sums over the engine's ranks: one of several equal parts does."""
-        return self.holders(name)[0] == self.engine.place
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the whole policy."""
-        return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
-
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
-    """Make a model with cut parameters compute like the whole model. A collective.
-
-    Args:
-        shards: this rank's part of each parameter, by name.
-
-    Raises:
-        RuntimeError: vLLM cuts a layer in a way that isn't known.
-    """
+    """Make a model with cut parameters compute like the whole model. A collective. ``shards``: this rank's part of each
+    parameter, by name."""
     engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
     data = group_of(layout, lambda rank: rank.shard_group)
     parts = TensorParts(layout, engine, data, engine.gather(dict(shards)))
@@ -181,13 +161,18 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
         own = {name: shards[f"{path}.{name}"] for name, _ in module.named_parameters(recurse=False)
                if f"{path}.{name}" in shards}  # fmt: skip
         if module is head or module is table:
-            shard = own.get("weight") or shards[_name_of(model, module.weight)]
-            _cut_vocabulary(module, shard, engine, module is head)
+            name = next(name for name, parameter in model.named_parameters() if parameter is module.weight)
+            start, stop = shards[name].boxes[0][0]
+            part = VocabularyPart(start, stop, shards[name].shape[0], engine)
+            _become(module, _Head if module is head else _Embedding, vocabulary=part)
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None:  # the padding token's row gets no gradient
+                module.padding_idx = padding - start if start <= padding < stop else None
         elif all(shard.is_whole for shard in own.values()):
             continue
         elif ".lora_A." in path:  # cut by inputs; a hook, because `lora` may have replaced its forward
             module.in_features = module.weight.shape[1]
-            module.register_forward_hook(functools.partial(_leave_product, engine))
+            module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
             _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
         elif isinstance(module, nn.Linear):
@@ -231,63 +216,38 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
     return found
 
 
-def _name_of(model: nn.Module, parameter: torch.Tensor) -> str:
-    return next(name for name, own in model.named_parameters() if own is parameter)
-
-
-def _cut_vocabulary(module: Any, shard: Shard, group: RankGroup, is_head: bool) -> None:
-    start, stop = shard.boxes[0][0]
-    part = VocabularyPart(start, stop, shard.shape[0], group)
-    _become(module, _Head if is_head else _Embedding, vocabulary=part)
-    if not is_head and module.padding_idx is not None:  # the padding token's row gets no gradient
-        inside = start <= module.padding_idx < stop
-        module.padding_idx = module.padding_idx - start if inside else None
-
-
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
     """Sum the gradients of parameters inside attentions and MLPs that several ranks share.
 
     Each rank's gradient is only of its own heads or columns.
     """
-    partial = {
-        name: parts.holders(name)
-        for path, region in regions.items()
-        for name, parameter in ((f"{path}.{own}", p) for own, p in region.named_parameters())
-        if parameter.requires_grad and not _after_the_sum(model, name, parts.shards)
-    }
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
-    for name, holders in partial.items():
+    inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
+    partial = {name: parameter for name, parameter in inside if parameter.requires_grad}
+    for name, parameter in partial.items():
+        module, _, last = name.rpartition(".")
+        if ".lora_B." in name:
+            is_whole = not parts.shards[name.replace(".lora_B.", ".lora_A.")].is_whole
+        else:
+            is_whole = last == "bias" and isinstance(model.get_submodule(module), _RowParallel)
+        if is_whole:  # the parameter is applied to the ranks' sum
+            continue
         # Every rank makes the same groups in the same order, also for a parameter that it shares with nobody.
         sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))
         if all(len(one) == 1 for one in sets):
             continue
-        if len(holders) == parts.engine.size:
+        if len(sets[parts.engine.place]) == parts.engine.size:
             group = parts.engine
         else:
+
+            def sharing(rank: RankLayout, sets: Sequence[tuple[int, ...]] = sets) -> tuple[int, ...]:
+                return tuple(rank.engine_group[at] for at in sets[rank.engine_place])
+
             if sets not in among:
-                among[sets] = group_of(parts.layout, functools.partial(_same_heads, sets=sets))
+                among[sets] = group_of(parts.layout, sharing)
             group = among[sets]
-        parameter = model.get_parameter(name)
         parameter.register_hook(functools.partial(_summed, group=group))
-
-
-def _same_heads(rank: RankLayout, sets: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    return tuple(rank.engine_group[place] for place in sets[rank.engine_place])
 
 
 def _summed(gradient: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return group.sum_(gradient.to(torch.float32, copy=True).contiguous()).to(gradient.dtype)
-
-
-def _after_the_sum(model: nn.Module, name: str, shards: Mapping[str, Shard]) -> bool:
-    """Return whether a parameter is applied to the ranks' sum, so that its gradient is whole."""
-    path, _, last = name.rpartition(".")
-    if ".lora_B." in name:
-        return not shards[name.replace(".lora_B.", ".lora_A.")].is_whole
-    return last == "bias" and isinstance(model.get_submodule(path), _RowParallel)
-
-
-def check_split(model: Any) -> None:
-    """Raise a ValueError if an earlier trainer has cut the model."""
-    if parts_of(model) is not None:
-        raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")

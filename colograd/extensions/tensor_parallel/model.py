@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import GRPOConfig
+from ...parallel.shards import parts_of
+from ...policy.loading import Policy
 from ...policy.supported import ModelFeature, Wanted
-from .layers import check_split
+from ...weights import check_adapter_in_parts
 
 # Models that support a policy in the engine's tensor-parallel layout.
 CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
@@ -14,27 +16,38 @@ CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 class InEngineLayout(ModelFeature):
     def check(self, wanted: Wanted) -> None:
-        if wanted.model_config is not None and wanted.config.tensor_parallel:
-            _check_cut(wanted.model_config, wanted.config)
+        model_config, config = wanted.model_config, wanted.config
+        if model_config is None or not config.tensor_parallel:
+            return
+        if model_config.model_type not in CUT:
+            raise ValueError(
+                f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy "
+                f"can lie in the engine's layout in this version ({', '.join(CUT)}): set sharding: gradients, or fsdp "
+                "for a policy that no rank has room for."
+            )
+        dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
+        if dropout and not config.disable_dropout:
+            name, value = dropout.popitem()
+            raise ValueError(
+                f"sharding is {config.sharding!r} and the model has {name} {value}, but the ranks of an engine would "
+                "drop different parts of one row: set disable_dropout: true."
+            )
 
     def can_be_cut(self, model_config: Any) -> bool:
         return model_config.model_type in CUT
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        check_split(model)
+        if parts_of(model) is not None:
+            raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")
 
 
-def _check_cut(model_config: Any, config: GRPOConfig) -> None:
-    remedy = "set sharding: gradients, or fsdp for a policy that no rank has room for"
-    if model_config.model_type not in CUT:
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    """Return the policy if it can lie in the layout of an engine's ranks."""
+    if config.tensor_parallel and not samples:
         raise ValueError(
-            f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy can "
-            f"lie in the engine's layout in this version ({', '.join(CUT)}): {remedy}."
+            f"sharding is {config.sharding!r}, but recorded steps are trained without an engine in whose layout the "
+            "policy could lie: set sharding: gradients or fsdp."
         )
-    dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
-    if dropout and not config.disable_dropout:
-        name, value = dropout.popitem()
-        raise ValueError(
-            f"sharding is {config.sharding!r} and the model has {name} {value}, but the ranks of an engine would drop "
-            "different parts of one row: set disable_dropout: true."
-        )
+    if config.tensor_parallel:
+        check_adapter_in_parts(policy.adapter, config.sharding)
+    return policy

@@ -35,7 +35,8 @@ class TensorStrategy(SharedRows):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._counted = {name for name in self.cut.shards if self.cut.is_counted(name)}
+        # Parts that count in sums over the engine's ranks: one of several equal ones does.
+        self._counted = {name for name in self.cut.shards if self.cut.holders(name)[0] == self.cut.engine.place}
 
     @property
     def cut(self) -> TensorParts:
@@ -56,7 +57,7 @@ class TensorStrategy(SharedRows):
         size, data = self.cut.engine.size, self.cut.data.size
         parallel = "tensor parallel" if self.row.size == size else f"tensor parallel among {size} of them"
         shared = f"; {self.state_of} in {data} parts" if self.state_of and data > 1 else ""
-        whole = self.cut.elements
+        whole = sum(torch.Size(shard.shape).numel() for shard in self.cut.shards.values())
         return (
             f"sharding: the policy is in the engine's layout, {local / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
             f"parameters on this rank; {self.row.size} ranks train each row together ({parallel}), gradients are "
@@ -66,9 +67,12 @@ class TensorStrategy(SharedRows):
     # -- a step
 
     def _sum_of_squares(self, local: float) -> float:
-        """Sum a rank's sum of squares over the ranks that hold the gradient together."""
-        device = next(self.model.parameters()).device
-        return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=device)))
+        total = torch.tensor(local, dtype=torch.float64, device=next(self.model.parameters()).device)
+        if self.state_of:  # then all ranks hold the gradient together, otherwise an engine's
+            torch.distributed.all_reduce(total)
+        else:
+            self.cut.engine.sum_(total)
+        return float(total)
 
     def clip(self, largest: float) -> float:
         """Scale down to ``largest``, and return the norm before. A part that several ranks have counts once."""
@@ -79,14 +83,16 @@ class TensorStrategy(SharedRows):
         return norm
 
     def owned(self) -> Sequence[Owned]:
-        return [self._in_whole(piece) for piece in super().owned()]  # type: ignore[safe-super]
-
-    def _in_whole(self, piece: Owned) -> Owned:
-        """Convert a piece of this rank's part of a parameter to a piece of the whole parameter."""
-        shard = self.cut.shards[piece.name]
-        if shard.begin is None:
-            return dataclasses.replace(piece, shard=shard)
-        return dataclasses.replace(piece, start=piece.start + shard.begin, stop=piece.stop + shard.begin)
+        """Return this rank's pieces, as pieces of the whole parameters."""
+        found = []
+        for piece in super().owned():  # type: ignore[safe-super]
+            shard = self.cut.shards[piece.name]
+            if shard.begin is None:
+                found.append(dataclasses.replace(piece, shard=shard))
+            else:
+                start, stop = piece.start + shard.begin, piece.stop + shard.begin
+                found.append(dataclasses.replace(piece, start=start, stop=stop))
+        return found
 
     # -- files
 
@@ -116,18 +122,13 @@ class TensorStrategy(SharedRows):
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad or not adapter_alone]
 
     def load_weights(self, folder: Path) -> bool:
-        if is_adapted(self.model):
-            self._load_adapter(folder)
+        if not is_adapted(self.model):
+            files, names = WeightFiles(folder), all_names(self.model)
+            for name, parameter in self.model.named_parameters():
+                files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
             return True
-        files, names = WeightFiles(folder), all_names(self.model)
-        for name, parameter in self.model.named_parameters():
-            files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
-        return True
-
-    def _load_adapter(self, folder: Path) -> None:
-        """Read this rank's part of a saved adapter. An adapter is small, so each rank reads the whole file."""
         (adapter,) = self.model.active_adapters
-        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors = load_file(folder / "adapter_model.safetensors")  # small, so each rank reads the whole file
         for name, parameter in self._saved():
             saved = tensors.get(name.replace(f".{adapter}.", "."))
             shard = self.cut.shards[name]
@@ -138,6 +139,7 @@ class TensorStrategy(SharedRows):
                     f"{shard.shape}. Resume from a checkpoint of a run with the same LoRA settings."
                 )
             parameter.detach().copy_(shard.of(saved))
+        return True
 
 
 class TensorParallel(TensorStrategy, WholeCopies):
@@ -172,9 +174,6 @@ class TensorOptimizer(TensorStrategy, SharedOptimizer):
     name = "tensor+optimizer"
     state_of = "optimizer state"
 
-    def _sum_of_squares(self, local: float) -> float:
-        return _over_all(local, self.device)
-
 
 class TensorGradients(TensorStrategy, SharedGradients):
     """`sharding: tensor+gradients`. The ranks with the same part also divide gradients (ZeRO-2)."""
@@ -182,13 +181,3 @@ class TensorGradients(TensorStrategy, SharedGradients):
     name = "tensor+gradients"
     state_of = "optimizer state and gradients"
     backward = SharedGradients.backward
-
-    def _sum_of_squares(self, local: float) -> float:
-        return _over_all(local, self.device)
-
-
-def _over_all(local: float, device: torch.device) -> float:
-    """Sum a number over all ranks."""
-    total = torch.tensor(local, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(total)
-    return float(total)

@@ -24,10 +24,6 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
     """Prove the mapping while the policy is whole, then make every parameter the tensor of the engine's rank.
 
     An adapter is cut as its base is, because vLLM cuts it in its slots in that way.
-
-    Raises:
-        ValueError: a parameter can't share the engine's memory, or the engine has no slot for an adapted layer.
-        RuntimeError: in parts, the policy's output differs from the engine's.
     """
     policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
@@ -55,11 +51,7 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return each parameter's place in this rank of the engine, and the part of the parameter that is there.
-
-    Raises:
-        ValueError: a parameter can't be a view of its place.
-    """
+    """Return each parameter's place in this rank of the engine, and the part of the parameter that is there."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)

@@ -104,14 +104,14 @@ class Event:
 
 def test_a_few_inputs_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the forward and in the backward; the last layers' own don't move."""
-    brought: list[Any] = []
-    usual = LayerInputs.bring
-    monkeypatch.setattr(LayerInputs, "bring", lambda *given: brought.append(given) or usual(*given))
+    copies: list[Any] = []
+    usual = LayerInputs.copy
+    monkeypatch.setattr(LayerInputs, "copy", lambda *given: copies.append(given[3]) or usual(*given))
     inputs, weights = LayerInputs(CPU), [torch.eye(8, requires_grad=True) for _ in range(6)]
     loss = a_pass(inputs, 5, weights)
     assert len(inputs._on_way) == KEPT
     loss.backward()
-    assert len(brought) == 6 - KEPT
+    assert sum(stream is inputs.coming for stream in copies) == 6 - KEPT
 
 
 def test_a_model_can_be_copied_and_keeps_no_host_memory_afterwards() -> None:

@@ -23,9 +23,10 @@ class Counting(LayerInputs):
         super().__init__(torch.device("cpu"))
         self.sent = sent
 
-    def send(self, place: torch.Tensor, tensor: torch.Tensor, readable: Any) -> Any:
-        self.sent.append(tensor)
-        return super().send(place, tensor, readable)
+    def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any) -> Any:
+        if stream is self.leaving:
+            self.sent.append(tensor)
+        return super().copy(place, tensor, stream, after)
 
 
 class OutOfMemoryOnce(GRPOTrainer):

@@ -72,7 +72,9 @@ class SeededSpeculation(RejectionSampler):
             if sampling_metadata.all_greedy:
                 sampled = [greedy[row] for row in rows]
             else:
-                sampled = self._draw(logits[rows], alive, sampling_metadata)
+                own = sampling_metadata.generators  # as vLLM's sampler draws without drafts
+                generators = {row: own[request] for row, request in enumerate(alive) if request in own}
+                sampled = self.sampler.topk_topp_sampler(logits[rows], generators, None, None)[0].tolist()
                 if greedy is not None:
                     cold = (sampling_metadata.temperature[alive] == 0).tolist()
                     sampled = [greedy[r] if is_cold else s for r, is_cold, s in zip(rows, cold, sampled, strict=True)]
@@ -86,13 +88,6 @@ class SeededSpeculation(RejectionSampler):
             place += 1
         self.drafted += sum(token >= 0 for draft in drafts for token in draft)  # vLLM fills some steps with -1
         return tokens
-
-    def _draw(self, logits: torch.Tensor, requests: list[int], sampling_metadata: Any) -> list[int]:
-        """Draw one token per request, as vLLM's sampler does without drafts."""
-        own = sampling_metadata.generators
-        generators = {row: own[request] for row, request in enumerate(requests) if request in own}
-        sampled, _ = self.sampler.topk_topp_sampler(logits, generators, None, None)
-        return list(sampled.tolist())
 
     def _logprobs(self, metadata: Any, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> Any:
         """Return log-probabilities of the kept tokens, in the places of ``tokens``. Other places are never read."""
@@ -126,41 +121,30 @@ def _first_rows(counts: list[int]) -> list[int]:
     return [drafts + request for request, drafts in enumerate(itertools.accumulate(counts[:-1], initial=0))]
 
 
-def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
-    """Give vLLM's model runner a `SeededSpeculation`, and return it; None: the runner drafts nothing.
-
-    Raises:
-        ValueError: the runner is Model Runner V2, where tokens depend on the drafts, or the model has layers with a
-            state and runs on a CPU.
-    """
-    theirs = getattr(runner, "rejection_sampler", None)
-    if theirs is None:
-        return None
-    if not isinstance(theirs, RejectionSampler):
-        raise ValueError(
-            "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
-            "tokens depend on them: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove the drafts."
-        )
-    if runner.device.type == "cpu" and runner.model_config.is_hybrid:
-        raise ValueError(
-            "This model's layers have a state, which vLLM takes back behind a wrong draft by a kernel for GPUs alone: "
-            "on a CPU remove speculative_config from vllm_engine_kwargs."
-        )
-    runner.rejection_sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
-    return runner.rejection_sampler
-
-
 class Drafts(EngineFeature):
     """vLLM's drafts, with the tokens that are sampled without them."""
 
     _sampler: SeededSpeculation | None = None
 
     def built(self, engine: BuiltEngine) -> None:
-        """See `sample_as_without_drafts`."""
-        self._sampler = sample_as_without_drafts(engine.core.model_executor.driver_worker.worker.model_runner)
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        theirs = getattr(runner, "rejection_sampler", None)
+        if theirs is None:  # the runner drafts nothing
+            return
+        if not isinstance(theirs, RejectionSampler):
+            raise ValueError(
+                "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
+                "tokens depend on them: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove the drafts."
+            )
+        if runner.device.type == "cpu" and runner.model_config.is_hybrid:
+            raise ValueError(
+                "This model's layers have a state, which vLLM takes back behind a wrong draft by a kernel for GPUs "
+                "alone: on a CPU remove speculative_config from vllm_engine_kwargs."
+            )
+        self._sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
+        runner.rejection_sampler = self._sampler
 
     def take_counts(self) -> dict[str, float]:
-        """See `EngineFeature.take_counts`."""
         return self._sampler.take_counts() if self._sampler else {}
 
 

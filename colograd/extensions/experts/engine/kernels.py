@@ -41,16 +41,11 @@ def apply_experts(
     inputs = hidden_states[order // chosen].split(torch.bincount(experts, minlength=count).tolist())
     found = hidden_states.new_empty(tokens * chosen, w2.shape[1])
 
-    def one(e: int, x: torch.Tensor) -> torch.Tensor:
-        return linear(activate(linear(x, w1[e], _of(kernel.w1_bias, e))), w2[e], _of(kernel.w2_bias, e))
-
-    found[order] = torch.cat([one(expert, x) for expert, x in enumerate(inputs)])
+    biases1, biases2 = ([None] * count if of_all is None else of_all for of_all in (kernel.w1_bias, kernel.w2_bias))
+    products = zip(inputs, w1, biases1, w2, biases2, strict=True)
+    found[order] = torch.cat([linear(activate(linear(x, u, b)), v, c) for x, u, b, v, c in products])
     shares = torch.ones_like(topk_weights) if given.get("apply_router_weight_on_input") else topk_weights
     output.copy_((found.view(tokens, chosen, -1) * shares[..., None]).sum(1))
-
-
-def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if biases is None else biases[expert]
 
 
 def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -87,11 +82,7 @@ class MixtureBuild(EngineFeature):
 
 
 def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
-    """Offer `MixtureBuild` to all engines, unless the model is known to have no experts.
-
-    Raises:
-        RuntimeError: vLLM would repack the experts.
-    """
+    """Offer `MixtureBuild` to all engines, unless the model is known to have no experts."""
     model_config = use.model_config if use.policy is None else use.policy.model.config
     if model_config is not None:
         experts = num_experts(model_config)
@@ -101,15 +92,18 @@ def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
     return MixtureBuild(config.on_cpu)
 
 
+def _unquantized_experts() -> Any:
+    """Return vLLM's class of a mixture's experts on a CPU; None: this version has them elsewhere."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return None
+    return CPUUnquantizedExperts
+
+
 def check_experts(experts: int, on_cpu: bool) -> None:
     """Raise a RuntimeError if vLLM would repack a mixture's ``experts``, so that a publish can't write them."""
-    if not experts or not on_cpu:
-        return
-    try:
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    except ImportError:
-        cpu_moe = None
-    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
+    if experts and on_cpu and _unquantized_experts() is None:
         from vllm import __version__ as found
 
         raise RuntimeError(
@@ -120,15 +114,14 @@ def check_experts(experts: int, on_cpu: bool) -> None:
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
     """Keep the weights of experts in place while an engine is built on a CPU, see `building.live_weights`."""
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # another version, see `check_experts`
+    theirs = _unquantized_experts()
+    if theirs is None:
         return contextlib.nullcontext()
 
     def keep(self: Any, layer: torch.nn.Module) -> None:
         self.apply = functools.partial(apply_experts, self)
 
-    return replaced(CPUUnquantizedExperts, "process_weights_after_loading", keep)
+    return replaced(theirs, "process_weights_after_loading", keep)
 
 
 def groups_of_experts() -> contextlib.AbstractContextManager[None]:

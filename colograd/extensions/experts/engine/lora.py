@@ -12,10 +12,7 @@ from ....runtime.sizes import num_experts
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
     """Return the policy, with merged copies of its adapter for the engine if vLLM has no slots for it in a mixture.
-
-    Args:
-        samples: whether there will be an engine.
-    """
+    ``samples``: whether there will be an engine."""
     adapter = policy.adapter
     if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy

@@ -46,14 +46,6 @@ class _Sequence:
         self.rows[start:end] = chosen
 
 
-def expect_no_experts(core: Any) -> None:
-    """Let the scheduler of a rank that doesn't lead its engine run without experts.
-
-    vLLM's worker returns experts on the first rank only. Each rank's scheduler fails if its worker returns none.
-    """
-    core.engine_core.engine_core.scheduler.aux_output_connector = None
-
-
 class RouterLog(EngineFeature):
     """Experts of an engine's sequences, all of one version of the weights."""
 
@@ -65,12 +57,7 @@ class RouterLog(EngineFeature):
         self._prompts: dict[str, list[bytes]] = {}  # block digests of a request's prompt, by vLLM's request name
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `EngineFeature.arguments`.
-
-        Raises:
-            ValueError: a setting of vLLM excludes `router_replay`.
-            RuntimeError: this vLLM can't return experts.
-        """
+        """See `EngineFeature.arguments`."""
         from vllm import __version__ as found
 
         self.itself = runs_v2(self._config, "router_replay is true", "router_replay: false")
@@ -89,21 +76,23 @@ class RouterLog(EngineFeature):
         return {TELLS_EXPERTS: True}
 
     def built(self, engine: BuiltEngine) -> None:
-        """Start the record on the engine's first rank.
-
-        Raises:
-            RuntimeError: the model has no routers that return experts.
-        """
+        """Start the record on the engine's first rank."""
         from vllm import __version__ as found
 
         core = engine.core
         if engine.layout.engine_place > 0:
-            if self.itself:
-                expect_no_experts(core)
+            if self.itself:  # vLLM's worker returns experts on the first rank only, and other schedulers would fail
+                core.engine_core.engine_core.scheduler.aux_output_connector = None
             return
         runner, cache = core.model_executor.driver_worker.worker.model_runner, core.vllm_config.cache_config
         self.version = found
-        self._layers = _expert_layers(runner.model)
+        try:
+            from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        except ImportError:  # a version with them in another module
+            layers: list[Any] = []
+        else:
+            layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
+        self._layers = sorted(layers, key=lambda layer: int(layer.layer_id))
         experts = int(core.vllm_config.model_config.get_num_experts())
         self.dtype = torch.int8 if experts <= 128 else torch.int16
         self._block = int(cache.block_size) if cache.enable_prefix_caching else 0
@@ -121,8 +110,7 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        """Store one router's choice for a step, (tokens of the step, K)."""
-        self._step[place] = chosen.to(self.dtype)
+        self._step[place] = chosen.to(self.dtype)  # one router's choice for a step, (tokens of the step, K)
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the model runner, then add the experts of its tokens to their sequences."""
@@ -135,21 +123,17 @@ class RouterLog(EngineFeature):
         chosen = torch.stack([part for part in self._step if part is not None], 1)
         batch, at = runner.input_batch, 0
         for row, name in enumerate(batch.req_ids):
-            self._note(name, int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]])
+            start, own = int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]]
             at += counts[name]
+            if (ours := NAME.fullmatch(name)) is not None:  # not a foreign request
+                of_request, index = self._seen.setdefault(ours[2], {}), int(ours[1] or 0)
+                if index not in of_request:
+                    of_request[index] = _Sequence(start, own)
+                of_request[index].put(start, own)
+                self._put_blocks(self._prompts.get(name, ()), start, own)
         for name in scheduled.finished_req_ids:
             self._prompts.pop(name, None)
         return result
-
-    def _note(self, name: str, start: int, chosen: torch.Tensor) -> None:
-        """Add the experts [n, L, K] of a request's tokens from ``start`` on. Skip requests with foreign names."""
-        if (ours := NAME.fullmatch(name)) is None:
-            return
-        of_request, index = self._seen.setdefault(ours[2], {}), int(ours[1] or 0)
-        if index not in of_request:
-            of_request[index] = _Sequence(start, chosen)
-        of_request[index].put(start, chosen)
-        self._put_blocks(self._prompts.get(name, ()), start, chosen)
 
     def _put_blocks(self, digests: Sequence[bytes], start: int, chosen: torch.Tensor) -> None:
         """Cache each whole block of a prompt or sequence that lies within ``chosen``."""
@@ -182,19 +166,18 @@ class RouterLog(EngineFeature):
         ]
 
     def _take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
-        """Return and remove the experts of a finished completion.
-
-        Args:
-            completion: vLLM's output.
-            prompt: token ids of the prompt [P].
-            ids: token ids of the completion [C].
-
-        Raises:
-            RuntimeError: vLLM returned no experts for the completion.
-        """
+        """Return and remove the experts of a finished ``completion`` of vLLM's."""
         tokens = len(prompt) + len(ids)
         if self.itself:
-            return _split(self._told_by_vllm(completion, tokens), len(prompt))
+            told = getattr(completion, "routed_experts", None)  # (tokens, all layers, K); no row for the last token
+            if told is None:
+                raise RuntimeError(
+                    f"router_replay is true, but vLLM {self.version} told no experts of a completion: set "
+                    "router_replay: false, or install vLLM 0.31."
+                )
+            layers = [int(layer.layer_id) for layer in self._layers]
+            rows = torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype)
+            return _split(filled(rows, tokens), len(prompt))
         seen = self._seen.get(request, {}).pop(completion.index, None)
         if seen is None:
             raise RuntimeError(
@@ -209,17 +192,6 @@ class RouterLog(EngineFeature):
         self._put_blocks(digests, 0, whole[: tokens - 1])  # the next turn's prompt begins with these tokens
         return _split(whole, len(prompt))
 
-    def _told_by_vllm(self, completion: Any, tokens: int) -> torch.Tensor:
-        """Read vLLM's array (tokens, all layers, K). It has no row for the last token, which the model never read."""
-        told = getattr(completion, "routed_experts", None)
-        if told is None:
-            raise RuntimeError(
-                f"router_replay is true, but vLLM {self.version} told no experts of a completion: set router_replay: "
-                "false, or install vLLM 0.31."
-            )
-        layers = [int(layer.layer_id) for layer in self._layers]
-        return filled(torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype), tokens)
-
     def drop(self, request: str) -> None:
         self._seen.pop(request, None)
 
@@ -233,14 +205,6 @@ class RouterLog(EngineFeature):
 def router_log(config: GRPOConfig, use: EngineUse) -> RouterLog | None:
     """Offer a `RouterLog` for `router_replay`."""
     return RouterLog(config) if config.router_replay else None
-
-
-def _expert_layers(model: torch.nn.Module) -> list[Any]:
-    try:
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
-    except ImportError:  # a version with them in another module
-        return []
-    return sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda layer: int(layer.layer_id))
 
 
 def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:

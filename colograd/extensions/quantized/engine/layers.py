@@ -45,11 +45,8 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 
 class ServedLayers(ServedWeights, EngineFeature):
-    """The layers of one engine that read the policy's weights.
-
-    Args:
-        parts_of: names the layers, given vLLM's model class without weights.
-    """
+    """The layers of one engine that read the policy's weights. ``parts_of``: names the layers, given vLLM's model class
+    without weights."""
 
     blank = True
 
@@ -145,10 +142,8 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
 
 
 def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
-    """Return the packed weights of each of vLLM's linear layers, in the order of its parts, by the layer's name.
-
-    A layer with parts that aren't packed is left out.
-    """
+    """Return the packed weights of each of vLLM's linear layers, in the order of its parts, by the layer's name. A
+    layer with parts that aren't packed is left out."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}

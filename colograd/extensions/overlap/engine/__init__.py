@@ -1,1 +1,0 @@
-"""The part of this extension that touches vLLM."""
