@@ -39,7 +39,6 @@ SLOW = (
 SMALL = (
     "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
     "engine/test_engine.py::test_asynchronous_scheduling_comes_with_model_runner_v2",
-    "extensions/experts/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
 )
 # By the end of a test's name: why it says nothing with V2 in Triton's interpreter.
 SKIPPED: dict[str, str] = {

@@ -61,6 +61,7 @@ def test_reward_models_give_the_same_rewards_each_way(tiny_model: Path, tmp_path
     assert all(json.loads((tmp_path / "f.json").read_text())[f"processor_s.{way}"] > 0 for way in ("at_once", "padded"))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Path, tmp_path: Path) -> None:
     sizes = ("--prompts", "6", "--completion-tokens", "40", "--mean-tokens", "20", "--trials", "1")
@@ -73,6 +74,7 @@ def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Pa
     assert run["reward_s"] >= 6 * found["sleep_s"] and run["hidden_s"] <= run["reward_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_publishes_are_timed_beside_a_plain_copy_and_the_loader(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

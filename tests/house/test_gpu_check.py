@@ -269,6 +269,7 @@ def forked(command: Sequence[str], limit: float, out: Path, err: Path) -> int:
     return done.returncode
 
 
+@pytest.mark.slow  # the tests above have the rows and the page of made-up results
 @pytest.mark.engine
 def test_cpu_check_writes_figures_and_page(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ import pytest
 from host_cuda_cases import CASES, RANKS, faults
 from paths import HELPERS
 
-FAST = ("float32", "all on the host", "lora and teacher")
+FAST = ("all on the host", "lora and teacher")
 FAST_RANKS = ("fsdp saved",)
 OTHERS = tuple(name for name in CASES if name not in (*FAST, *RANKS))
 
@@ -89,6 +89,7 @@ def test_a_trainer_runs_on_the_device(fast: list[dict[str, Any]]) -> None:
     check(fast)
 
 
+@pytest.mark.slow  # test_fake_nccl.py has the order of exchanges
 def test_ranks_run_on_devices_of_their_own(fast_ranks: list[dict[str, Any]]) -> None:
     check(fast_ranks)
 

@@ -94,6 +94,7 @@ def test_other_packages_chatter_stays_off_the_terminal(launched) -> None:
         assert noise not in output, noise
 
 
+@pytest.mark.slow  # torchrun's ranks read the same variables
 def test_accelerate_launch_of_the_file_trains_the_same_on_one_rank(recipe, launched, tmp_path) -> None:
     """`accelerate launch colograd/train.py --config ...`, as on a machine with one GPU."""
     run(

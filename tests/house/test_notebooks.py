@@ -121,11 +121,14 @@ def test_a_notebook_runs(
 
 
 @pytest.mark.engine
-def test_the_readme_s_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the model that it names: engine and policy are compared at start, and a trained model's logits are large."""
+@pytest.mark.parametrize("model", ["tiny", pytest.param("named", marks=pytest.mark.slow)])
+def test_the_readme_s_script_runs(
+    model: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a random model, and with the one that it names, whose logits are large as a trained model's are."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(MODEL)
+    (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(tiny_model if model == "tiny" else MODEL)
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     for name, size in {"max_steps": 1, "prompts_per_step": 1, "max_completion_length": 8}.items():

@@ -60,6 +60,7 @@ def saved(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str
     return weights, state
 
 
+@pytest.mark.slow  # test_adamw_split.py has the exact masters
 def test_float32_to_split_to_float32_goes_on_from_the_exact_masters(tiny_model: Path, tmp_path: Path) -> None:
     moments = ("step", "exp_avg", "exp_avg_sq")
     train(tiny_model, tmp_path, "float32", "adamw_torch", steps=1)

@@ -414,6 +414,7 @@ def test_without_a_prefix_cache_and_with_an_adapter(models, tmp_path: Path, clos
     assert first["sampling/sampling_logp_difference/mean"] < 1e-5 and router_log(trainer)._cached == {}
 
 
+@pytest.mark.slow  # the journal has them, as a test above shows
 @pytest.mark.engine
 def test_a_resumed_run_replays_what_was_recorded_bit_for_bit(models, tmp_path: Path) -> None:
     """In bfloat16, where its own routers choose otherwise now and then."""

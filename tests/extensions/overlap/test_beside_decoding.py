@@ -72,6 +72,7 @@ def test_the_report_s_lanes_have_it_amid_the_rollout(compared: Path) -> None:
         assert all(0 < start <= end <= lane["seconds"] for _, start, end, _ in lane["trained"])
 
 
+@pytest.mark.slow  # test_resume.py kills a plain run
 @pytest.mark.engine
 def test_killed_amid_a_micro_batch_between_two_steps_nothing_is_lost(
     compared: Path, tiny_model: Path, tmp_path: Path
