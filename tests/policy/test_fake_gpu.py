@@ -27,7 +27,7 @@ PARTS = (FAST, LONG, tuple(name for name in fake_gpu_cases.CASES if name not in 
 
 
 class Cases(dict[str, FIGURES]):
-    """Cases by name. A part of them runs in one process when one of it is read: imports take longer than most passes."""
+    """Cases by name. When one is read its part runs, in one process: imports take longer than most passes."""
 
     def __missing__(self, name: str) -> FIGURES:
         (part,) = (part for part in PARTS if name in part)
