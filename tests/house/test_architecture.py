@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAZY = {("__init__.py", "config/__init__.py"), ("__init__.py", "trainer.py"), ("riders.py", "batch.py")}
 MOST_PARAMETERS = 8
 MANY_PARAMETERS = {("trainer.py", "GRPOTrainer.__init__")}  # TRL's signature
-
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 
 
 def floors() -> list[str]:
@@ -41,7 +39,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (module_file(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,6 +64,27 @@ def module_file(name: str) -> str:
 
 def own_name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def each_file(check: Callable[[Path], None]) -> Callable[[], None]:
+    """Make one test of a check of a file: it goes through the package, and lists the files that break the rule."""
+
+    def test() -> None:
+        broken: dict[str, str] = {}
+        for path in FILES:
+            try:
+                check(path)
+            except AssertionError as error:
+                broken[own_name(path)] = str(error)
+        assert not broken
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
 
 
 @functools.cache
@@ -100,7 +119,7 @@ def test_every_seam_is_described_offered_and_asked() -> None:
     asked: dict[str, set[str]] = {"core": set(), "extensions": set()}
     offered: set[str] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("hooks", "hooks_of"):
                 seam = node.args[-1]
                 if isinstance(seam, ast.Constant):
@@ -155,7 +174,7 @@ def test_only_the_engine_touches_vllms_objects(path: Path) -> None:
         return
     found = [
         ast.unparse(node)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute)
         and (node.attr in VLLM_OBJECTS or (node.attr == "model" and ast.unparse(node.value).endswith("engine")))
     ]
@@ -229,7 +248,7 @@ def test_a_configuration_is_written_to_by_its_own_room_alone(path: Path) -> None
 
     if own_name(path).startswith("config/"):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Attribute) and target.attr in GRPOConfig.__dataclass_fields__:
@@ -253,5 +272,5 @@ def functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, int]]:
 @each_file
 def test_no_function_has_many_parameters(path: Path) -> None:
     own = own_name(path)
-    many = {(own, name) for name, count in functions(ast.parse(path.read_text())) if count > MOST_PARAMETERS}
+    many = {(own, name) for name, count in functions(tree(path)) if count > MOST_PARAMETERS}
     assert not many - MANY_PARAMETERS, f"more than {MOST_PARAMETERS}: pass a class"

@@ -58,14 +58,17 @@ def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def launched(recipe: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """`torchrun --nproc-per-node 2 -m colograd.train --config ...`; in the run before vLLM has noted what the model's
-    class can do, which takes a process of its own."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def launched(
+    request: pytest.FixtureRequest, recipe: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """`torchrun --nproc-per-node N -m colograd.train --config ...`; in the run before vLLM has noted what the model's
+    class can do, which takes a process of its own. Other tests fork their ranks, as imports take 15 seconds of each."""
     folder = tmp_path_factory.mktemp("launched")
     done = run(
-        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),
-        "-m", "colograd.train", "--config", str(recipe), "--output_dir", str(folder), "--log_completions", "true",
+        "-m", "torch.distributed.run", "--nproc-per-node", str(request.param), "--master-port",
+        str(process.free_port()), "-m", "colograd.train", "--config", str(recipe), "--output_dir", str(folder),
+        "--log_completions", "true",
     )  # fmt: skip
     return folder, done.stdout + done.stderr
 
@@ -123,4 +126,4 @@ def test_adapter_by_flags_trains_on_two_ranks(recipe, tmp_path) -> None:
 
 def test_console_command_needs_no_launcher(alone, launched) -> None:
     assert len(rewards(alone)) == 3
-    assert rewards(alone)[:2] == pytest.approx(rewards(launched[0]), abs=1e-5), "as on two ranks"
+    assert rewards(alone)[:2] == pytest.approx(rewards(launched[0]), abs=1e-5), "as by torchrun"

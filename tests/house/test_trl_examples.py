@@ -39,6 +39,8 @@ def settings(folder: Path, **changes: Any) -> GRPOConfig:
         "gradient_accumulation_steps": 2,
         "max_completion_length": 12,
         "max_steps": 2,
+        "model_init_kwargs": {"dtype": "float32"},  # processors without bfloat16 are slow at it
+        "bf16": False,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
@@ -75,10 +77,11 @@ def test_none_means_the_default(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with room for TRL's default of 512 new tokens."""
+    """The tiny model with room for TRL's default of 512 new tokens, of which an eighth ends a completion."""
     folder = tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-long", layers=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(3, 256, 8)]}))
     return folder
 
 

@@ -123,6 +123,7 @@ def test_sharding_changes_no_bit_of_a_run(two, tiny_model, tmp_path, sharding) -
         assert rank["shared"] and rank["traffic"]["published"] == [0, 0, 0]
 
 
+@pytest.mark.slow  # test_fsdp.py has the bits without an engine
 def test_a_policy_in_rows_is_published_whole_and_trained_to_the_same_bits(two, tiny_model, tmp_path) -> None:
     """Up to the second step: then the other run's reference follows its policy, which this one's can't."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "reference", "fsdp")

@@ -235,9 +235,10 @@ def test_a_dense_model_is_loaded_as_ever(tiny_model: Path) -> None:
     assert list(stacked_masters(["model.layers.0.mlp.down_proj.weight"], tiny_model)) == []
 
 
+@pytest.mark.slow  # test_ranks.py and test_fsdp.py have a dense model
 @pytest.mark.engine
-@pytest.mark.parametrize("sharding", but_slowly(("none", "gradients", "fsdp"), ["fsdp"]))
-@pytest.mark.parametrize("family", but_slowly(ALL, ["qwen3_moe"]))
+@pytest.mark.parametrize("sharding", ["none", "gradients", "fsdp"])
+@pytest.mark.parametrize("family", ALL)
 def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
     family: str, sharding: str, models, tmp_path: Path, two_whole, tried
 ) -> None:

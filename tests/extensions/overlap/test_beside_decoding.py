@@ -41,6 +41,7 @@ def trained_before_the_last(events: Sequence[Any], step: int) -> set[int]:
     return {at for event in of_step if event[3] == "trained between" and event[0] < last for at in event[4]}
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_one_rank_trains_finished_groups_before_its_last_one_is_sampled(compared: Path) -> None:
     (rank,) = results(compared, "compare")
@@ -52,6 +53,7 @@ def test_one_rank_trains_finished_groups_before_its_last_one_is_sampled(compared
     assert all("train/early_tokens" not in step for step in rank["apart"]["steps"])
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_the_update_is_the_same_up_to_rounding_and_a_replay_s_the_same_to_the_bit(compared: Path) -> None:
     (rank,) = results(compared, "compare")
@@ -63,6 +65,7 @@ def test_the_update_is_the_same_up_to_rounding_and_a_replay_s_the_same_to_the_bi
     assert is_replayed(rank)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_the_report_s_lanes_have_it_amid_the_rollout(compared: Path) -> None:
     (rank,) = results(compared, "compare")
