@@ -51,6 +51,7 @@ def test_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.CaptureF
     assert generate.main(["--check"]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow  # the test above compares all pages
 def test_a_stale_page_is_noticed_and_left_alone(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_field_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, mon
         generate.moving()
 
 
+@pytest.mark.slow
 def test_a_metric_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     found = generate.trl_metrics()
     assert len(found) > 30 and {"reward", "rewards/{}/mean", "completions/mean_length", "kl"} <= set(found)

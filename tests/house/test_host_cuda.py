@@ -81,6 +81,7 @@ def check(results: list[dict[str, Any]]) -> None:
     assert not broken, broken
 
 
+@pytest.mark.slow  # of the device of tests; the next test is of the trainer
 def test_device_keeps_the_rules_of_cuda() -> None:
     assert host_cuda.run(HELPERS / "host_cuda_rules.py") == [{"rules": "hold"}]
 

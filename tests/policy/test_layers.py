@@ -87,6 +87,7 @@ def test_a_gpu_compiles_once_too() -> None:
     assert graphs() == GRAPHS
 
 
+@pytest.mark.slow  # the test above counts the graphs of training
 def test_what_was_proved_is_what_trains() -> None:
     """The proof's forward makes the graphs of training; those of evaluations are others. With float32 gradients of
     bfloat16 weights, which torch can't trace, there from the first micro-batch on, and activations computed twice."""

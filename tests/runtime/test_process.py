@@ -267,6 +267,7 @@ def test_a_recipe_may_be_verbose(tmp_path) -> None:
     assert not process.is_verbose(["--config", str(tmp_path / "none.yaml")]) and not process.is_verbose(["--config"])
 
 
+@pytest.mark.slow  # test_launch.py reads a run's output
 def test_a_script_that_has_imported_torch_and_transformers_is_quiet_too() -> None:
     script = """
 import torch, transformers
