@@ -99,6 +99,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_a_fraction_of_an_epoch_ends_with_a_round_and_its_checkpoint(tiny_model, tmp_path, closing) -> None:
     trainer = closing(of_rounds(tiny_model, tmp_path, [], num_train_epochs=0.4))
     trainer.train()

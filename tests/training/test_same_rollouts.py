@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "one_batch": {"loss_type": "bnpo", "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
 }
-QUICK = ("defaults", "reference", "sequences")
+QUICK = ("reference", "sequences")
 
 
 def settings(folder: Path, case: str) -> dict[str, Any]:

@@ -252,6 +252,7 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
     assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.slow  # test_failed_start.py has seven in a row
 def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path, monkeypatch) -> None:
     """Neither leaves rank variables, which programs that the script starts would inherit."""
     rewards = []
