@@ -56,7 +56,7 @@ def test_policy_shares_the_engines_memory(family, tied, tmp_path, tried) -> None
     in plain transformers and in an engine of its own, is the model that was trained."""
     model = tiny.make_model(tmp_path / "model", family, tied)
     steps = model_runner_v2.steps(6)
-    trainer = build(str(model), tmp_path, max_steps=steps)
+    trainer = build(str(model), tmp_path, max_steps=steps, learning_rate=5e-3)
     try:
         assert isinstance(trainer.weights, SharedWeights) and not trainer.weights.copied
         assert storages(trainer.model) <= storages(trainer.engine.model)
@@ -65,7 +65,7 @@ def test_policy_shares_the_engines_memory(family, tied, tmp_path, tried) -> None
         trainer.train()
         assert trainer.weights.publish(steps) == 0
         after = greedy(trainer.engine, steps)
-        assert after != before or steps < 20, "20 steps at this rate change what is said"
+        assert after != before or steps < 6, "six steps at this rate change what is said"
         probe = proof.probe_ids(trainer.engine, 40)
         logprobs = trainer.engine.prompt_logprobs(probe)
         trainer.save_model(str(tmp_path / "saved"))
