@@ -223,8 +223,8 @@ def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
     return state
 
 
-# One sequence at a time: an engine's log-probabilities depend, by their last bits, on what it decodes beside. Where a
-# part of a round is sampled after a resume, only this leaves the bits of the whole round.
+# One sequence at a time: the last bits of an engine's log-probabilities depend on the other sequences of a batch. Where
+# a part of a round is sampled after a resume, only this gives the bits of the whole round.
 ONE_BY_ONE = {"vllm_engine_kwargs": {"max_num_seqs": 1}}
 
 
