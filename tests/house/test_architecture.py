@@ -19,7 +19,7 @@ from colograd.runtime import registry
 PACKAGE = ROOT / "colograd"
 VLLM_OBJECTS = {"core", "engine_core", "llm", "llm_engine", "lora_manager", "model_executor", "vllm_config"}
 FILES = sorted(PACKAGE.rglob("*.py"))
-# What __init__.py imports on first use, as docs/architecture.md says, and the types that annotate riders.
+# Modules that __init__.py imports on first use (see docs/architecture.md), and the types that annotate riders.
 LAZY = {("__init__.py", "config/__init__.py"), ("__init__.py", "trainer.py"), ("riders.py", "batch.py")}
 MOST_PARAMETERS = 8
 MANY_PARAMETERS = {("trainer.py", "GRPOTrainer.__init__")}  # TRL's signature
@@ -154,7 +154,7 @@ def test_the_floors_are_what_there_is() -> None:
 
 
 def test_the_reading_of_imports_sees_them_all() -> None:
-    """The other tests are worth what this one is: every form of import is found and resolved."""
+    """Every form of import is read and resolved. The other tests depend on that."""
     assert {"training/learner.py", "sharding/__init__.py"} <= imports(PACKAGE / "trainer.py")
     assert "engine/protocol.py" in imports(PACKAGE / "weights" / "copied.py")
     assert "parallel/ranks.py" in imports(PACKAGE / "train.py"), "inside a function"
@@ -225,8 +225,7 @@ def test_nothing_is_left_to_do(path: Path) -> None:
 
 
 def test_one_room_knows_each_way_of_sharding() -> None:
-    """By their classes nobody else does; by their names those that say what they hold, and what goes with them."""
-
+    """No other room uses their classes. Only the rooms of `told` use their names."""
     from colograd.runtime import registry
     from colograd.sharding.selection import STRATEGIES
 
@@ -237,7 +236,7 @@ def test_one_room_knows_each_way_of_sharding() -> None:
         if room not in ("sharding", "extensions"):
             assert not classes & set(re.findall(r"\w+", source)), path
         if room not in told:
-            named = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+            named = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
             assert not {"gradients", "fsdp"} & named, path  # "optimizer" is a phase of a step too
 
 

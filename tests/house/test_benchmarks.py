@@ -19,7 +19,7 @@ import side_by_side
 
 
 def forked(benchmark: str, *arguments: Any) -> str:
-    """What a benchmark printed, run in a process whose imports are done."""
+    """Run a benchmark as a fork of a process with all imports, and return its output."""
     done = launcher.run(BENCHMARKS / f"{benchmark}.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

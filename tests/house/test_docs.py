@@ -197,7 +197,7 @@ def test_the_installation_page_names_every_extra() -> None:
     assert [name for name in parser["options.extras_require"] if f"`{name}`" not in page] == []
 
 
-REFUSALS = [  # page, a passage's beginning, what it must name
+REFUSALS = [  # page, a passage's beginning, names in it
     ("guide/distillation.md", "- **Place**", (*WHOLE, "fsdp", *TENSOR, "sequence_parallel_size")),
 ]
 

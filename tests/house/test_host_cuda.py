@@ -113,7 +113,7 @@ def test_commands_run_on_the_device(commands: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # alone it runs all of them
+@pytest.mark.timeout(3600)  # alone it runs all cases
 def test_device_runs_the_places_of_its_table(
     fast: list[dict[str, Any]],
     fast_ranks: list[dict[str, Any]],

@@ -50,7 +50,7 @@ def rewards(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`colograd train --config ... --max_steps 3`, in a process whose imports are done."""
+    """`colograd train --config ... --max_steps 3`, as a fork of a process with all imports."""
     folder = tmp_path_factory.mktemp("alone")
     flags = ("--config", recipe, f"--output_dir={folder}", "--max_steps", "3")
     done = launcher.run("colograd.apps.cli", "train", *flags, cwd=HELPERS)
@@ -62,8 +62,9 @@ def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched(
     request: pytest.FixtureRequest, recipe: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
-    """`torchrun --nproc-per-node N -m colograd.train --config ...`; in the run before vLLM has noted what the model's
-    class can do, which takes a process of its own. Other tests fork their ranks, as imports take 15 seconds of each."""
+    """`torchrun --nproc-per-node N -m colograd.train --config ...`. Other tests fork their ranks, because each real one
+    imports for 15 seconds. The run before has filled vLLM's cache of the model's class, which takes a further process.
+    """
     folder = tmp_path_factory.mktemp("launched")
     done = run(
         "-m", "torch.distributed.run", "--nproc-per-node", str(request.param), "--master-port",

@@ -125,7 +125,7 @@ def test_a_notebook_runs(
 def test_the_readme_s_script_runs(
     model: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a random model, and with the one that it names, whose logits are large as a trained model's are."""
+    """With a random model, and with the named one. A trained model has large logits."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(tiny_model if model == "tiny" else MODEL)

@@ -1,5 +1,5 @@
 """The examples of TRL's documentation for its GRPOTrainer (docs/source/grpo_trainer.md and the README), with the import
-changed, and model and dataset replaced by local ones. And what of TRL's surface can be read without a run.
+changed, and model and dataset replaced by local ones. Then parts of TRL's interface that need no run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def settings(folder: Path, **changes: Any) -> GRPOConfig:
 
 
 def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
-    """What the steps logged."""
+    """Return the logged metrics of all steps."""
     found = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert found and all(entry["grad_norm"] >= 0 for entry in found)
     return found
@@ -77,7 +77,7 @@ def test_none_means_the_default(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with room for TRL's default of 512 new tokens, of which an eighth ends a completion."""
+    """The tiny model with room for TRL's default of 512 new tokens. Every eighth token ends a completion."""
     folder = tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-long", layers=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
@@ -223,7 +223,7 @@ def test_multi_task_reward_functions(tiny_model, tmp_path, closing) -> None:
 
 @engine
 def test_an_environment_may_bring_all_prompts(tmp_path, closing) -> None:
-    """No dataset: `reset` returns the whole user message, and `max_steps` says when training ends."""
+    """Without a dataset `reset` returns the whole user message, and `max_steps` ends the training."""
     made = []
 
     class Game:
