@@ -10,7 +10,7 @@ import tiny
 
 
 def test_a_small_part_passes_with_vllm_s_gpu_model_runner() -> None:
-    """Log-probabilities, and experts that vLLM tells by itself."""
+    """Log-probabilities, and asynchronous scheduling."""
     command = [sys.executable, model_runner_v2.__file__, "--small", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, capture_output=True, text=True, env=tiny.clean_environment())
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"

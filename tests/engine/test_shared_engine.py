@@ -35,6 +35,7 @@ CASES = (
 BY_THE_CLOCK = ("closed_by_the_clock", "late_tools")
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_of_one_engine_stay_in_step(ranks: list[dict], case: str) -> None:
@@ -48,6 +49,7 @@ def test_ranks_of_one_engine_stay_in_step(ranks: list[dict], case: str) -> None:
         assert follower["tokens"] is None and leader["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_what_is_closed_early_is_aborted_on_both(ranks: list[dict]) -> None:
     for rank in ranks:
@@ -55,6 +57,7 @@ def test_what_is_closed_early_is_aborted_on_both(ranks: list[dict]) -> None:
         assert rank["left_open"]["steps"] < rank["plain"]["steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_rewards_are_computed_by_the_leader_alone(ranks: list[dict]) -> None:
     assert ranks[0]["called"] >= 4 and ranks[1]["called"] == 0

@@ -35,7 +35,7 @@ def client(base_url: str, api_key: str) -> Any:
 
 
 def answered(call: Any) -> str:
-    """What the tool says to a call."""
+    """Return the tool's answer to a call."""
     try:
         arguments = json.loads(call.function.arguments)
         return str(arguments["a"] + arguments["b"])
@@ -72,7 +72,7 @@ def compacting(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> 
 
 
 def trainer(folder: Path) -> Any:
-    """A trainer of `calculator`, whose model is made to call its tool in every turn."""
+    """Build a trainer of `calculator`. Its model is made to call the tool in every turn."""
     import tiny
     from datasets import Dataset
 

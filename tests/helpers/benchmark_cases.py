@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 QUESTIONS = 5
-# How a completion of `letters` is judged: checks that hang, die or raise are asked for by the document.
+# Judges a completion of `letters`. A document can request a check that hangs, dies or raises.
 UTILS = """
 import os, signal, time
 

@@ -23,7 +23,7 @@ def found() -> str | None:
 
 
 class Browser:
-    """One page in a browser of its own. No name is resolved, and what the page asks for is noted.
+    """One page in a browser of its own. No name is resolved, and all requests of the page are noted.
 
     Args:
         allowed: hosts that may be reached: those of a test's own server.
@@ -32,8 +32,8 @@ class Browser:
     def __init__(self, allowed: Sequence[str] = ()) -> None:
         from websockets.sync.client import connect
 
-        self.problems: list[str] = []  # errors on the console, and what was thrown
-        self.requests: list[str] = []  # addresses, but the page's own and those inside of it
+        self.problems: list[str] = []  # errors on the console, and exceptions
+        self.requests: list[str] = []  # addresses outside the page
         self._folder = tempfile.TemporaryDirectory(prefix="colograd-browser-", ignore_cleanup_errors=True)
         rules = ", ".join(["MAP * ~NOTFOUND", *(f"EXCLUDE {host}" for host in allowed)])
         options = [
@@ -136,7 +136,7 @@ class Browser:
         self._call("Emulation.setTouchEmulationEnabled", enabled=phone)
 
     def run(self, script: str) -> Any:
-        """The value of an expression; a promise is waited for. What it throws is raised."""
+        """Return the value of an expression. Promises are awaited, and exceptions of the script are raised."""
         answer = self._call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, userGesture=True
         )

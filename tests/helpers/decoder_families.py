@@ -9,7 +9,7 @@ from typing import Any
 import tiny
 import torch
 
-# Sizes by the names that configurations have for them. A configuration gets those of its own names.
+# Sizes by the names that configurations have for them. A configuration gets the sizes whose names it has.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 128),
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
     "zero_expert_num": 2,
-    # multi-head latent attention, of which vLLM's kernel for a CPU takes one size
+    # multi-head latent attention: vLLM's kernel for CPUs takes one size
     **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32),
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -50,7 +50,7 @@ SIZES: dict[str, Any] = {
 }
 WINDOWS = ("sliding_attention", "full_attention")
 GATED_DELTA = {"num_hidden_layers": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-# What a family needs beside them.
+# Further settings that a family needs.
 OWN: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 0},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},

@@ -38,7 +38,7 @@ def detached(engine: VLLMEngine, *parts: Slice) -> Iterator[None]:
 
 
 def _follow(live: torch.Tensor, private: torch.Tensor, gone: list[torch.Tensor], *_: Any) -> None:
-    """Bring what else is fused in a tensor up to date."""
+    """Update the other parts of a fused tensor."""
     copies = [private.as_strided(place.shape, place.stride(), place.storage_offset()) for place in gone]
     kept = [copy.clone() for copy in copies]
     private.copy_(live)

@@ -16,7 +16,7 @@ from paths import SCRIPTS
 TWO = {"vllm_tensor_parallel_size": 2}
 # AdamW at its default of 1e-8 turns the rounding of gradients that are nearly 0 into whole steps.
 SETTINGS = {"adam_epsilon": 1e-4}
-# What is told of a rank that fails amid a forward of the second step, by the faults of same_rollouts.py.
+# Expected message for each fault of same_rollouts.py: a rank fails within a forward of the second step.
 FAULTS = {
     "killed": "Rank 1",
     "inside": "no room within a layer",
@@ -59,7 +59,7 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def check_ends_alike(model: Path, folder: Path, ranks: int) -> None:
-    """Each of ``ranks`` has the weights of one rank's run, up to a 1e-5th of what that moved."""
+    """Check that all ranks end with the weights of a run on one rank, within 1e-5 of the distance those moved."""
     from transformers import AutoModelForCausalLM
 
     expected = torch.load(folder / "weights0-of-1.pt")

@@ -59,7 +59,7 @@ def guard() -> Path:
 
 
 def run(script: Path, *arguments: str, patience: float = 600) -> list[dict[str, Any]]:
-    """What a script with a fake GPU printed: a dictionary per line."""
+    """Run a script with a fake GPU and return the dictionaries that it printed, one per line."""
     environment = os.environ | {"LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"} | cuda_places.WATCHED
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience)
@@ -72,19 +72,19 @@ def run(script: Path, *arguments: str, patience: float = 600) -> list[dict[str, 
 
 @dataclass
 class Seen:
-    """What a stretch of a program did on the fake GPU."""
+    """Operations of one part of a program on the fake GPU."""
 
     flash: Counter[str] = field(default_factory=Counter)  # calls: forward, backward
-    waits: list[str] = field(default_factory=list)  # for which the host would wait until the device is done
+    waits: list[str] = field(default_factory=list)  # operations that would make the host wait for the device
     copied: int = 0  # bytes between the two memories
-    devices: set[str] = field(default_factory=set)  # of all that was computed from the GPU's tensors
+    devices: set[str] = field(default_factory=set)  # devices of all tensors that were computed from the GPU's
     products: set[str] = field(default_factory=set)  # dtypes of matrix products' factors
     held: int = 0  # bytes at the start
     most: int = 0  # bytes at once
 
     @property
     def peak(self) -> int:
-        """Bytes beside what was there before."""
+        """Most bytes at once, without those held at the start."""
         return self.most - self.held
 
 
@@ -94,7 +94,7 @@ ASKS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_d
 
 
 class FakeGPU(TorchDispatchMode):
-    """While the context lasts, tensors of device `cuda` are fakes, and those of the host are real."""
+    """Within this context, tensors of device `cuda` are fakes and tensors of the host are real."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ def row() -> PackedRow:
 
 
 def step(gpu: FakeGPU, model: Any, groups: Any = ROW, warm: bool = True, **options: Any) -> dict[str, Any]:
-    """A forward and backward of a step, whose gradients are there; ``warm``: a first one has been."""
+    """Measure a forward and backward with gradients in place. ``warm``: after a first forward and backward."""
     accumulate_in_float32(model.parameters())
     forward = PolicyForward(model, 0.9, **options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -156,7 +156,7 @@ def dense_untied(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def several_groups(gpu: FakeGPU) -> dict[str, Any]:
-    """Whose prompts don't lie beside each other in the row."""
+    """Prompts that aren't next to each other in the row."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     return step(gpu, model, [(PROMPT, [COMPLETION] * 3), (2 * PROMPT, [COMPLETION] * 3)]) | {"plan": plan(model)}
 
@@ -330,7 +330,7 @@ def entropy(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def reference(gpu: FakeGPU) -> dict[str, Any]:
-    """Beside the policy; fakes don't follow `parameter.data`, by which an offloaded one comes and goes."""
+    """A reference on the device next to the policy. Fakes don't follow `parameter.data`, which offloading sets."""
     model, before = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)), gpu.bytes
     reference = FrozenCopy(model, CUDA, offload=False)
     copy = gpu.bytes - before
@@ -375,7 +375,7 @@ def streamed_optimizer(gpu: FakeGPU) -> dict[str, Any]:
 
 
 def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
-    """Three backwards of a step, the second and third of which add to sums on the host."""
+    """Three backwards of a step. The second and the third add to sums on the host."""
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=tied))
     accumulate_in_float32(model.parameters())
@@ -395,7 +395,7 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
 
 
 def plan_of_gradients(model: Any, checkpointing: int = 0) -> int:
-    """Of a pass whose gradients go to the host, and with ``checkpointing`` the layers' inputs too."""
+    """Plan a pass with gradients on the host, and with ``checkpointing`` the layers' inputs too."""
 
     sizes = PolicySizes.of(model, "adamw_split", 2)
     on_way = host_sums.on_way(sizes.gradients, 4 * sizes.matrix)
@@ -424,7 +424,7 @@ def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
 
 
 def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
-    """Of one row and of two; bytes of page-locked memory after each step."""
+    """Train a step of one row and a step of two. Return the bytes of page-locked memory after each step."""
     from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 
     accumulate_in_float32(model.parameters())
@@ -478,8 +478,8 @@ def checkpoint(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def tower(gpu: FakeGPU) -> dict[str, Any]:
-    """Of Qwen2.5-VL, one layer with windows and one with whole pictures. What it works out from its pictures' sizes
-    before its layers is given, as its numbers aren't there."""
+    """Two layers of Qwen2.5-VL: one with windows, one with whole pictures. Positions and windows are computed on the
+    host and passed in, because fakes have no numbers."""
     rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
     vision = {"depth": 2, "fullatt_block_indexes": [1], "out_hidden_size": 256}  # else as published
     text = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,

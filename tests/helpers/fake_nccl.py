@@ -1,9 +1,9 @@
-"""Collectives between GPUs that aren't there: one rank's part of a step, among ranks of which it is the only one.
+"""Collectives between GPUs that don't exist: one rank's part of a step. The other ranks don't exist either.
 
     python tests/helpers/fake_nccl.py RANKS      # with the guard of `fake_gpu.run`; prints a dictionary per case
 
-torch's fake process group answers at once, with nothing; what is asked of it is written down. Of each way of sharding,
-and of the first and the last rank: two micro-batches and the optimizer's step.
+torch's fake process group returns at once, without data; each call is recorded. Every way of sharding runs two
+micro-batches and the optimizer's step, on the first and on the last rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLLECTIVES = {
 
 
 class FakeNCCL(FakeGPU):
-    """`FakeGPU`, and what goes between ranks: name, bytes of the whole tensor, dtype, device."""
+    """`FakeGPU` that records collectives: name, bytes of the whole tensor, dtype, device."""
 
     def __init__(self) -> None:
         super().__init__()

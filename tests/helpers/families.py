@@ -1,12 +1,12 @@
-"""Which family of models was tried with what: tests tell, and docs/models.md has a table of it.
+"""Tests record the model families that they tried. docs/models.md has a table of these records.
 
     def test_a_mixture_is_trained(family, tried):
         ...
         tried(family, "packed", shared="experts copied: they are transposed")
 
-``pytest --families`` writes what the tests that passed told into docs/models.json, in place of what the same tests told
-of the same families before; ``python docs/generate.py`` makes the table. A test whose function doesn't take ``tried``,
-or doesn't name the column, is an error of tests/house/test_docs.py: so what the table says can't outlive its test.
+``pytest --families`` writes the records of tests that passed into docs/models.json, and replaces the earlier records of
+the same tests and families. ``python docs/generate.py`` makes the table. tests/house/test_docs.py fails if a recorded
+test no longer takes ``tried`` or no longer names the column, so no cell of the table outlives its test.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PASSED: pytest.StashKey[dict[str, list[tuple[str, str, str]]]] = pytest.StashKey
 
 
 def read() -> dict[str, Any]:
-    """``columns`` and ``families``: their titles by name, in the table's order. ``tried``: of a family and a column,
-    by test what its cell says; empty: yes."""
+    """Return the record. ``columns`` and ``families``: titles by name, in the table's order. ``tried``: for a family, a
+    column and a test the text of the cell; an empty text means yes."""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 
 
 @pytest.fixture
 def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """``tried(family, "a column", "another", a_third="what its cell says in place of yes")``, in a test that passes."""
+    """Record a try: ``tried(family, "a column", "another", a_third="the cell's text in place of yes")``."""
     known, told = read(), request.node.stash.setdefault(TOLD, [])
 
     def tell(family: str, *columns: str, **said: str) -> None:

@@ -9,10 +9,10 @@ STEPS = 6
 
 
 class Rollouts:
-    """A rollout_func whose answer depends on the prompt, its occurrence and the step, not on who asks."""
+    """A rollout_func. Its completions depend on the prompt, its occurrence and the step, not on the caller."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, list[str]]] = []  # the step and its prompts, as often as asked
+        self.asked: list[tuple[int, list[str]]] = []  # step and prompts of each call
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         step, tokenizer = trainer.state.global_step, trainer.processing_class

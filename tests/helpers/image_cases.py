@@ -62,8 +62,8 @@ def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tu
 
 
 def exact_model(family: str) -> Any:
-    """Random. Gemma 4's in float64, as its scaled embeddings have gradients of up to 50; but for the one with experts,
-    whose grouped products have no float64."""
+    """Build a random model. Gemma 4 is in float64, because its scaled embeddings have gradients of up to 50. The one
+    with experts stays in float32: grouped products have no float64."""
     model, _ = tiny_images.random_model(family)
     return model.double() if family in ("gemma4_vl", "gemma4_both_ways") else model
 

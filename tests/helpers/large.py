@@ -60,7 +60,7 @@ def folder_of(name: str, place: Path) -> Path:
 
 @functools.cache
 def sizes(place: Path, rank: int = 0) -> tuple[Shape, PolicySizes]:
-    """Of the policy in bfloat16; with a LoRA of ``rank`` if above 0."""
+    """Return the sizes of a bfloat16 policy, with a LoRA of ``rank`` if above 0."""
     model: Any = outline(str(place), torch.bfloat16)
     model = with_adapter(model, rank) if rank else model
     return Shape.of(model.config), PolicySizes.of(model, "adamw_split", 2)

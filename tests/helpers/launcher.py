@@ -1,8 +1,8 @@
-"""Start ranks, and other programs of tests, in processes whose imports are done already.
+"""Start ranks, and other programs of tests, as forks of a process that has done the imports.
 
 A test's program spends 15 of its 17 processor seconds on importing torch, transformers and vLLM. So one process (this
-file, run as a script) imports them once and forks for each program that a test asks for; the fork takes milliseconds.
-What it runs is a process of its own with its own engine, as by `torchrun`, which tests of the launch itself still use.
+file, run as a script) imports them once, and forks for each program that a test starts; a fork takes milliseconds.
+Each rank is a process with its own engine, as with `torchrun`. Tests of the launch itself use the real `torchrun`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paths import HELPERS, SCRIPTS
 
 from colograd.runtime import process
 
-# What a run imports, now or when it first needs it. None of it may start a thread: a fork has only the one that forks.
+# Modules that a run imports, at once or on first use. None may start a thread: a fork has one thread only.
 PRELOADED = (
     "colograd.trainer",
     "colograd.training.assembly",
@@ -71,12 +71,13 @@ def run(
 
     Args:
         program: a script's path, or a module's name.
-        ranks: how many to start, with the variables that torchrun sets; 0: one process without any of them.
+        ranks: how many to start, with the variables that torchrun sets; 0: one process without these variables.
         env: the environment; none: `tiny.clean_environment()`.
         timeout: seconds.
 
     Returns:
-        What they wrote and 0, or 1 if one of several failed (the others then get a SIGTERM), or its own status of one.
+        The output of all ranks and a status: of one rank its own; of several 0, or 1 if one failed. Then the others
+        get a SIGTERM.
 
     Raises:
         subprocess.TimeoutExpired: after ``timeout``; all of them are killed.
@@ -89,7 +90,7 @@ def run(
 def apart(
     program: str | Path, *arguments: Any, ranks: int = 2, env: Mapping[str, str] | None = None
 ) -> Iterator[list[Started]]:
-    """Ranks that write and end each by itself. ``env`` outdoes what torchrun sets; at the end all are killed."""
+    """Start ranks that write and end separately. ``env`` wins over torchrun's variables. At the end all are killed."""
     with contextlib.ExitStack() as open_ones:
         yield [
             open_ones.enter_context(Started(program, arguments, [of_rank | dict(env or {})]))
@@ -101,7 +102,7 @@ class Started:
     """Processes that write into the same two files. They are killed when the context ends.
 
     Args:
-        of_each: what the environment of each of them has beside ``env``.
+        of_each: variables of each process, in addition to ``env``.
     """
 
     def __init__(
@@ -143,9 +144,9 @@ class Started:
 
     @property
     def pid(self) -> int:
-        """Of the only process, as soon as it is there. An AssertionError with what it wrote: it has ended."""
+        """Process id of the only process, as soon as it exists. AssertionError with its output if it has ended."""
         children = Path(f"/proc/{self._leader}/task/{self._leader}/children")
-        # The leader says how the process ended as soon as it has: from then on there is something to read.
+        # The leader sends the status as soon as the process has ended: then there is something to read.
         while not select.select([self._line], [], [], 0)[0]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if pids := children.read_text().split():
@@ -169,7 +170,7 @@ class Started:
 
 
 def variables_of(ranks: int) -> list[dict[str, str]]:
-    """What torchrun sets for each rank."""
+    """Return the variables that torchrun sets, for each rank."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "TORCHELASTIC_RUN_ID": "tests"}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(ranks)]
@@ -188,7 +189,7 @@ def on_two_ranks(model: Path, folder: Path, sharding: str) -> list[str]:
 
 
 def _read(file: int) -> str:
-    """All of it, which leaves the place where its writers write."""
+    """Read the whole file without moving the position at which others write."""
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
@@ -206,7 +207,7 @@ def _server() -> str:
 
 
 def preload() -> None:
-    """Import what a run imports, and leave out what costs its start seconds and says nothing in a test."""
+    """Import the modules of a run, and switch off two parts of its start that take seconds and prove nothing here."""
     for name in PRELOADED:
         importlib.import_module(name)
     # vLLM looks at each family's class, which it loads a moment later, in a process that imports all of vLLM again.
@@ -221,13 +222,13 @@ def serve(address: str) -> None:
     """Import all, then fork a leader for each request, until the process that started this one is gone."""
     _end_with_parent()
     answer = os.dup(1)
-    os.dup2(2, 1)  # what packages say when they are imported is no answer
+    os.dup2(2, 1)  # output of imports is no answer
     process.quiet_logs(verbose=False)
     sys.path.insert(0, str(HELPERS))
     preload()
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
-    gc.freeze()  # a collection in a fork would otherwise copy every page of what was imported
+    gc.freeze()  # else a collection in a fork copies every page of the imports
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaders are not waited for
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(address)

@@ -13,7 +13,7 @@ from colograd.policy.packing import pack, sequences
 
 
 def doing_something(model: Any) -> Any:
-    """The same model with an adapter whose B isn't zero."""
+    """Return the model with a random B in its adapter, which starts at zero."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for layer in lora.adapted_layers(model):
@@ -24,7 +24,7 @@ def doing_something(model: Any) -> Any:
 
 
 def logprobs(model: Any, share_prompts: bool) -> torch.Tensor:
-    """Of the samples' tokens, in the samples' order."""
+    """Return the log-probabilities of the samples' tokens, in the samples' order."""
     rows = pack(row_proof._samples(lora.unwrap(model)), 1000, False, torch.device("cpu"), share_prompts=share_prompts)
     values = {}
     for row in rows:
@@ -56,7 +56,7 @@ def check_rows_agree(model: Any, packed: tuple[torch.Tensor, list[torch.Tensor]]
 
 
 class Counting(GRPOTrainer):
-    """Counts what each publish writes, after which the engine has the policy's weights bit for bit."""
+    """Counts the bytes of each publish, and checks that the engine then has the policy's weights bit for bit."""
 
     def publish(self) -> None:
         if not hasattr(self, "moved"):

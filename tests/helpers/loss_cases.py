@@ -24,7 +24,7 @@ KNOBS = {
 
 @dataclasses.dataclass
 class Step:
-    """Groups of one step whose completion token number i has the label i: every (n,) tensor is indexed by labels."""
+    """Groups of one step. Completion token number i has the label i: every (n,) tensor is indexed by labels."""
 
     groups: list[ScoredGroup]
     logprobs: torch.Tensor  # requires grad, as the entropies do
@@ -130,6 +130,6 @@ def our_loss(
 
 
 def gradients(value: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    """Of each leaf; zeros where it isn't used."""
+    """Return the gradient of each leaf; zeros for an unused leaf."""
     found = torch.autograd.grad(value, leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]

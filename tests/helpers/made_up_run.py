@@ -391,7 +391,7 @@ class MadeUp:
         return f"{position % max(self.steps * self.groups // 3, 1) * 0x9E3779B97F4A7C15 % 2**64:016x}"  # three epochs
 
     def samples(self, step: int, cache: dict[int, str]) -> Iterator[str]:
-        """The lines of samples.jsonl of a step; what they share with others comes from ``cache``."""
+        """Yield a step's lines of samples.jsonl. Parts that steps share come from ``cache``."""
         for place in range(self.recorded):
             position = (step - 1) * self.groups + place
             for index in range(self.size):

@@ -31,7 +31,7 @@ ALL = (
     "memory/test_device_turns.py",
     "training/test_trainer.py",
 )
-# Of slow tests, which train for long, these alone.
+# The only slow tests that run with V2: others train for long.
 SLOW = (
     "test_router_replay.py::", "test_weights.py::", "test_tensor_parallel.py::test_a_mixture_of_experts_in_parts",
     "test_tensor_parallel.py::test_an_adapter_is_merged",
@@ -39,9 +39,8 @@ SLOW = (
 SMALL = (
     "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
     "engine/test_engine.py::test_asynchronous_scheduling_comes_with_model_runner_v2",
-    "extensions/experts/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
 )
-# By the end of a test's name: why it says nothing with V2 in Triton's interpreter.
+# End of a test's name -> why the test proves nothing with V2 in Triton's interpreter.
 SKIPPED: dict[str, str] = {
     "replay_what_their_engine_chose[deepseek_v3]": "V2 keeps experts by the prefix cache's blocks, of which vLLM has "
     "none for latent attention on a CPU",
@@ -50,7 +49,7 @@ SKIPPED: dict[str, str] = {
 
 
 def steps(many: int) -> int:
-    """Of a run that trains for a while: two with V2."""
+    """Return the steps of a longer run: two with V2, else ``many``."""
     return 2 if running() else many
 
 

@@ -1,4 +1,4 @@
-"""Runs of scripts/overlapping_ranks.py, and what they leave."""
+"""Runs of scripts/overlapping_ranks.py, and their results."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def start(model: Path, folder: Path, mode: str, ranks: int = 2) -> subprocess.Co
 
 
 def results(folder: Path, mode: str) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Read the results of all ranks."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{mode}-rank?.json"))]
 
 
 def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
-    """Of a run's end, on all ranks the same."""
+    """Read the weights at a run's end, and check that all ranks have the same."""
     first, *others = (torch.load(path) for path in sorted(folder.glob(f"{run}-rank?.pt")))
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
     return first
@@ -52,7 +52,7 @@ def check_resumed(model: Path, folder: Path, mode: str, ranks: int = 2) -> None:
     """A run that was killed in its third step goes on before a step that was trained, which takes the recorded
     micro-batches, and one that wasn't; a replay of it has its bits."""
     run = folder / "overlapped"
-    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written beside the next step, and so perhaps cut
+    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written during the next step, and so perhaps incomplete
     done = start(model, folder, mode, ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     second = run / "_journal" / "step-00000001"

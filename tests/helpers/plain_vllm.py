@@ -1,4 +1,4 @@
-"""vLLM without Colograd, in a process of its own: what it says of a folder that was saved."""
+"""vLLM without Colograd, in a process of its own, on a saved model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of an adapter on a quantised base, and what holds of each of them."""
+"""Runs of an adapter on a quantised base, and checks for each run."""
 
 from __future__ import annotations
 

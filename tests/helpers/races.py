@@ -1,4 +1,4 @@
-"""A device whose streams know what they have waited for, and tell of races."""
+"""A device that follows the order of its streams, and reports races."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def _is_written(argument: Any) -> bool:
 
 
 class Races(TorchDispatchMode):
-    """Streams that know what they have waited for. An operation whose memory another stream has used, by one that
-    neither its own stream nor the host has waited for, is a race, unless both only read it."""
+    """Streams that record the operations for which they have waited.
+
+    A race: an operation uses memory of an earlier operation on another stream, neither its own stream nor the host has
+    waited for that operation, and at least one of the two writes.
+    """
 
     def __init__(self) -> None:
         super().__init__()

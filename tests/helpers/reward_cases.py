@@ -79,7 +79,7 @@ def odd(completions: list[str], **kwargs: Any) -> list[float | None]:
     return [float(len(text)) if int(text) % 2 else None for text in completions]
 
 
-# -- what they log
+# -- reward functions that log
 
 
 def talkative(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
@@ -137,7 +137,7 @@ def dead(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any)
     os._exit(3)
 
 
-# -- those that a file or the environment steers
+# -- reward functions that a file or the environment controls
 
 
 def variety(completions: list[Any]) -> list[float]:
@@ -166,7 +166,7 @@ def faulty(completions: list[Any], **kwargs: Any) -> Any:
 
 
 def in_order(completions: list[Any], answer: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
-    """`variety`. REWARD_ORDER names a folder and says whose call waits until whose has ended, by the answer."""
+    """`variety` in a fixed order. REWARD_ORDER has a folder and, by answer, the call that must end before."""
     folder, waits_for = json.loads(os.environ.get("REWARD_ORDER", '["", {}]'))
     before = waits_for.get(answer[0])
     while before and not (Path(folder) / before).exists():

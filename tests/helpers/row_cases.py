@@ -50,7 +50,7 @@ GATED_DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-# Layers with a state beside attention, or alone.
+# Models with recurrent layers: together with attention, or alone.
 RECURRENT: dict[str, Callable[[], Any]] = {
     "qwen3_5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SHAPE | GATED_DELTA)),
     "qwen3_5_moe": lambda: hf.Qwen3_5MoeForCausalLM(

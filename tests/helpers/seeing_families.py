@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of families whose text alone is trained."""
+"""Tiny random vision-language models of families for which only the text is trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE: dict[str, Any] = {
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Of each family: its class, and the configurations of its text, of its tower and of the whole.
+# family -> its class, and the configurations of its text, its tower and the whole model
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (
         "Qwen3_5ForConditionalGeneration",

@@ -162,7 +162,7 @@ class Model:
         return found
 
     def turn(self) -> tuple[list[int], dict[str, Any]]:
-        """Ids, and the message that a parser makes of them."""
+        """Return token ids and the message that a parser returns for these ids."""
         family, draw = self.family, self.draw
         reasoning = self.words(6) if family.reasons and draw.random() < 0.7 else ""
         calls = []

@@ -1,16 +1,20 @@
-"""A model and a task small enough for a test, real enough for vLLM. Imported by tests and by the scripts they start."""
+"""A model and a task small enough for a test, real enough for vLLM. Imported by tests and by the scripts they start.
+
+Reward workers import it too, for the functions below, and so it imports torch and datasets where they are used.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
-from datasets import Dataset
+from typing import TYPE_CHECKING, Any
 
 from colograd.runtime import process
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
 
 PATIENCE = 1000  # seconds after which something hangs: nothing is that slow, on any machine
 
@@ -52,6 +56,7 @@ def make_model(
     width: int = 64,
 ) -> Path:
     """Save a random model with head size 32, which vLLM's CPU attention takes."""
+    import torch
     import transformers as hf
 
     tokenizer = make_tokenizer()
@@ -155,6 +160,8 @@ EXPERTS = {
 
 def prompts(size: int = 16) -> Dataset:
     """Conversations of different lengths, with a column for the reward."""
+    from datasets import Dataset
+
     return Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": f"{'count ' * (i % 3)}{i}"}], "answer": chr(97 + i % 26)}
@@ -216,8 +223,8 @@ def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
     return state
 
 
-# One sequence at a time: an engine's log-probabilities depend, by their last bits, on what it decodes beside. Where a
-# part of a round is sampled after a resume, only this leaves the bits of the whole round.
+# One sequence at a time: the last bits of an engine's log-probabilities depend on the other sequences of a batch. Where
+# a part of a round is sampled after a resume, only this gives the bits of the whole round.
 ONE_BY_ONE = {"vllm_engine_kwargs": {"max_num_seqs": 1}}
 
 

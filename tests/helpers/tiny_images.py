@@ -48,8 +48,8 @@ def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
 
 
 def _name_as_published(file: Path) -> None:
-    """transformers saves a tower's weights by the names that it found in a checkpoint. Of a model that was never loaded
-    they are its own, which vLLM doesn't know; published checkpoints have these."""
+    """Rename a tower's weights as published checkpoints name them. transformers saves a model that was never loaded
+    under names of its own, which vLLM doesn't know."""
     from safetensors.torch import load_file, save_file
 
     weights = {name.replace("vision_tower.", "vision_tower.vision_model."): of for name, of in load_file(file).items()}

@@ -1,4 +1,4 @@
-"""Trees of tokens, and what they are as rows of their own."""
+"""Trees of tokens, and the same branches as separate rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from colograd.batch import ModelInput, Rollout
 
 
 def sequences(rollout: Rollout) -> Iterator[Rollout]:
-    """A tree's branches as rollouts of their own, none of which is a tree: each with all that it sees, and with those
-    sampled tokens that no earlier one has."""
+    """Yield a tree's branches as plain rollouts. Each has all tokens that it sees. A sampled token counts in the first
+    branch that has it."""
     tree = rollout.tree
     ends = set(range(len(tree))) - {branch.after for branch in tree}
     starts = [sum(branch.length for branch in tree[:index]) for index in range(len(tree))]

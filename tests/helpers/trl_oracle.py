@@ -1,7 +1,7 @@
-"""The installed TRL, asked about tensors: `GRPOTrainer`'s own methods on a trainer that was never constructed.
+"""The installed TRL as an oracle: `GRPOTrainer`'s own methods on a trainer that was never constructed.
 
-No model, no engine, no tokenizer: what the methods call for is stubbed with given tensors, on one rank with one
-micro-batch. Nothing of TRL is repeated here.
+There is no model, engine or tokenizer: inputs of the methods are replaced by given tensors, on one rank with one
+micro-batch. No code of TRL is repeated here.
 """
 
 from __future__ import annotations
@@ -97,5 +97,5 @@ def loss_of(trainer: Any, inputs: dict[str, Any], logprobs: torch.Tensor, entrop
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    """What it logged, the last of each name."""
+    """Return the last logged value of each metric."""
     return {name: values[-1] for name, values in trainer._metrics["train"].items()}

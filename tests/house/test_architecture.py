@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,10 @@ from colograd.runtime import registry
 PACKAGE = ROOT / "colograd"
 VLLM_OBJECTS = {"core", "engine_core", "llm", "llm_engine", "lora_manager", "model_executor", "vllm_config"}
 FILES = sorted(PACKAGE.rglob("*.py"))
-# What __init__.py imports on first use, as docs/architecture.md says, and the types that annotate riders.
+# Modules that __init__.py imports on first use (see docs/architecture.md), and the types that annotate riders.
 LAZY = {("__init__.py", "config/__init__.py"), ("__init__.py", "trainer.py"), ("riders.py", "batch.py")}
 MOST_PARAMETERS = 8
 MANY_PARAMETERS = {("trainer.py", "GRPOTrainer.__init__")}  # TRL's signature
-
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 
 
 def floors() -> list[str]:
@@ -41,7 +39,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (module_file(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,6 +64,27 @@ def module_file(name: str) -> str:
 
 def own_name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def each_file(check: Callable[[Path], None]) -> Callable[[], None]:
+    """Make one test of a check of a file: it goes through the package, and lists the files that break the rule."""
+
+    def test() -> None:
+        broken: dict[str, str] = {}
+        for path in FILES:
+            try:
+                check(path)
+            except AssertionError as error:
+                broken[own_name(path)] = str(error)
+        assert not broken
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
 
 
 @functools.cache
@@ -100,7 +119,7 @@ def test_every_seam_is_described_offered_and_asked() -> None:
     asked: dict[str, set[str]] = {"core": set(), "extensions": set()}
     offered: set[str] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("hooks", "hooks_of"):
                 seam = node.args[-1]
                 if isinstance(seam, ast.Constant):
@@ -135,7 +154,7 @@ def test_the_floors_are_what_there_is() -> None:
 
 
 def test_the_reading_of_imports_sees_them_all() -> None:
-    """The other tests are worth what this one is: every form of import is found and resolved."""
+    """Every form of import is read and resolved. The other tests depend on that."""
     assert {"training/learner.py", "sharding/__init__.py"} <= imports(PACKAGE / "trainer.py")
     assert "engine/protocol.py" in imports(PACKAGE / "weights" / "copied.py")
     assert "parallel/ranks.py" in imports(PACKAGE / "train.py"), "inside a function"
@@ -155,7 +174,7 @@ def test_only_the_engine_touches_vllms_objects(path: Path) -> None:
         return
     found = [
         ast.unparse(node)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute)
         and (node.attr in VLLM_OBJECTS or (node.attr == "model" and ast.unparse(node.value).endswith("engine")))
     ]
@@ -196,7 +215,7 @@ def test_no_test_imports_another() -> None:
     """Pieces that several tests use lie in tests/helpers."""
     tests = {path.stem for path in TESTS.rglob("test_*.py")}
     for path in TESTS.rglob("*.py"):
-        named = {name.split(".")[0] for name in imports(path)}
+        named = set(re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
         assert not named & tests, path
 
 
@@ -206,8 +225,7 @@ def test_nothing_is_left_to_do(path: Path) -> None:
 
 
 def test_one_room_knows_each_way_of_sharding() -> None:
-    """By their classes nobody else does; by their names those that say what they hold, and what goes with them."""
-
+    """No other room uses their classes. Only the rooms of `told` use their names."""
     from colograd.runtime import registry
     from colograd.sharding.selection import STRATEGIES
 
@@ -218,7 +236,7 @@ def test_one_room_knows_each_way_of_sharding() -> None:
         if room not in ("sharding", "extensions"):
             assert not classes & set(re.findall(r"\w+", source)), path
         if room not in told:
-            named = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+            named = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
             assert not {"gradients", "fsdp"} & named, path  # "optimizer" is a phase of a step too
 
 
@@ -229,7 +247,7 @@ def test_a_configuration_is_written_to_by_its_own_room_alone(path: Path) -> None
 
     if own_name(path).startswith("config/"):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Attribute) and target.attr in GRPOConfig.__dataclass_fields__:
@@ -253,5 +271,5 @@ def functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, int]]:
 @each_file
 def test_no_function_has_many_parameters(path: Path) -> None:
     own = own_name(path)
-    many = {(own, name) for name, count in functions(ast.parse(path.read_text())) if count > MOST_PARAMETERS}
+    many = {(own, name) for name, count in functions(tree(path)) if count > MOST_PARAMETERS}
     assert not many - MANY_PARAMETERS, f"more than {MOST_PARAMETERS}: pass a class"

@@ -95,7 +95,7 @@ def tokenize(rows: Any, limit: int = 100, overlong: str = "drop") -> Any:
 
 
 def score(returned: Any, size: int = 3) -> torch.Tensor:
-    """What a function's rewards become, for the prompt at position 17; an exception is raised by the function."""
+    """Score a reward function's result, for the prompt at position 17. The function raises an exception it is given."""
 
     def my_reward(completions: list[str], **columns: Any) -> Any:
         if isinstance(returned, Exception):
@@ -126,14 +126,14 @@ class Game:
 
 
 def without_dataset(factory: Any, **changes: Any) -> object:
-    """The prompts of a run whose environments make them all."""
+    """Return the prompts of a run without a dataset, from its environments."""
     feature = SourceFeature() if factory is None else ToolFeature(Toolbox(None, factory))
     return train_prompts_of(
         None, SimpleNamespace(context=600, tokenizer=Words(), processor=None, rows=0), config(**changes), feature
     )  # type: ignore[arg-type]
 
 
-# name -> (what goes wrong, and in the message: the value, the rule, the remedy)
+# name -> (the mistake, and in the message: the value, the rule, the remedy)
 CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] = {
     "an unknown key of the configuration": (
         lambda _: config(num_generation=4),
@@ -596,7 +596,7 @@ def test_none_abstains() -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """Runs the command, which must fail before an engine is built; returns what it said."""
+    """Runs the command, which must fail before an engine is built, and returns its output."""
     from colograd import train, trainer
     from colograd.training import preparation
 

@@ -34,7 +34,7 @@ def test_benchmarks_import_names_that_exist() -> None:
 
 
 def forked(benchmark: str, *arguments: Any) -> str:
-    """What a benchmark printed, run in a process whose imports are done."""
+    """Run a benchmark as a fork of a process with all imports, and return its output."""
     done = launcher.run(BENCHMARKS / f"{benchmark}.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -76,6 +76,7 @@ def test_reward_models_give_the_same_rewards_each_way(tiny_model: Path, tmp_path
     assert all(json.loads((tmp_path / "f.json").read_text())[f"processor_s.{way}"] > 0 for way in ("at_once", "padded"))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Path, tmp_path: Path) -> None:
     sizes = ("--prompts", "6", "--completion-tokens", "40", "--mean-tokens", "20", "--trials", "1")
@@ -88,6 +89,7 @@ def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Pa
     assert run["reward_s"] >= 6 * found["sleep_s"] and run["hidden_s"] <= run["reward_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_publishes_are_timed_beside_a_plain_copy_and_the_loader(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: what it runs, how it shares out time, what it says; one check on the tiny model."""
+"""`make gpu-check` without a GPU: its checks, shares of time and page, and one check on the tiny model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_matrices_are_those_that_multiply(tiny_model: Path, tiny_qwen: Path) -> 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_torch_counts_as_many(tiny_qwen: Path, frozen: bool) -> None:
-    """Of one sequence whose every token is predicted; eager attention multiplies all pairs, those it masks too."""
+    """One sequence; every token is predicted. Eager attention multiplies all pairs, also masked ones."""
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 
@@ -212,7 +212,7 @@ def test_the_reason_is_the_first_error() -> None:
     assert gpu_check.reason("one\ntwo\n\n") == "two"
 
 
-# -- what is said
+# -- messages
 
 
 FIGURES: dict[str, Any] = {
@@ -261,7 +261,7 @@ def test_what_is_wrong_with_a_run_is_said() -> None:
 
 
 def forked(command: Sequence[str], limit: float, out: Path, err: Path) -> int:
-    """`gpu_check.execute`, in a process whose imports are done."""
+    """`gpu_check.execute`, as a fork of a process with all imports."""
     program, *arguments = command[1:] if command[0] == "-m" else command
     done = launcher.run(program, *arguments)
     out.write_text(done.stdout)
@@ -269,6 +269,7 @@ def forked(command: Sequence[str], limit: float, out: Path, err: Path) -> int:
     return done.returncode
 
 
+@pytest.mark.slow  # the tests above have the rows and the page of made-up results
 @pytest.mark.engine
 def test_cpu_check_writes_figures_and_page(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ import pytest
 from host_cuda_cases import CASES, RANKS, faults
 from paths import HELPERS
 
-FAST = ("float32", "all on the host", "lora and teacher")
+FAST = ("all on the host", "lora and teacher")
 FAST_RANKS = ("fsdp saved",)
 OTHERS = tuple(name for name in CASES if name not in (*FAST, *RANKS))
 
@@ -81,6 +81,7 @@ def check(results: list[dict[str, Any]]) -> None:
     assert not broken, broken
 
 
+@pytest.mark.slow  # of the device of tests; the next test is of the trainer
 def test_device_keeps_the_rules_of_cuda() -> None:
     assert host_cuda.run(HELPERS / "host_cuda_rules.py") == [{"rules": "hold"}]
 
@@ -89,6 +90,7 @@ def test_a_trainer_runs_on_the_device(fast: list[dict[str, Any]]) -> None:
     check(fast)
 
 
+@pytest.mark.slow  # test_fake_nccl.py has the order of exchanges
 def test_ranks_run_on_devices_of_their_own(fast_ranks: list[dict[str, Any]]) -> None:
     check(fast_ranks)
 
@@ -111,7 +113,7 @@ def test_commands_run_on_the_device(commands: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # alone it runs all of them
+@pytest.mark.timeout(3600)  # alone it runs all cases
 def test_device_runs_the_places_of_its_table(
     fast: list[dict[str, Any]],
     fast_ranks: list[dict[str, Any]],

@@ -1,4 +1,4 @@
-"""Every import path that a page, recipe or notebook names leads somewhere; so do those that published cards name."""
+"""Every import path in a page, recipe or notebook can be imported, and so can every path in published cards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import LlamaConfig, MixtralConfig
 import colograd
 from colograd.runtime.importing import import_when_used
 
-# Of the state before the modules had folders: in recipes on the Hub, in notebooks that people keep.
+# Paths from before the modules had folders. Recipes on the Hub and users' notebooks have them.
 PUBLISHED = (
     "colograd.batch:LossOutput", "colograd.calculator:calculator", "colograd.calculator:products",
     "colograd.config:GRPOConfig", "colograd.data:load_datasets", "colograd.logprobs:policy_logprobs",
@@ -30,7 +30,7 @@ PUBLISHED = (
 
 
 def named_paths() -> set[str]:
-    """`module:name` of all that the pages, recipes and notebooks name."""
+    """Return each `module:name` in the pages, recipes and notebooks."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.yaml")]
     texts = [page.read_text() for page in pages]
     for notebook in ROOT.glob("docs/notebooks/*.ipynb"):
@@ -51,7 +51,7 @@ def test_it_can_be_imported(path: str) -> None:
 
 @pytest.mark.parametrize(("old", "new"), colograd.MOVED.items())
 def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
-    """And leaves it what it was: its own name and spec."""
+    """The module keeps its own name and spec."""
     module = importlib.import_module(new)
     assert importlib.import_module(old) is module
     assert module.__name__ == new and module.__spec__ is not None and module.__spec__.name == new
@@ -71,7 +71,7 @@ def test_a_command_answers_before_anything_large_is_imported(module: str) -> Non
 
 
 def test_untrainable_model_is_refused_before_large_imports(tmp_path: Path) -> None:
-    """From its configuration alone: neither vLLM, nor the trainer, nor the dataset's rows are there when it is said."""
+    """Its configuration suffices: neither vLLM, nor the trainer, nor the dataset's rows are loaded before the error."""
     refused = {
         "noise": (MixtralConfig(router_jitter_noise=0.1), "mixtral has router_jitter_noise 0.1"),
         "packed otherwise": (LlamaConfig(quantization_config={"quant_method": "gptq"}), "gptq"),
@@ -103,7 +103,7 @@ def test_untrainable_model_is_refused_before_large_imports(tmp_path: Path) -> No
 
 
 def test_a_package_is_imported_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the package, or what is below it; and a failing one fails each time it is asked for."""
+    """By its own name or by a module below it. A failing import fails again on each use."""
     for name, last in (("slow_one", ""), ("slow_two", ""), ("broken_one", "raise ImportError('no such device')")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"from . import part\nfrom {name}.part import NAME, Of\n{last}\n")

@@ -50,7 +50,7 @@ def rewards(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`colograd train --config ... --max_steps 3`, in a process whose imports are done."""
+    """`colograd train --config ... --max_steps 3`, as a fork of a process with all imports."""
     folder = tmp_path_factory.mktemp("alone")
     flags = ("--config", recipe, f"--output_dir={folder}", "--max_steps", "3")
     done = launcher.run("colograd.apps.cli", "train", *flags, cwd=HELPERS)
@@ -58,14 +58,18 @@ def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def launched(recipe: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """`torchrun --nproc-per-node 2 -m colograd.train --config ...`; in the run before vLLM has noted what the model's
-    class can do, which takes a process of its own."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def launched(
+    request: pytest.FixtureRequest, recipe: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """`torchrun --nproc-per-node N -m colograd.train --config ...`. Other tests fork their ranks, because each real one
+    imports for 15 seconds. The run before has filled vLLM's cache of the model's class, which takes a further process.
+    """
     folder = tmp_path_factory.mktemp("launched")
     done = run(
-        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),
-        "-m", "colograd.train", "--config", str(recipe), "--output_dir", str(folder), "--log_completions", "true",
+        "-m", "torch.distributed.run", "--nproc-per-node", str(request.param), "--master-port",
+        str(process.free_port()), "-m", "colograd.train", "--config", str(recipe), "--output_dir", str(folder),
+        "--log_completions", "true",
     )  # fmt: skip
     return folder, done.stdout + done.stderr
 
@@ -94,6 +98,7 @@ def test_other_packages_chatter_stays_off_the_terminal(launched) -> None:
         assert noise not in output, noise
 
 
+@pytest.mark.slow  # torchrun's ranks read the same variables
 def test_accelerate_launch_of_the_file_trains_the_same_on_one_rank(recipe, launched, tmp_path) -> None:
     """`accelerate launch colograd/train.py --config ...`, as on a machine with one GPU."""
     run(
@@ -122,4 +127,4 @@ def test_adapter_by_flags_trains_on_two_ranks(recipe, tmp_path) -> None:
 
 def test_console_command_needs_no_launcher(alone, launched) -> None:
     assert len(rewards(alone)) == 3
-    assert rewards(alone)[:2] == pytest.approx(rewards(launched[0]), abs=1e-5), "as on two ranks"
+    assert rewards(alone)[:2] == pytest.approx(rewards(launched[0]), abs=1e-5), "as by torchrun"

@@ -1,5 +1,5 @@
-"""Sequences of 131,072 tokens: what the host holds of them at each stage, in bytes. What the device holds of them is in
-tests/policy/test_fake_gpu.py, how many the budget takes in tests/memory/test_token_budget.py."""
+"""Sequences of 131,072 tokens: bytes of host memory at each stage. tests/policy/test_fake_gpu.py has the bytes on the
+device, tests/memory/test_token_budget.py the number of sequences in a budget."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_attention_plan_grows_with_segments_only(group: ScoredGroup) -> None:
 
 
 def test_padded_rows_are_planned_with_eight_bytes_per_token(group: ScoredGroup) -> None:
-    """Of the padded rows and of the packed one."""
+    """For the padded rows and for the packed one."""
     (row,) = rows_of(group, TOKENS)
     rows = padded.rows_of(collate(row).layout)
     assert rows.tokens.shape == (COUNT, LONG) and rows.tokens.nbytes + rows.places.nbytes == 8 * (COUNT * LONG + TOKENS)

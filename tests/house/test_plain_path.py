@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import launcher
 import pytest
-from paths import ROOT
-from tiny import PATIENCE
+from paths import SCRIPTS
 
 MOST = {"frames": 82, "files": 24, "lines": 4_950}
 MOST_OPTION_LINES = 0.027  # share of these files' lines
@@ -15,8 +12,8 @@ MOST_OPTION_LINES = 0.027  # share of these files' lines
 
 @pytest.mark.engine
 def test_plain_path_is_short_and_names_no_option() -> None:
-    script = ROOT / "tests" / "scripts" / "plain_path.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    done = launcher.run(SCRIPTS / "plain_path.py")
+    assert done.returncode == 0, done.stderr[-3000:]
     last = done.stdout.strip().splitlines()[-1]
     frames, files, lines, share = (float(word.strip("%,")) for word in last.split() if word[0].isdigit())
     assert all(value <= most for value, most in zip((frames, files, lines), MOST.values(), strict=True)), last

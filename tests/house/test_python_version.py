@@ -17,7 +17,7 @@ from paths import ROOT
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 OLDEST = SETUP["options"]["python_requires"].removeprefix(">=")
-# Every module, without what a user may not have installed; one is imported in notebooks alone, which have IPython.
+# Import every module, without optional packages. One module is left out: it needs a notebook's IPython.
 IMPORT_ALL = """
 import importlib, pkgutil, colograd
 for module in pkgutil.walk_packages(colograd.__path__, "colograd."):

@@ -1,4 +1,4 @@
-"""Recipes: every key is one of ours, and the accelerate configurations do what their heads say."""
+"""Recipes: every key is a setting, and the accelerate configurations do as their first comments promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make records`: its page is fresh, and each row's tiny form runs on a CPU and says so."""
+"""`make records`: its page is fresh, and each row's tiny form runs on a CPU and reports that."""
 
 from __future__ import annotations
 

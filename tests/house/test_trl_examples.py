@@ -1,5 +1,5 @@
 """The examples of TRL's documentation for its GRPOTrainer (docs/source/grpo_trainer.md and the README), with the import
-changed, and model and dataset replaced by local ones. And what of TRL's surface can be read without a run.
+changed, and model and dataset replaced by local ones. Then parts of TRL's interface that need no run.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def settings(folder: Path, **changes: Any) -> GRPOConfig:
         "gradient_accumulation_steps": 2,
         "max_completion_length": 12,
         "max_steps": 2,
+        "model_init_kwargs": {"dtype": "float32"},  # processors without bfloat16 are slow at it
+        "bf16": False,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
@@ -48,7 +50,7 @@ def settings(folder: Path, **changes: Any) -> GRPOConfig:
 
 
 def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
-    """What the steps logged."""
+    """Return the logged metrics of all steps."""
     found = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert found and all(entry["grad_norm"] >= 0 for entry in found)
     return found
@@ -75,10 +77,11 @@ def test_none_means_the_default(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with room for TRL's default of 512 new tokens."""
+    """The tiny model with room for TRL's default of 512 new tokens. Every eighth token ends a completion."""
     folder = tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-long", layers=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(3, 256, 8)]}))
     return folder
 
 
@@ -220,7 +223,7 @@ def test_multi_task_reward_functions(tiny_model, tmp_path, closing) -> None:
 
 @engine
 def test_an_environment_may_bring_all_prompts(tmp_path, closing) -> None:
-    """No dataset: `reset` returns the whole user message, and `max_steps` says when training ends."""
+    """Without a dataset `reset` returns the whole user message, and `max_steps` ends the training."""
     made = []
 
     class Game:

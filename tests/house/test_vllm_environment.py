@@ -1,4 +1,4 @@
-"""The versions of vLLM that setup.cfg, the advice and the page name are those that were run."""
+"""setup.cfg, the advice and the page name the versions of vLLM that were run, and no others."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ def test_hanging_rank_ends_both_with_stage_and_stack() -> None:
         assert f"colograd: error: Rank 1 made no progress for 6 s (rank_timeout) in {JUDGE}" in said
 
 
-@pytest.mark.parametrize("fault", ["stops", pytest.param("first", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a test above has what a missed process is told by
+@pytest.mark.parametrize("fault", ["stops", "first"])
 def test_stopped_process_is_missed_and_ends_when_continued(fault: str) -> None:
     with started(fault, 6) as ranks:
         stopped = ranks[0 if fault == "first" else 1]

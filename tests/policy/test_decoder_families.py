@@ -20,10 +20,9 @@ from colograd import GRPOTrainer
 
 pytestmark = pytest.mark.engine
 SCRIPT = SCRIPTS / "one_family.py"
-# Of those whose names or layouts differ between transformers and vLLM: transposed projections, routers of other names.
-# Convolutions with a state, a configuration of vLLM's own. Latent attention, which vLLM has absorbed for decoding.
-# Queries, keys and values head by head, and a head that files have under another name.
-QUICK = ("gpt2", *(case(kind, "experts") for kind in ("granitemoe", "lfm2_moe", "deepseek_v3")), "gpt_neox")
+# Of those whose names or layouts differ between transformers and vLLM: transposed projections. A slow test below has
+# all families.
+QUICK = ("gpt2",)
 # transformers can't build or run its own random model of them; its Trainer refuses a tokenizer without a first token.
 BROKEN = ("dbrx", "qwen4_exp_text", "cwm")
 TRAINED = 1e-3  # nats, mean: float32; bfloat16 where a kernel of the engine wants it

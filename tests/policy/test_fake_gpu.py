@@ -20,27 +20,34 @@ FIGURES = dict[str, Any]
 LAYERS = 4
 
 
+# One or two of each kind: passes, memory, optimizers, what lies on the host. The others are left to `pytest -m slow`.
+FAST = ("dense_untied", "sinks", "adapter", "checkpointed", "old_logprobs", "optimizer", "all_on_host", "checkpoint")
 LONG = ("long_sequences", "long_sequences_of_a_packed_base", "long_windows", "long_soft_caps")  # half a minute each
+PARTS = (FAST, LONG, tuple(name for name in fake_gpu_cases.CASES if name not in (*FAST, *LONG)))
 
 
-def run(*names: str) -> dict[str, FIGURES]:
-    """In one process: its imports take longer than most passes."""
+class Cases(dict[str, FIGURES]):
+    """Cases by name. When one is read its part runs, in one process: imports take longer than most passes."""
+
+    def __missing__(self, name: str) -> FIGURES:
+        (part,) = (part for part in PARTS if name in part)
+        self.update((case["name"], case) for case in fake_gpu.run(Path(HELPERS) / "fake_gpu_cases.py", *part))
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def cases() -> Cases:
     if reason := native_library.why_not():
         pytest.skip(reason)
-    return {case["name"]: case for case in fake_gpu.run(Path(HELPERS) / "fake_gpu_cases.py", *names)}
+    return Cases()
 
 
-@pytest.fixture(scope="module")
-def cases() -> dict[str, FIGURES]:
-    return run(*(name for name in fake_gpu_cases.CASES if name not in LONG))
+def fast(*names: str) -> list[Any]:
+    """Parameters of a test: those that aren't in `FAST` are left to `pytest -m slow`."""
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.fixture(scope="module")
-def long_cases() -> dict[str, FIGURES]:
-    return run(*LONG)
-
-
-def found(cases: dict[str, FIGURES], name: str) -> FIGURES:
+def found(cases: Cases, name: str) -> FIGURES:
     case = cases[name]
     assert "error" not in case, case["error"]
     return case
@@ -66,8 +73,8 @@ PASSES |= {"mixture": (4, ("float32",))} if has("experts") else {}
 PASSES |= {"packed_base": (8, ("float32",))} if has("quantized") else {}
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_forward_and_backward(name: str, cases: dict[str, FIGURES]) -> None:
+@pytest.mark.parametrize("name", fast(*PASSES))
+def test_forward_and_backward(name: str, cases: Cases) -> None:
     case, (calls, others) = found(cases, name), PASSES[name]
     check_on_the_gpu(case, *others)
     assert case["flash"] == {"forward": calls, "backward": calls}
@@ -75,12 +82,13 @@ def test_forward_and_backward(name: str, cases: dict[str, FIGURES]) -> None:
     check_plan(case)
 
 
-def test_a_long_prompt_s_keys_are_not_copied_for_its_completions(cases: dict[str, FIGURES]) -> None:
+@pytest.mark.slow
+def test_a_long_prompt_s_keys_are_not_copied_for_its_completions(cases: Cases) -> None:
     """A row of as many tokens in other parts: 32 completions that read a prompt of half the row take no more."""
     assert found(cases, "long_prompt")["peak"] < 1.02 * found(cases, "dense_untied")["peak"]
 
 
-def test_layers_that_are_computed_again(cases: dict[str, FIGURES]) -> None:
+def test_layers_that_are_computed_again(cases: Cases) -> None:
     case = found(cases, "checkpointed")
     check_on_the_gpu(case)
     assert case["flash"] == {"forward": 2 * 2 * LAYERS, "backward": 2 * LAYERS}
@@ -95,16 +103,16 @@ def check_long(case: FIGURES, calls: int, *others: str) -> None:
 
 
 @pytest.mark.slow
-def test_sequences_of_131072_tokens_take_what_is_planned(long_cases: dict[str, FIGURES]) -> None:
+def test_sequences_of_131072_tokens_take_what_is_planned(cases: Cases) -> None:
     """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
-    check_long(found(long_cases, "long_sequences"), 2)
-    check_long(found(long_cases, "long_windows"), 1)
+    check_long(found(cases, "long_sequences"), 2)
+    check_long(found(cases, "long_windows"), 1)
 
 
 @needs("quantized")
 @pytest.mark.slow
-def test_long_sequences_of_packed_base_are_planned(long_cases: dict[str, FIGURES]) -> None:
-    check_long(found(long_cases, "long_sequences_of_a_packed_base"), 2, "float32")
+def test_long_sequences_of_packed_base_are_planned(cases: Cases) -> None:
+    check_long(found(cases, "long_sequences_of_a_packed_base"), 2, "float32")
 
 
 def check_soft_caps(case: FIGURES) -> None:
@@ -114,19 +122,21 @@ def check_soft_caps(case: FIGURES) -> None:
     check_plan(case)
 
 
-def test_soft_capped_scores_are_planned(cases: dict[str, FIGURES]) -> None:
+@pytest.mark.slow
+def test_soft_capped_scores_are_planned(cases: Cases) -> None:
     check_soft_caps(found(cases, "soft_caps"))
 
 
 @pytest.mark.slow
-def test_a_long_sequence_s_soft_capped_scores_need_more_than_there_is(long_cases: dict[str, FIGURES]) -> None:
-    case = found(long_cases, "long_soft_caps")
+def test_a_long_sequence_s_soft_capped_scores_need_more_than_there_is(cases: Cases) -> None:
+    case = found(cases, "long_soft_caps")
     check_soft_caps(case)
     assert case["plan"] > 2**40
 
 
 @needs("offload")
-def test_inputs_of_layers_leave_the_gpu_and_come_back(cases: dict[str, FIGURES]) -> None:
+@pytest.mark.slow
+def test_inputs_of_layers_leave_the_gpu_and_come_back(cases: Cases) -> None:
     case = found(cases, "inputs_on_the_host")
     assert case["waits"] == [] and case["products"] == ["bfloat16"]
     assert case["flash"] == {"forward": 8 * LAYERS, "backward": 4 * LAYERS}
@@ -137,8 +147,8 @@ def test_inputs_of_layers_leave_the_gpu_and_come_back(cases: dict[str, FIGURES])
     assert case["locked"] == [case["inputs"]] * 2 + [0], "the shorter row has their places, and nothing stays"
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "reference"])
-def test_a_pass_without_gradients_keeps_no_activations(name: str, cases: dict[str, FIGURES]) -> None:
+@pytest.mark.parametrize("name", fast("old_logprobs", "reference"))
+def test_a_pass_without_gradients_keeps_no_activations(name: str, cases: Cases) -> None:
     case = found(cases, name)
     check_on_the_gpu(case)
     assert case["flash"] == {"forward": 2 * LAYERS}
@@ -147,7 +157,7 @@ def test_a_pass_without_gradients_keeps_no_activations(name: str, cases: dict[st
         assert 0 <= case["copy"] - case["weights"] < 2**10, "the weights once more, and frequencies"
 
 
-def test_an_optimizer_s_step_stays_on_the_gpu(cases: dict[str, FIGURES]) -> None:
+def test_an_optimizer_s_step_stays_on_the_gpu(cases: Cases) -> None:
     """Two moments in float32 and 16 bits of a master per weight, and a bucket's temporaries."""
     case = found(cases, "optimizer")
     assert case["devices"] == ["cuda"] and case["waits"] == [] and case["copied"] == 0
@@ -155,13 +165,15 @@ def test_an_optimizer_s_step_stays_on_the_gpu(cases: dict[str, FIGURES]) -> None
     assert case["peak"] <= 4 * 4 * GPU_PIECE
 
 
-def test_a_compiled_step_s_constants_are_not_waited_for(cases: dict[str, FIGURES]) -> None:
+@pytest.mark.slow
+def test_a_compiled_step_s_constants_are_not_waited_for(cases: Cases) -> None:
     case = found(cases, "compiled_optimizer")
     assert case["devices"] == ["cuda"] and case["waits"] == [] and 0 < case["copied"] < 2**12
 
 
 @needs("offload")
-def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: dict[str, FIGURES]) -> None:
+@pytest.mark.slow
+def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: Cases) -> None:
     case = found(cases, "streamed_optimizer")
     assert case["state"] == 0 and case["waits"] == []
     assert case["copied"] == 2 * 5 * case["weights"], "there and back"
@@ -169,8 +181,9 @@ def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: dict[s
 
 
 @needs("offload")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gradients_on_host", "gradients_on_host_tied", "small_vocabulary_on_host"])
-def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: dict[str, FIGURES]) -> None:
+def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: Cases) -> None:
     case = found(cases, name)
     assert case["waits"] == [] and case["flash"] == {"forward": 6 * LAYERS, "backward": 6 * LAYERS}
     assert 5 * case["gradients"] <= case["copied"] < 1.01 * 5 * case["gradients"], "out three times, in twice; ids"
@@ -182,7 +195,7 @@ def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: d
 
 
 @needs("offload")
-def test_a_model_that_a_gpu_has_no_room_for_trains_with_all_that_can_be_on_the_host(cases: dict[str, FIGURES]) -> None:
+def test_a_model_that_a_gpu_has_no_room_for_trains_with_all_that_can_be_on_the_host(cases: Cases) -> None:
     case = found(cases, "all_on_host")
     assert case["waits"] == [] and case["products"] == ["bfloat16"]
     check_plan(case)
@@ -191,19 +204,22 @@ def test_a_model_that_a_gpu_has_no_room_for_trains_with_all_that_can_be_on_the_h
     assert first == second and case["locked_again"] == 0, "the second step has the first one's memory"
 
 
-def test_a_checkpoint_s_copies_are_waited_for_once(cases: dict[str, FIGURES]) -> None:
+def test_a_checkpoint_s_copies_are_waited_for_once(cases: Cases) -> None:
     case = found(cases, "checkpoint")
     assert case["waits"] == ["synchronize"] and case["copied"] == case["weights"] and case["peak"] == 0
 
 
 @needs("images")
-def test_a_tower_s_windows_are_one_flash_call_per_layer(cases: dict[str, FIGURES]) -> None:
+@pytest.mark.slow
+def test_a_tower_s_windows_are_one_flash_call_per_layer(cases: Cases) -> None:
     case = found(cases, "tower")
     check_on_the_gpu(case)
     assert case["flash"] == {"forward": 2, "backward": 2}
 
 
 @needs("images")
-def test_fakes_run_the_places_of_their_table(cases: dict[str, FIGURES]) -> None:
-    reached = sum((Counter(case.get("reached", {})) for case in cases.values()), Counter[str]())
+@pytest.mark.slow
+def test_fakes_run_the_places_of_their_table(cases: Cases) -> None:
+    names = [name for name in fake_gpu_cases.CASES if name not in LONG]
+    reached = sum((Counter(cases[name].get("reached", {})) for name in names), Counter[str]())
     assert not cuda_places.listed("fake").keys() - reached.keys()

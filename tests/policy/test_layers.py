@@ -21,6 +21,7 @@ from colograd.policy.row_proof import choose_rows
 from colograd.training.adamw_split import accumulate_in_float32
 
 COMPILER = os.environ.get("CXX", "g++")
+COMPILED = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler: {COMPILER}")
 SHAPE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0,
@@ -52,14 +53,14 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler: {COMPILER}")
-def test_rows_of_any_length_train_as_before_and_are_compiled_once() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[COMPILED, pytest.mark.slow])])
+def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) -> None:
     """And all layers have one code. Weights may move meanwhile, as they do into the engine's memory."""
     model, rows = make_model(), make_rows()
     expected = [trained(model, row) for row in rows]
     places = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     model.zero_grad()
-    layers.compile_layers(model)
+    layers.compile_layers(model, backend)
     for row, own in zip(rows, expected, strict=True):
         assert_same(trained(model, row), own)
         assert graphs() == GRAPHS, "after the first row nothing is compiled again"
@@ -86,6 +87,7 @@ def test_a_gpu_compiles_once_too() -> None:
     assert graphs() == GRAPHS
 
 
+@pytest.mark.slow  # the test above counts the graphs of training
 def test_what_was_proved_is_what_trains() -> None:
     """The proof's forward makes the graphs of training; those of evaluations are others. With float32 gradients of
     bfloat16 weights, which torch can't trace, there from the first micro-batch on, and activations computed twice."""
@@ -110,6 +112,7 @@ def test_what_was_proved_is_what_trains() -> None:
     assert graphs() == evaluated, "calls that aren't packed rows run as they are"
 
 
+@pytest.mark.slow
 def test_an_adapter_and_the_model_below_it() -> None:
     peft = pytest.importorskip("peft")
     rows = make_rows()

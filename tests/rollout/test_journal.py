@@ -95,6 +95,7 @@ def test_what_is_recorded_is_trained_again_without_sampling_or_scoring(whole, ti
             assert entry[name] == before[name], name
 
 
+@pytest.mark.slow
 def test_evaluations_in_between_are_neither_sampled_nor_scored_again(tiny_model, tmp_path) -> None:
     settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
     first = train(tiny_model, tmp_path, **settings)
@@ -109,6 +110,7 @@ def test_no_push_takes_it_along() -> None:
     assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and folders.EARLIER.startswith("_")
 
 
+@pytest.mark.slow  # test_stopping.py has one that a signal cuts
 def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny_model, tmp_path) -> None:
     folder, first = whole
     shutil.copytree(folder / FOLDER, tmp_path / FOLDER)
@@ -124,6 +126,7 @@ def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny
     assert train(tiny_model, tmp_path, resume="auto")["sampled"] == [], "what was cut is whole again"
 
 
+@pytest.mark.slow
 def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model, tmp_path, capfd) -> None:
     """Recorded rounds stay where their samples are of the weights and the settings that this run has."""
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)

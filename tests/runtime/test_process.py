@@ -8,8 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import launcher
 import pytest
 
 from colograd.parallel.ranks import RankError
@@ -98,7 +100,7 @@ def test_rank_variables_are_removed_after_the_block(environment: dict[str, str])
     assert environment == {"RANK": "0", "WORLD_SIZE": "1"}
 
 
-def test_a_child_configuration_drops_inherited_ranks() -> None:
+def test_a_child_configuration_drops_inherited_ranks(tmp_path: Path) -> None:
     """The parent listens on MASTER_PORT: torch.distributed could not bind it again."""
     script = """
 import os
@@ -112,9 +114,9 @@ print([name for name in os.environ if name in {names}])
         port = str(parent.getsockname()[1])
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, process.RANK_OF_ONE: f"{os.getpid()}:{port}"}
-        script = script.format(names=[*ranks])
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ranks})
+        child = tmp_path / "child.py"
+        child.write_text(script.format(names=[*ranks]))
+        done = launcher.run(child, env={**os.environ, **ranks})
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
@@ -265,6 +267,7 @@ def test_a_recipe_may_be_verbose(tmp_path) -> None:
     assert not process.is_verbose(["--config", str(tmp_path / "none.yaml")]) and not process.is_verbose(["--config"])
 
 
+@pytest.mark.slow  # test_launch.py reads a run's output
 def test_a_script_that_has_imported_torch_and_transformers_is_quiet_too() -> None:
     script = """
 import torch, transformers

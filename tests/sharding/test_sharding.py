@@ -108,7 +108,7 @@ def test_bytes_through_collectives(ranks, count) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrote", "reads"), [(1, 2), (2, 1), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 4), (4, 1)))]
+    ("wrote", "reads"), [(2, 1), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((1, 2), (2, 4), (4, 1)))]
 )
 def test_checkpoint_resumes_with_other_ranks_and_strategy(ranks, folders, tmp_path, wrote, reads) -> None:
     """The three steps after it leave the same bits, whoever wrote it; and each way reads what any other wrote."""

@@ -110,7 +110,8 @@ def test_a_bfloat16_policy_with_its_split_master_stays_identical(tiny_model, tmp
     assert written == ({"optimizer-00000-of-00001.safetensors"} if sharding == "none" else parts)
 
 
-@pytest.mark.parametrize("sharding", ["optimizer", pytest.param("gradients", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_sharding.py has the bits of each way without an engine
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
 def test_sharding_changes_no_bit_of_a_run(two, tiny_model, tmp_path, sharding) -> None:
     """Nor is anything published beside the optimizer's own exchange."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "exchange", sharding)
@@ -122,6 +123,7 @@ def test_sharding_changes_no_bit_of_a_run(two, tiny_model, tmp_path, sharding) -
         assert rank["shared"] and rank["traffic"]["published"] == [0, 0, 0]
 
 
+@pytest.mark.slow  # test_fsdp.py has the bits without an engine
 def test_a_policy_in_rows_is_published_whole_and_trained_to_the_same_bits(two, tiny_model, tmp_path) -> None:
     """Up to the second step: then the other run's reference follows its policy, which this one's can't."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "reference", "fsdp")
@@ -180,7 +182,11 @@ def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tm
             r"Rank 1 failed in the rollout: RewardError: .*'reward'.* gave no answer within reward_timeout \(5 s\)",
             marks=pytest.mark.slow,
         ),
-        ("loss", r"Rank 1 failed in training: FloatingPointError: The loss of step 2, micro-batch 0 is nan"),
+        pytest.param(
+            "loss",
+            r"Rank 1 failed in training: FloatingPointError: The loss of step 2, micro-batch 0 is nan",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "loss gradients",
             r"Rank 1 failed in training: FloatingPointError: The loss of step 2, micro-batch 0 is nan",
@@ -217,7 +223,8 @@ def test_a_reward_that_hangs_on_one_rank_abstains_there_and_the_run_goes_on(tiny
     assert [s["weights"] for s in first["seen"]] == [s["weights"] for s in second["seen"]]
 
 
-@pytest.mark.parametrize("sharding", ["gradients", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_token_budget.py has it on one rank
+@pytest.mark.parametrize("sharding", ["gradients", "none"])
 def test_a_rank_that_runs_out_of_memory_makes_all_repeat_the_step_with_the_same_result(
     two, tiny_model, tmp_path, sharding
 ) -> None:

@@ -60,6 +60,7 @@ def saved(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str
     return weights, state
 
 
+@pytest.mark.slow  # test_adamw_split.py has the exact masters
 def test_float32_to_split_to_float32_goes_on_from_the_exact_masters(tiny_model: Path, tmp_path: Path) -> None:
     moments = ("step", "exp_avg", "exp_avg_sq")
     train(tiny_model, tmp_path, "float32", "adamw_torch", steps=1)
@@ -98,6 +99,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_a_fraction_of_an_epoch_ends_with_a_round_and_its_checkpoint(tiny_model, tmp_path, closing) -> None:
     trainer = closing(of_rounds(tiny_model, tmp_path, [], num_train_epochs=0.4))
     trainer.train()

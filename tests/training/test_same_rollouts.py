@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "one_batch": {"loss_type": "bnpo", "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
 }
+QUICK = ("reference", "sequences")
 
 
 def settings(folder: Path, case: str) -> dict[str, Any]:
@@ -89,7 +90,9 @@ def run(kind: Any, config: Any, model: Path, made: Any = lambda trainer: trainer
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_the_same_rollouts_leave_the_same_weights(case, tiny_model, tmp_path, monkeypatch, closing) -> None:
     """Norms, since AdamW moves a weight whose gradient is nothing but rounding by as much as any other."""
     import trl

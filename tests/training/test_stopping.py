@@ -34,7 +34,7 @@ def test_a_cut_round_resumes_bit_for_bit(
 
         args = tiny.config(
             tmp_path / name, steps_per_generation=steps_per_generation, save_strategy="steps", save_steps=50,
-            max_completion_length=40, stop_within=1000.0, **tiny.ONE_BY_ONE,
+            max_steps=2 * steps_per_generation, max_completion_length=16, stop_within=1000.0, **tiny.ONE_BY_ONE,
         )  # fmt: skip
         return closing(GRPOTrainer(str(tiny_model), reward, args, tiny.prompts()))
 

@@ -133,6 +133,7 @@ def test_tokens_through_the_model_are_prompts_once_and_completions(tiny_model, t
     assert counted == expected and all(counted)
 
 
+@pytest.mark.slow  # test_padded.py has the rows without a run
 def test_a_model_that_cannot_be_packed_trains_padded_to_the_same_result(
     tiny_model, tmp_path, monkeypatch, capfd
 ) -> None:
@@ -251,6 +252,7 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
     assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.slow  # test_failed_start.py has seven in a row
 def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path, monkeypatch) -> None:
     """Neither leaves rank variables, which programs that the script starts would inherit."""
     rewards = []
@@ -293,6 +295,7 @@ def test_a_trainer_can_train_twice_with_the_same_engine(tiny_model, tmp_path, cl
     assert seen == [[], []]
 
 
+@pytest.mark.slow
 def test_an_ordinary_optimizer_trains_a_bfloat16_policy_too(tiny_model, tmp_path, closing, capfd) -> None:
     trainer = closing(
         make_trainer(tiny_model, tmp_path, model_init_kwargs={"dtype": "bfloat16"}, optim="adamw_torch", max_steps=2)

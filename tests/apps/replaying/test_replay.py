@@ -219,6 +219,7 @@ def test_torn_and_foreign_lines_of_figures_are_left_out(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_on_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
     """What two ranks recorded comes out bit for bit on two, and up to rounding on one."""
     folder, path = tmp_path / "out", tmp_path / "recipe.yaml"

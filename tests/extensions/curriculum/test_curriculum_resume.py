@@ -31,6 +31,7 @@ def resumed_alike(found: list[list[dict[str, Any]]]) -> None:
     assert any(found[0][0]["resting"]), "some prompt was solved, and rested"
 
 
+@pytest.mark.slow  # test_curriculum.py loads a record and goes on
 def test_a_run_with_a_curriculum_resumes_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     found = runs(tiny_model, tmp_path, 0)
     resumed_alike(found)

@@ -94,6 +94,7 @@ def eagle_head(folder: Path, model: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # the test above has drafts without a head
 @pytest.mark.engine
 def test_an_eagle_head_drafts_for_a_policy_that_moves(tiny_model: Path, tmp_path: Path) -> None:
     """Runs with and without it sample the same tokens. Publishing leaves its own weights alone; it shares the policy's

@@ -26,6 +26,7 @@ from colograd.rewards.answers import chance_of_pass
 pytest.importorskip("lm_eval")
 
 
+from colograd.extensions.evaluation import sitting
 from colograd.extensions.evaluation.harness import HarnessBenchmark, Rules
 from colograd.extensions.evaluation.judging import CodeEval, Judge
 from colograd.extensions.evaluation.python_runner import run_python
@@ -227,15 +228,18 @@ def test_two_ranks_take_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_scores_are_the_models_log_probabilities(tiny_model: Path, tmp_path: Path, closing: Any) -> None:
+def test_scores_are_the_models_log_probabilities(
+    tiny_model: Path, tmp_path: Path, closing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the policy in a run, next to transformers' own; the run's samples and steps go on as without it."""
     from transformers import AutoModelForCausalLM
 
     from colograd.extensions.evaluation.engine.scoring import score
 
+    monkeypatch.setattr(sitting, "MOST_WORKERS", 1)  # each imports the harness, which takes ten seconds
     tasks = benchmark_cases.write(tmp_path)
     args = tiny.config(tmp_path / "run", max_steps=2, eval_strategy="steps", eval_steps=1, log_completions=True)
-    datasets = {"own": tiny.prompts(2), "letters": f"{tasks}/letters.yaml@2", "choices": f"{tasks}/choices.yaml"}
+    datasets = {"own": tiny.prompts(2), "letters": f"{tasks}/letters.yaml@2"}
     trainer = closing(GRPOTrainer(str(tiny_model), tiny.vowels, args, tiny.prompts(), datasets))
     found = []
     evaluate = trainer.evaluate
@@ -245,14 +249,14 @@ def test_scores_are_the_models_log_probabilities(tiny_model: Path, tmp_path: Pat
     assert len(logged) == 2 and sum("eval_own_reward" in entry for entry in trainer.state.log_history) == 2
     assert {"eval_letters_pass@2", "eval_letters_accuracy_ci95", "eval_letters_right"} <= logged[0].keys()
     assert logged[0]["eval_letters_completions"] == 10 and "eval_letters_loss" not in logged[0]
-    assert any("eval_choices_acc_norm" in entry for entry in trainer.state.log_history)
     assert all(len(group.example) and "question" not in group.example for group in seen), "a task isn't a stage's"
     files = sorted((tmp_path / "run" / "completions").glob("eval_letters_*.parquet"))
     rows, names = read_log(files[0])
     assert len(rows) == 10 and names == ["eval_letters"]
     assert sum(row.rewards[0] for row in rows) / 10 == pytest.approx(logged[0]["eval_letters_accuracy"])
     metrics = evaluate(f"{tasks}/choices.yaml[:3]", metric_key_prefix="later")
-    assert metrics["later_choices_completions"] == 0 and 0 <= metrics["later_choices_acc"] <= 1
+    assert metrics["later_choices_completions"] == 0
+    assert all(0 <= metrics[f"later_choices_{name}"] <= 1 for name in ("acc", "acc_norm"))
     trainer.save_model(str(tmp_path / "saved"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     parts = [((1, 2, 3), (4, 5)), ((7,), (8, 9, 10))]

@@ -81,7 +81,7 @@ def train_and_compare(trainer: GRPOTrainer) -> list[int]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", but_slowly(ALL, ["qwen3_moe", "glm4_moe", "gpt_oss"]))
+@pytest.mark.parametrize("family", but_slowly(ALL, ["qwen3_moe"]))
 def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     family: str, models, tmp_path: Path, closing, tried
 ) -> None:
@@ -196,6 +196,7 @@ def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
     tried(family, qlora="all but the experts")
 
 
+@pytest.mark.slow  # test_resume.py has it without experts
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["mixtral"]))
 def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Path, tried) -> None:
@@ -234,9 +235,10 @@ def test_a_dense_model_is_loaded_as_ever(tiny_model: Path) -> None:
     assert list(stacked_masters(["model.layers.0.mlp.down_proj.weight"], tiny_model)) == []
 
 
+@pytest.mark.slow  # test_ranks.py and test_fsdp.py have a dense model
 @pytest.mark.engine
-@pytest.mark.parametrize("sharding", ["none", pytest.param("gradients", marks=pytest.mark.slow), "fsdp"])
-@pytest.mark.parametrize("family", but_slowly(ALL, ["qwen3_moe"]))
+@pytest.mark.parametrize("sharding", ["none", "gradients", "fsdp"])
+@pytest.mark.parametrize("family", ALL)
 def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
     family: str, sharding: str, models, tmp_path: Path, two_whole, tried
 ) -> None:

@@ -341,7 +341,7 @@ SHARED = tuple(range(3, 70))  # two blocks of the prefix cache, and some
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in FURTHER)]
+    "family", ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", *FURTHER))]
 )
 def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path, closing, tried) -> None:
     """Cached prefixes, of the same prompt, another one and an earlier turn, and prompts that are read in pieces."""
@@ -396,6 +396,7 @@ def test_other_families_replay_what_their_engine_chose(family: str, tmp_path: Pa
         assert step["sampling/sampling_logp_difference/mean"] < (0.02 if rounded else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_without_a_prefix_cache_and_with_an_adapter(models, tmp_path: Path, closing) -> None:
     """What a prompt's first completion read, the second one reads again. The reference has routers of its own."""
@@ -414,6 +415,7 @@ def test_without_a_prefix_cache_and_with_an_adapter(models, tmp_path: Path, clos
     assert first["sampling/sampling_logp_difference/mean"] < 1e-5 and router_log(trainer)._cached == {}
 
 
+@pytest.mark.slow  # the journal has them, as a test above shows
 @pytest.mark.engine
 def test_a_resumed_run_replays_what_was_recorded_bit_for_bit(models, tmp_path: Path) -> None:
     """In bfloat16, where its own routers choose otherwise now and then."""

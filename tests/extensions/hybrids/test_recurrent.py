@@ -118,6 +118,7 @@ def test_a_later_checkpoint_keeps_its_row() -> None:
     assert not torch.equal(mixer.forward(hidden_states=inputs), first)
 
 
+@pytest.mark.slow
 def test_compiled_layers_leave_them_as_they_are() -> None:
     model = packed_model("qwen3_5")
     rows = pack(make_groups(), 40, False, CPU)

@@ -369,6 +369,7 @@ def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
     assert float((ours - base).abs().mean()) > 1e-3, "the adapter is in it"
 
 
+@pytest.mark.slow  # test_resume.py has it without images
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["idefics3", GEMMA3, *OTHERS])
 def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(

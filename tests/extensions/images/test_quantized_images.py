@@ -75,6 +75,7 @@ def asked_of(trainer: Any) -> ModelInput:
 SETTINGS = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "beta": 0.1, **tiny.ONE_BY_ONE}
 
 
+@pytest.mark.slow  # the tests below have its rows, test_quantized.py a run of text
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["idefics3", GEMMA3, *OTHERS])
 def test_a_family_trains_an_adapter_on_a_base_of_4_bits(

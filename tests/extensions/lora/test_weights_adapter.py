@@ -188,6 +188,7 @@ def probed(monkeypatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_dora_is_merged_only_in_the_engine(tiny_model, tmp_path, capfd, probed, tried) -> None:
     trainer = make_trainer(
         str(tiny_model), tmp_path, lora_cases.Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
@@ -217,6 +218,7 @@ def test_dora_is_merged_only_in_the_engine(tiny_model, tmp_path, capfd, probed, 
     tried("llama", lora_merged="DoRA")
 
 
+@pytest.mark.slow
 def test_adapter_folder_resumes_in_bfloat16_without_vllm_lora(trained, tiny_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(arguments, "serves_lora", lambda *args: False)
     trainer = make_trainer(
@@ -253,6 +255,7 @@ def test_peft_model_with_some_projections_and_biases(tiny_qwen, tmp_path, tried)
     tried("qwen2", "lora_served")
 
 
+@pytest.mark.slow  # the test above has an untied model
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_other_families_agree_with_their_sampler_too(family, tmp_path, probed, tried) -> None:
     model = tiny.make_model(tmp_path / "model", family)

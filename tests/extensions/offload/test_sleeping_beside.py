@@ -99,6 +99,7 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
     assert turns.engine.asleep is False
 
 
+@pytest.mark.slow  # the tests above have the order
 @pytest.mark.engine
 def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: Path, tmp_path: Path) -> None:
     """As on a GPU, but for the worker's unmapping: vLLM's scheduler refuses what comes in the wrong order."""

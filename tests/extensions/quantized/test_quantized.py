@@ -155,6 +155,7 @@ def test_each_quantised_parameter_is_shown_to_be_read(trained, at_start, monkeyp
         proof.check_read(packed, trained.model, trained.engine, slices)
 
 
+@pytest.mark.slow  # recorded steps are trained again below
 @pytest.mark.engine
 def test_a_resumed_run_ends_with_the_same_bits(trained, tiny_model, tmp_path, closing) -> None:
     (checkpoint,) = Path(trained.args.output_dir).glob("checkpoint-2")

@@ -33,7 +33,7 @@ from colograd.extensions.recording.completions import (
     write_log,
 )
 
-MUTATIONS = 120
+MUTATIONS = 30
 BOUND = 2**27  # bytes of memory that reading a small file may take
 
 

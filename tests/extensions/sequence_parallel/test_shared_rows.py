@@ -60,6 +60,7 @@ def check_shared_rows_train_alike(model: Path, folder: Path, ranks: int, size: i
     return found
 
 
+@pytest.mark.slow  # the test above has their gradients
 @pytest.mark.engine
 def test_two_ranks_share_rows_out(tiny_model: Path, tmp_path: Path) -> None:
     found = check_shared_rows_train_alike(tiny_model, tmp_path, 2, 2, sharding="gradients")

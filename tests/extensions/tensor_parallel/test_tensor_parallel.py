@@ -54,6 +54,7 @@ def check_alike(model: Path, folder: Path, engines: int, size: int, sharding: st
     return ranks
 
 
+@pytest.mark.slow  # test_tensor_layout.py has two ranks of one engine whose policy is in parts too
 @pytest.mark.engine
 def test_two_ranks_of_one_engine_train_as_one_rank_does(tiny_model: Path, tmp_path: Path, tried: Any) -> None:
     """One key head that both have, a tied head, a vocabulary that is filled up: 160 rows and 98."""
