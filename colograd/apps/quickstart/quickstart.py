@@ -14,8 +14,6 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +42,9 @@ def convert_model(output: Path) -> Path:
         return output
     source = _gguf_file()
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(output.parent):
+    handle = os.open(output.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it when a process dies
         if _is_complete(output):  # another process made it while this one waited
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -60,15 +60,13 @@ def convert_model(output: Path) -> Path:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+    finally:
+        os.close(handle)
     return output
 
 
 def sums(size: int = 4096, seed: int = 0) -> Dataset:
-    """Sums of two single digits, which the model gets right about once in four tries before training.
-
-    Returns:
-        ``prompt`` (a conversation of one user message) and ``answer`` (the sum, as text).
-    """
+    """Make sums of two single digits, which the untrained model gets right about once in four tries."""
     from datasets import Dataset
 
     if size < 1:
@@ -95,17 +93,6 @@ def _gguf_file() -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise ModuleNotFoundError("Reading the quickstart's model needs the package gguf: pip install gguf")
     return files[0]
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel frees when a process dies."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _write_model(source: Path, folder: Path) -> None:

@@ -96,7 +96,10 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         if not reply.tool_calls:
             return 1.0 if found and (reply.content or "").strip() == row["answer"] else reward
         call: Any = reply.tool_calls[0]
-        result = _result(call.function.name, call.function.arguments)
+        try:
+            result = TOOLS[call.function.name](**json.loads(call.function.arguments))
+        except Exception as error:  # whatever the model made of it
+            result = f"error: {type(error).__name__}"
         if call.function.name == "price" and not found and result == price(row["item"]):
             # How the price was found isn't needed any more: the context is written anew.
             found, reward = result, 0.2
@@ -106,10 +109,3 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
             reward = 0.4
         messages += [reply, {"role": "tool", "tool_call_id": call.id, "content": result}]
     return reward
-
-
-def _result(name: str, arguments: str) -> str:
-    try:
-        return TOOLS[name](**json.loads(arguments))
-    except Exception as error:  # whatever the model made of it
-        return f"error: {type(error).__name__}"

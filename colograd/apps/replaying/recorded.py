@@ -36,18 +36,11 @@ class Replay:
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
-    def name_of(self, start: int) -> str:
-        return f"checkpoint-{start}" if start else "the model"
-
-    @property
-    def shown(self) -> str:
-        return steps_named(self.first, self.last)
-
     def plan(self, start: int) -> str:
         be, also = ("is" if first == self.last else "are" for first in (start + 1, self.first))
-        shown = f", of which {self.shown} {also} shown" if start + 1 < self.first else ""
-        trained = steps_named(start + 1, self.last)
-        return f"replay: {trained} of {self.run} {be} trained again from {self.name_of(start)} on{shown}"
+        shown = f", of which {steps_named(self.first, self.last)} {also} shown" if start + 1 < self.first else ""
+        origin, trained = f"checkpoint-{start}" if start else "the model", steps_named(start + 1, self.last)
+        return f"replay: {trained} of {self.run} {be} trained again from {origin} on{shown}"
 
 
 def steps_named(first: int, last: int) -> str:
@@ -62,39 +55,30 @@ class ReplayStore(RolloutStore):
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Check that every round from ``start`` to the replay's last step is recorded whole, with these settings.
-
-        Raises:
-            JournalError: a round isn't.
-        """
-        self.check_settings(start)
-        wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
-        for step in range(start, self.replay.last, args.round_length):
-            found = len(self.positions(step))
-            if found < wanted:
-                raise JournalError(self._lacking(start, steps_named(step + 1, step + args.round_length), found, wanted))
-
-    def lacks(self, problem: str) -> None:
-        raise JournalError(problem)
-
-    def check_settings(self, start: int) -> None:
+        """Check that every round from ``start`` to the replay's last step is recorded whole, with these settings."""
         for number, folder in self._folders():
             for path, found, _ in files_of(folder) if number >= start else ():
                 self._check_settings(found, path)
+        wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
+        for step in range(start, self.replay.last, args.round_length):
+            if (found := len(self.positions(step))) >= wanted:
+                continue
+            is_there = f"has {found} of its {wanted} groups" if found else "isn't recorded"
+            rounds = list(self.rounds())
+            recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
+            later = sorted(step for step in complete_steps(str(self.replay.run)) if step > start)
+            others = f" (there are those of steps {', '.join(map(str, later))})" if later else ""
+            origin = f"checkpoint-{start}" if start else f"the model, as no checkpoint is before it{others},"
+            raise JournalError(
+                f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: that "
+                f"would begin at {origin} and the round of {steps_named(step + 1, step + args.round_length)} "
+                f"{is_there} in {self.folder}, which holds {recorded}. Name steps that are recorded; journal: keep "
+                "records all rounds of a run, and more checkpoints to begin at come from save_steps and "
+                "save_total_limit."
+            )
 
-    def _lacking(self, start: int, steps: str, found: int, wanted: int) -> str:
-        is_there = f"has {found} of its {wanted} groups" if found else "isn't recorded"
-        rounds = list(self.rounds())
-        recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
-        later = [step for step in complete_steps(str(self.replay.run)) if step > start]
-        others = f" (there are those of steps {', '.join(map(str, sorted(later)))})" if later else ""
-        origin = self.replay.name_of(start) if start else f"the model, as no checkpoint is before it{others},"
-        return (
-            f"{self.replay.shown} of {self.replay.run} can't be trained again: that would begin at {origin} and the "
-            f"round of {steps} {is_there} in {self.folder}, which holds {recorded}. Name steps that are recorded; "
-            "journal: keep records all rounds of a run, and more checkpoints to begin at come from save_steps and "
-            "save_total_limit."
-        )
+    def lacks(self, problem: str) -> None:
+        raise JournalError(problem)
 
     def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
         """Open no file, so that `add` does nothing."""
@@ -162,11 +146,7 @@ class ReplaySampler(Sampler):
         return [SampledStep((), ())] * steps if self.config.layout.engine_place else draw()
 
     def generate(self, prompts: Sequence[Prompt], own: Any = None) -> Iterator[Group]:
-        """Refuse to sample.
-
-        Raises:
-            ValueError: a prompt's group isn't recorded.
-        """
+        """Refuse to sample."""
         if prompts:
             positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
             raise ValueError(

@@ -5,7 +5,7 @@ the checkpoint before the steps --> the recorded rounds after it, up to the last
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback
@@ -43,10 +43,6 @@ class Replayer(GRPOTrainer):
         args: the run's configuration with a folder of its own and ``journal: keep``, without saving, evaluation and
             reports.
         reward_funcs: the run's reward functions; never called.
-        given: the other arguments of `GRPOTrainer`.
-
-    Raises:
-        ValueError: an error of `GRPOTrainer`, steps without a record, or settings that don't fit the records.
     """
 
     samples = False
@@ -66,8 +62,13 @@ class Replayer(GRPOTrainer):
         with on_all_ranks("the journal"):
             recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
-            rewards = _unasked(as_list(reward_funcs), names)
-            _check_end(replay, args)
+            functions = as_list(reward_funcs)  # environments add their own rewards later
+            rewards = [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
+            if 0 < args.max_steps < replay.last:
+                raise ValueError(
+                    f"the last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the run, or "
+                    "leave max_steps as it was."
+                )
             rounds, start = ReplayStore(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
@@ -105,8 +106,6 @@ class Replayer(GRPOTrainer):
         if self.profile is not None and step == self.replay.last:
             self.console.say(line)
 
-    # -- the start
-
     def make_checkpointer(self) -> Checkpointer:
         return ReplayCheckpoints(self, self.replay)
 
@@ -137,19 +136,6 @@ class ReplayCheckpoints(Checkpointer):
                 return folder
             console.warn(f"checkpoints: {folder} is damaged and isn't taken: {damage}")
         return None
-
-
-def _check_end(replay: Replay, args: GRPOConfig) -> None:
-    if 0 < args.max_steps < replay.last:
-        raise ValueError(
-            f"the last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the run, or leave "
-            "max_steps as it was."
-        )
-
-
-def _unasked(functions: Sequence[Any], names: Sequence[str]) -> list[Unasked]:
-    """Make as many placeholders as the recipe has reward functions; environments add their own rewards later."""
-    return [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
 
 
 class _EndAfter(TrainerCallback):

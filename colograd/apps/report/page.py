@@ -18,7 +18,7 @@ from typing import Any
 
 from ... import __version__
 from ...extensions.recording.event_log import prompt_beginning
-from .payload import alarm_steps, of_step, overview, spread_out
+from .payload import of_step, overview, spread_out
 from .recorded_run import RecordedRun
 
 ASSETS = Path(__file__).parent / "assets"
@@ -84,54 +84,34 @@ def page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
-    """Pack as many steps as the page has room for.
-
-    Returns:
-        The packed steps, whether (1) each has completions, and the beginnings of their prompts by key.
-    """
+    """Pack as many steps as the page has room for. Return them, whether (1) each has completions, and the beginnings of
+    their prompts by key."""
     texts: dict[str, str] = {}
-    order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarm_steps(run)))
+    alarms = [int(alarm["step"]) for alarm in run.alarms[:20]]
+    order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarms))
     chosen: dict[int, bytes] = {}
-    held = {*run.samples.steps}
     room = COMPLETION_BYTES // runs
-    with_completions: set[int] = set()
-    for step in order:
+    for step in filter({*run.samples.steps}.__contains__, order):
         if room <= 0:
             break
-        if step in held:
-            content = of_step(run, step, min(STEP_BYTES, 8 * room))
-            chosen[step] = _pack(content)
-            room -= len(chosen[step])
-            with_completions.add(step)
-            for completion in content["completions"]:
-                if completion.get("key") and len(texts) < MOST_TEXTS:
-                    texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
-    room = ROLLOUT_BYTES // runs
+        content = of_step(run, step, min(STEP_BYTES, 8 * room))
+        chosen[step] = zlib.compress(compact(content).encode(), 9)
+        room -= len(chosen[step])
+        for completion in content["completions"]:
+            if completion.get("key") and len(texts) < MOST_TEXTS:
+                texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
+    with_completions, room = {*chosen}, ROLLOUT_BYTES // runs
     for step in order:
-        if room <= 0:
-            break
-        if step not in chosen:
-            chosen[step] = _pack(of_step(run, step, 0))
+        if room > 0 and step not in chosen:
+            chosen[step] = zlib.compress(compact(of_step(run, step, 0)).encode(), 9)
             room -= len(chosen[step])
     packed = [(step, base64.b64encode(chosen[step]).decode()) for step in sorted(chosen)]
     return packed, {step: int(step in with_completions) for step in chosen}, texts
 
 
-def _pack(value: Any) -> bytes:
-    return zlib.compress(compact(value).encode(), 9)
-
-
 def compact(value: Any) -> str:
     """Write JSON without blanks. NaN is an error."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-
-
-def escaped(value: Any) -> str:
-    """Write JSON for a script element: without `<`, `>`, `&`, and the line ends that only JavaScript knows."""
-    found = compact(value)
-    for character in "<>&\u2028\u2029":
-        found = found.replace(character, f"\\u{ord(character):04x}")
-    return found
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
@@ -145,21 +125,15 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
     # Character data only: none of these scripts may contain the end of an element.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style)]
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"default-src 'none'; script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    parts = {
-        "POLICY": policy,
-        "STYLE": style,
-        "DATA": escaped(data),
-        "BLOCKS": blocks,
-        "SCRIPT": script,
-        "VERSION": __version__,
-    }
+    escaped = compact(data)  # for a script element; the last two are line ends that only JavaScript knows
+    for character in "<>&\u2028\u2029":
+        escaped = escaped.replace(character, f"\\u{ord(character):04x}")
+    parts = {"POLICY": policy, "STYLE": style, "DATA": escaped, "BLOCKS": blocks, "SCRIPT": script}
+    parts["VERSION"] = __version__
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # one pass, so no part is searched
-
-
-def _hash(source: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .recorded_run import RecordedRun
-from .untrusted import mapping, number, whole
+from .untrusted import mapping, number, text, whole
 
 POINTS = 2000  # points of a curve; with more steps, each point is the mean of several
 MOST_SPREADS = 400  # steps with histograms
@@ -29,8 +31,11 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     steps, columns = run.steps.columns(after)
     evaluated, of_evaluations = run.evaluations.columns(after)
     every = 1 if not thin else max(1, math.ceil(len(steps) / POINTS))
+    touched = run.touched["spreads"].items()
+    spreads = sorted((step for step, change in touched if change > after and step in run.spreads), reverse=True)
+    each = 1 if not thin else max(1, math.ceil(len(spreads) / MOST_SPREADS))
     found: dict[str, Any] = {
-        "name": run.name,
+        "name": text(run.folder.name, 200) or "run",
         "change": run.change,
         "whole": after == 0,  # the whole run, not only changes
         "status": status(run),
@@ -43,7 +48,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         "steps": steps[every - 1 :: every] if every > 1 else steps,
         "columns": {name: _means(values, every) for name, values in columns.items()},
         "evaluations": {"steps": evaluated, "columns": of_evaluations},
-        "spreads": _spreads(run, after, thin),
+        "spreads": {str(step): run.spreads[step] for step in sorted(spreads[::each])},
     }
     if any(change > after for change in run.touched["groups"].values()):
         found["groups"] = groups_over_time(run)
@@ -102,9 +107,8 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the threshold for solved groups, which compares the mean reward of groups without a reward difference. It
-    is `pass_threshold_eval` if a group reached it, else the middle between the lowest and the highest mean.
-    """
+    """Return the mean reward from which a group without a reward difference is solved: `pass_threshold_eval` if a
+    group reached it, else the middle between the lowest and the highest mean."""
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
@@ -132,12 +136,8 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Return the mean reward and spread over the steps for the prompts with the largest spread.
-
-    Returns:
-        ``total`` prompts and their ``visits``, the ``half`` (the number of prompts with half of the total spread), and
-        ``shown``: [key, spread in all, [[step, mean, spread, truncated share], ...]].
-    """
+    """Return the number of prompts, their visits and how many have half of the total spread; and of the prompts with
+    the largest spread [key, spread in all, [[step, mean, spread, truncated share], ...]]."""
     spreads: dict[int, float] = defaultdict(float)
     visits: dict[int, int] = defaultdict(int)
     for step in run.groups:
@@ -155,27 +155,15 @@ def prompt_histories(run: RecordedRun) -> dict[str, Any]:
     return {
         "total": len(visits),
         "visits": sum(visits.values()),
-        "half": _half(sorted(spreads.values(), reverse=True)),
+        "half": _half([*spreads.values()]),
         "shown": [[keys[key], number(spreads[key], 4), histories[place]] for key, place in shown.items()],
     }
 
 
 def _half(amounts: Sequence[float]) -> int:
     """Count how many of the largest amounts make up half of the sum."""
-    total, so_far = sum(amounts), 0.0
-    if not total > 0:
-        return 0
-    for count, amount in enumerate(amounts, start=1):
-        so_far += amount
-        if so_far >= total / 2:
-            return count
-    return len(amounts)
-
-
-def _spreads(run: RecordedRun, after: int, thin: bool) -> dict[str, Any]:
-    steps = sorted(step for step, change in run.touched["spreads"].items() if change > after and step in run.spreads)
-    every = math.ceil(len(steps) / MOST_SPREADS) if thin and steps else 1
-    return {str(step): run.spreads[step] for step in steps[::-1][::every][::-1]}
+    so_far = [0.0, *itertools.accumulate(sorted(amounts, reverse=True))]
+    return bisect.bisect_left(so_far, so_far[-1] / 2)
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
@@ -192,18 +180,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
     """Yield the steps, the ``first`` ones early; every beginning of the sequence is spread over the whole run."""
     rest = sorted(set(steps))
-    known = set(rest)
-    wanted = [step for step in dict.fromkeys([*(rest[-1:]), *(rest[:1]), *first]) if step in known]
-    yield from wanted
-    given = set(wanted)
-    stride = 1 << max(len(rest) - 1, 1).bit_length()
-    while stride:
-        for place in range(0, len(rest), stride):
-            if rest[place] not in given:
-                given.add(rest[place])
-                yield rest[place]
-        stride //= 2
-
-
-def alarm_steps(run: RecordedRun) -> list[int]:
-    return [int(alarm["step"]) for alarm in run.alarms[:20]]
+    order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
+    for power in range(max(len(rest) - 1, 1).bit_length(), -1, -1):
+        order += rest[:: 2**power]
+    yield from dict.fromkeys(order)

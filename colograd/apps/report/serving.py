@@ -94,7 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             arguments = {}
         if self.path == "/":
-            self._answer(self._page(), "text/html; charset=utf-8")
+            data = {"live": True, "version": __version__, "runs": [self.server.watched.data(0)]}
+            self._answer(document(data, connect="'self'"), "text/html; charset=utf-8")
         elif path == "/data" and (after := _number(arguments, "after")) is not None:
             self._answer(compact(self.server.watched.data(after)), "application/json")
         elif path == "/step" and (step := _number(arguments, "step")) is not None:
@@ -106,10 +107,6 @@ class Handler(BaseHTTPRequestHandler):
         self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET.")
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _only_get
-
-    def _page(self) -> str:
-        data = {"live": True, "version": __version__, "runs": [self.server.watched.data(0)]}
-        return document(data, connect="'self'")
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._answer(why + "\n", "text/plain; charset=utf-8", status)
@@ -150,17 +147,14 @@ def host_is_ours(host: str | None, served: str) -> bool:
     if name in ("localhost", served.lower()):
         return True
     try:
-        address = ipaddress.ip_address(name)
+        if ipaddress.ip_address(name).is_loopback:
+            return True
     except ValueError:
         return False
-    return address.is_loopback or not _only_here(served)
-
-
-def _only_here(served: str) -> bool:
     try:
-        return ipaddress.ip_address(served).is_loopback
+        return not ipaddress.ip_address(served).is_loopback
     except ValueError:
-        return served == "localhost"
+        return served != "localhost"
 
 
 def _number(arguments: dict[str, list[str]], name: str) -> int | None:
