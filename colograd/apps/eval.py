@@ -200,7 +200,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 
-    texts, model = names_of(options.tasks), model_of(options.model)  # before the slow imports
+    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # before the slow imports
     if options.limit is not None:  # for the tasks without a number of their own
         parts = {name: text.partition("@") for name, text in texts.items() if "[" not in text}
         texts |= {name: f"{task}[:{options.limit}]{at}{n}" for name, (task, at, n) in parts.items()}

@@ -61,9 +61,9 @@ class ReplayStore(RolloutStore):
                 self._check_settings(found, path)
         wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
         for step in range(start, self.replay.last, args.round_length):
-            if (found := len(self.positions(step))) >= wanted:
+            if (number := len(self.positions(step))) >= wanted:
                 continue
-            is_there = f"has {found} of its {wanted} groups" if found else "isn't recorded"
+            is_there = f"has {number} of its {wanted} groups" if number else "isn't recorded"
             rounds = list(self.rounds())
             recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
             later = sorted(step for step in complete_steps(str(self.replay.run)) if step > start)

@@ -144,7 +144,9 @@ class RecordedRun:
             case "log":
                 self.take_metrics(step, event["metrics"])
             case "rollout":
-                of_rank = {name: number(event.get(name)) for name in ("seconds", "preemptions", "tail", "until")}
+                of_rank: dict[str, Any] = {
+                    name: number(event.get(name)) for name in ("seconds", "preemptions", "tail", "until")
+                }
                 for name in ("running", "waiting", "kv"):
                     of_rank[name] = [[number(at, 4), number(value, 4)] for at, value in event[name][:100]]
                 for name in ("rewards", "tools", "trained"):

@@ -67,10 +67,10 @@ class Samples:
                 self._folder_seen = now
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
-            for folder in os.scandir(self.folder / STORE):
-                for name in STORED if _ROUND.fullmatch(folder.name) else ():
+            for entry in os.scandir(self.folder / STORE):
+                for name in STORED if _ROUND.fullmatch(entry.name) else ():
                     with contextlib.suppress(OSError):
-                        found[f"{STORE}/{folder.name}/{name}"] = os.stat(f"{folder.path}/{name}").st_size
+                        found[f"{STORE}/{entry.name}/{name}"] = os.stat(f"{entry.path}/{name}").st_size
         for name, size in found.items():
             if size == self._read.get(name) or (file := open_inside(self.folder, name)) is None:
                 continue
@@ -83,8 +83,8 @@ class Samples:
                     self.stored[step].add(name)
                     touched.append(step)
         for offset, line in self.tail.read():
-            match = _STEP.match(line)
-            at = int(match.group(1)) if match else whole((parse(line, b'{"step"') or {}).get("step"))
+            begun = _STEP.match(line)
+            at = int(begun.group(1)) if begun else whole((parse(line, b'{"step"') or {}).get("step"))
             if at is not None:
                 self.lines[at].append((offset, len(line)))
                 touched.append(at)
@@ -92,7 +92,7 @@ class Samples:
         return bool(touched)
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """Return a step's completions in order, whole groups of about ``most_bytes`` in all, and the number of others."""
+        """Return a step's completions in order, whole groups of about ``most_bytes``, and the number of others."""
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (purpose, position) -> index -> completion
         for found in self._recorded(step):  # the last recorded one counts
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found

@@ -46,7 +46,7 @@ class Judge:
 
         Args:
             requests: kind and arguments of the document's requests.
-            responses: responses to each request, one per repeat: a text, or (log-probability, is greedy).
+            responses: to each request, one per repeat: a text, or (log-probability, is greedy).
         """
         from lm_eval.api.instance import Instance
 

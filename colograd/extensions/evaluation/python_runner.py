@@ -36,12 +36,7 @@ class Ended:
 
 
 def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
-    """Run ``program`` to its end.
-
-    Args:
-        seconds: maximum wall-clock time. Then the program is killed with all processes of its group.
-        memory: maximum bytes of address space.
-    """
+    """Run ``program`` to its end, or kill it with all processes of its group after so many ``seconds``."""
     reader, writer = os.pipe()
     token = secrets.token_hex(16)
     try:

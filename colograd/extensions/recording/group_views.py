@@ -32,10 +32,6 @@ def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
     return list(scored.advantages.split(lengths))
 
 
-def _logged(scored: ScoredGroup, index: int) -> dict[str, Any]:
-    return {name: values[index] for name, values in scored.logged.columns.items()}
-
-
 # -- the completions log
 
 
@@ -71,7 +67,7 @@ def completion_rows(
                     finish_reason=rollout.finish_reason.value,
                     rewards=tuple(scored.rewards[i].tolist()),
                     advantage=float(advantages[i].mean()),
-                    extra=_logged(scored, i),
+                    extra={name: values[i] for name, values in scored.logged.columns.items()},
                     thumbnails=() if media is None else small[media.digest],
                     sizes=() if media is None else media.sizes,
                 )
@@ -140,10 +136,11 @@ def shown_notes(
         found = []
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
             advantage, known = advantages[identity.index], trainer.get(identity)
+            shares = [round(value, 3) for value in advantage[:most].tolist()] if advantage.dim() else []
             note: dict[str, Any] = {
                 "key": rollout.input.key,
-                "trainer": None if known is None else _rounded(known[:most]),
-                "advantage": _rounded(advantage[:most]) if advantage.dim() else round(float(advantage), 4),
+                "trainer": None if known is None else [round(value, 3) for value in known[:most].tolist()],
+                "advantage": shares if advantage.dim() else round(float(advantage), 4),
                 "mask": loss_tokens(rollout, mask_truncated)[:most].int().tolist(),
                 "reward": total,
             }
@@ -173,17 +170,12 @@ def _picture_urls(*media: Media | None) -> list[str]:
     return [*map(data_url, parts[0].thumbnails(*parts[1:]))] if parts else []
 
 
-def _rounded(values: torch.Tensor) -> list[float]:
-    return [round(value, 3) for value in values.tolist()]
-
-
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose ``number`` groups to show. They alternate between the largest difference of rewards and the largest
-    difference of sampler and trainer; equal groups are taken in order.
-    """
-    spreads = [_spread(totals) for _, totals in groups]
+    """Choose ``number`` groups to show: by turns the largest difference of rewards, and of sampler and trainer."""
+    known = [[total for total in totals if total == total] for _, totals in groups]
+    spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = [_difference(scored, trainer) for scored, _ in groups]
     chosen: list[int] = []
     for turn in range(min(number, len(groups))):
@@ -191,11 +183,6 @@ def chosen_groups(
         by = differences if turn % 2 else spreads
         chosen.append(max(left, key=lambda index: (by[index], -index)))
     return [groups[index] for index in sorted(chosen)]
-
-
-def _spread(totals: Sequence[float]) -> float:
-    known = [total for total in totals if total == total]
-    return max(known) - min(known) if known else 0.0
 
 
 def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:

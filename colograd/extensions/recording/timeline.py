@@ -71,7 +71,6 @@ class Timeline:
             self._early[-1] = name, started, time.perf_counter() - began, tokens
 
     def all_sampled(self) -> None:
-        """Record that no rank samples any more."""
         if self._last_began is not None:
             self._until = time.perf_counter() - self._last_began
 
@@ -123,9 +122,7 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
-    """Sort calls by their starts. If there are more than ``most``, neighbours of one name become one call that sums
-    their completions.
-    """
+    """Sort calls by their starts. Of more than ``most``, neighbours of one name become one, with all completions."""
     found = sorted(calls, key=lambda call: call[1])
     names = list(dict.fromkeys(call[0] for call in found))
     each = max(1, most // max(len(names), 1))

@@ -44,10 +44,7 @@ def peak_of(device: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return a device's peak FLOP/s and the number's source.
-
-    The source is the maker's data sheet if it has the device, else the fastest of some matrix products in ``dtype``.
-    """
+    """Return a device's peak FLOP/s, from its data sheet or measured, and the number's source."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"

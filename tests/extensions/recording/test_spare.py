@@ -116,9 +116,13 @@ def test_a_tracker_that_fails_later_is_one_warning() -> None:
 
 
 def test_a_report_on_a_full_disk_is_no_bug(tmp_path: Path) -> None:
+    def full() -> None:
+        raise FULL
+
     said: list[str] = []
     recorder = object.__new__(Recorder)
     recorder.file = EventLog(tmp_path, said.append)
-    recorder.give_up(FULL)
-    recorder.give_up(FULL)
+    recorder.trackers = SimpleNamespace(flush=full)  # type: ignore[assignment]
+    for _ in range(2):
+        recorder.on_log(None, None, None)
     assert len(said) == 1 and "No space left on device" in said[0] and "please report" not in said[0]
