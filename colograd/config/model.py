@@ -37,7 +37,6 @@ class ModelConfig:
         "Dropout before the adapter in training (vLLM samples without).",
         at_least=0,
         below=1,
-        must_be="in [0, 1)",
         remedy="0 turns it off",
     )
     lora_target_modules: list[str] | None = knob(

@@ -7,9 +7,7 @@ from typing import Any
 
 from .knob import agents, knob, tools
 
-SECONDS: dict[str, Any] = {
-    "above": 0, "must_be": "a positive number of seconds", "remedy": "leave it out for no limit",
-}  # fmt: skip
+SECONDS: dict[str, Any] = {"above": 0, "remedy": "leave it out for no limit"}
 
 
 @dataclass

@@ -159,10 +159,11 @@ class RecordedRun:
             case "spread":
                 found: dict[str, Any] = {"functions": {}}
                 for name in ("rewards", "lengths"):
-                    edges, counts = ([number(each, 4) for each in event[name][part]] for part in ("edges", "counts"))
+                    given = mapping(event.get(name))
+                    edges, counts = ([number(each, 4) for each in items(given.get(at))] for at in ("edges", "counts"))
                     if counts and len(edges) == len(counts) + 1 <= 129 and None not in (*edges, *counts):
                         found[name] = {"edges": edges, "counts": counts}
-                for name, (least, most) in [*event["functions"].items()][:MOST_LIMITS]:
+                for name, (least, most) in [*mapping(event.get("functions")).items()][:MOST_LIMITS]:
                     found["functions"][str(name)] = [number(least, 4), number(most, 4)]
                 self.spreads[step] = {name: value for name, value in found.items() if value}
                 self.touched["spreads"][step] = self.change

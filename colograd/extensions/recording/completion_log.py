@@ -47,7 +47,7 @@ class CompletionLog:
             folder.mkdir(parents=True, exist_ok=True)
             hub = {"repo_id": config.log_completions_hub_repo, "repo_type": "dataset", "token": config.hub_token}
             hub |= {"private": config.hub_private_repo, "allow_patterns": ["*.parquet"]}
-            self._uploads = CommitScheduler(folder_path=folder, every=UPLOAD_MINUTES, **hub)  # type: ignore[arg-type]
+            self._uploads = CommitScheduler(folder_path=folder, every=UPLOAD_MINUTES, **hub)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
         """Keep texts that were decoded for the rewards: decoding takes longer than the rest of the log."""
