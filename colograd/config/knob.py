@@ -143,7 +143,7 @@ UNUSED: dict[str, str] = {
     "vllm_server_timeout": "there is no server (TRL's colocated mode doesn't read it either)",
     "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
-    "torch_empty_cache_steps": "micro-batches are cut to what the device has",
+    "torch_empty_cache_steps": "rows are cut to what the device has",
     "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
 INERT = (("max_prompt_length", None),)  # former fields with a value that requests nothing
