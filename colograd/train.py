@@ -50,11 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """Make the trainer that a command line describes; print one line to standard error and return None for bad input.
-
-    Args:
-        kind: class or function that makes the trainer instead of `GRPOTrainer`.
-    """
+    """Make the trainer that a command line describes, with ``kind`` in place of `GRPOTrainer`; for bad input print one
+    line to standard error and return None."""
     try:
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
@@ -69,17 +66,12 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def _stage() -> str:
-    """Return the present stage of the start; empty until the watchdog is imported."""
     stage = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
     return "" if stage is None else str(stage())
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
-    """Make the trainer that a command line describes.
-
-    Raises:
-        ValueError: bad input, before anything is trained.
-    """
+    """Make the trainer that a command line describes. Bad input is a ValueError, before anything is trained."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments
@@ -155,7 +147,6 @@ def make_trainer(
 
 
 def _with_benchmarks(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
-    """Add the recipe's benchmarks to the test split, if there is one."""
     from colograd.training.eval_prompts import benchmark_names
 
     names = benchmark_names(script.exams)
@@ -172,11 +163,7 @@ def _with_benchmarks(script: ScriptArguments, eval_dataset: Any, evaluates: bool
 
 
 def run(trainer: GRPOTrainer) -> int:
-    """Train, then save the model, the state and the card, and push them with ``push_to_hub``.
-
-    Returns:
-        The exit status: 0, or after a signal `exit_status_after_stop`.
-    """
+    """Train, then save the model, the state and the card, and push them if asked to. Return the exit status."""
     from colograd.reporting.console import reward_ends
 
     config = trainer.args

@@ -225,8 +225,7 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few completions of the first prompts, without top_p and the like, which the trainer's distribution
-    lacks."""
+    """Sample a few completions of the first prompts, without top_p and the like."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)

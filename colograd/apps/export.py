@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _on_the_hub(problem: str) -> Iterator[None]:
-    """Raise an error in one line: no connection, no token, no right to push there."""
     from httpx import HTTPError
 
     try:

@@ -137,7 +137,6 @@ def _model(name: str) -> str:
 
 
 def _one_of(flag: str, names: Sequence[str], name: str) -> str:
-    """Return ``name``, which must be one of ``names`` unless these are unknown."""
     if names and name not in names:
         raise ValueError(f"{flag} is {name!r}, but must be one of {', '.join(map(repr, names))}: name one.")
     return name
@@ -167,7 +166,6 @@ def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
 
 
 def _fits(model: str, length: int) -> bool:
-    """Return whether this machine's GPUs can train all of the model's weights."""
     from ..memory.choice import auto, fits
     from . import plan
 

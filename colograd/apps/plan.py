@@ -80,8 +80,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that a `colograd train` command line sets, on any machine. Also return a line on each assumed
-    option, which depends on the model or the data."""
+    """Return the options that a `colograd train` command line sets, and a line on each that is assumed."""
     import torch
 
     from ..config.parse import planned_settings
@@ -129,7 +128,6 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Build the parser, which stores options under the names of a recipe's fields."""
     parser = argparse.ArgumentParser(
         prog="colograd plan", description="A model's memory on each GPU, with each strategy of sharding. Loads nothing."
     )

@@ -96,7 +96,6 @@ def check_conflicts(settings: Any, facts: Mapping[str, Any] | None = None, about
     """Raise a ValueError for the first row that applies.
 
     Args:
-        settings: a configuration, or options that have some of its fields.
         facts: further values, by names for the error.
         about: if not empty, only rows with this field are checked.
     """
@@ -125,7 +124,6 @@ def value_of(settings: Any, name: str) -> Any:
 
 
 def _said(name: str, value: Any) -> str:
-    """Format a setting and its value."""
     mapping, _, key = name.partition(".")
     if key:
         return f"{mapping} has {key}: {shown(value)}"

@@ -72,14 +72,12 @@ class EngineKnobs(TrainingArguments):
 
     @property
     def streams_optimizer(self) -> bool:
-        """Whether the optimizer's state passes through the GPU from the host (with `fsdp_offload_params` it is updated
-        there)."""
+        """Whether the optimizer's state passes through the GPU from the host."""
         return self.offload_optimizer == "stream" and not (self.on_cpu or self.fsdp_offload_params)
 
     @property
     def why_not_between_steps(self) -> str:
-        """The reason why nothing is trained between the steps of a rank's own engine (`overlap`), as far as settings
-        show; empty: it is allowed."""
+        """Why nothing is trained between the steps of a rank's own engine (`overlap`); empty: it is allowed."""
         if self.on_cpu:
             return "on a CPU decoding takes all of the rank's cores"
         if self.vllm_enable_sleep_mode:

@@ -106,15 +106,12 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     PolicyKnobs,
 ):
     """Arguments of `GRPOTrainer`: the groups of knobs above, the sampling and steps that evaluation derives from, and
-    the fields of `transformers.TrainingArguments`.
+    the fields of `transformers.TrainingArguments`. Bad values are ValueErrors at construction.
 
     After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
     and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A trainer resolves
     the settings that depend on its policy, its device and its nodes, then calls `freeze`. Only the methods
     ``resolve_*`` write to a constructed configuration.
-
-    Raises:
-        ValueError: at construction, with the value, the rule and the remedy.
     """
 
     notes: ClassVar[list[str]]  # per instance: a line for each setting without effect or with an old name
@@ -230,8 +227,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse further changes of the settings that a trainer reads once. transformers' own settings may change,
-        because each `train` reads them again."""
+        """Refuse changes of the settings that a trainer reads once. Each `train` reads transformers' own again."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -319,8 +315,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Return Colograd's settings except those read at each evaluation, and transformers' settings resolved by a
-    trainer."""
+    """Return Colograd's settings except those of an evaluation, and those of transformers that a trainer resolves."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}

@@ -61,21 +61,14 @@ class Rules:
 
 
 class Help(str):
-    """A knob's help that carries the rules of its value.
-
-    They can't be entries of the field's metadata, because transformers' and TRL's parsers pass each entry to argparse.
-    """
+    """A knob's help that carries the rules of its value. Entries of the metadata would reach argparse."""
 
     rules: Rules
 
 
 def knob(default: Any, meaning: str, **words: Any) -> Any:
-    """Declare a dataclass field; ``meaning`` is its help on the command line and in docs/configuration.md.
-
-    Args:
-        words: fields of `Rules`, and keywords of argparse's `add_argument`, which transformers' and TRL's parsers pass
-            on.
-    """
+    """Declare a dataclass field; ``meaning`` is its help, ``words`` are fields of `Rules` and keywords of
+    argparse's `add_argument`."""
     text = Help(meaning)
     text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
     metadata = {"help": text, **words}
@@ -177,16 +170,14 @@ def unused_lines(group: Any) -> list[str]:
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop None from settings that can't be None, which have ``defaults``: TRL's scripts mean these by it. Return the
-    other settings, and a line for each dropped one."""
+    """Drop None from settings with ``defaults``, which TRL's scripts mean by it. Return the rest, and lines on these."""
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
     return {name: value for name, value in settings.items() if name not in unset}, lines
 
 
 def never_none(cls: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields that can't be None, by the annotations in its classes:
-    transformers' parser changes the fields' types."""
+    """Return the defaults of a dataclass's fields that can't be None by its annotations."""
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         annotations |= inspect.get_annotations(base)
@@ -203,8 +194,7 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Explain unknown keywords of a dataclass (a class decorator), in place of its bare TypeError. The instance's
-    ``notes`` begin empty."""
+    """Explain unknown keywords of a dataclass (a class decorator). The instance's ``notes`` begin empty."""
     plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)

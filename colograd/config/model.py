@@ -97,7 +97,6 @@ class ModelConfig:
         return {key: value for key, value in settings.items() if value is not None}
 
     def _quantization(self) -> dict[str, Any] | None:
-        """Return `quantization_config` as in a checkpoint's config.json."""
         if self.load_in_8bit:
             return {"load_in_8bit": True}
         if not self.load_in_4bit:

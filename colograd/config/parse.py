@@ -27,8 +27,8 @@ MAPPINGS = (*GRPOConfig._VALID_DICT_FIELDS, "dataset_kwargs")
 def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, Path | None]:
     """Read ``--config RECIPE`` and ``--any_flag value``. Return the three groups, and the recipe's path.
 
-    RECIPE is a YAML file's path, or the name of a shipped recipe. The command line wins; ``--dict_field.key value``
-    sets one entry of a mapping.
+    RECIPE is a YAML file's path, or a shipped recipe's name. The command line wins; ``--dict_field.key value`` sets one
+    entry of a mapping.
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
@@ -87,7 +87,6 @@ def _known() -> set[str]:
 
 
 def _check_known(rest: Sequence[str]) -> None:
-    """Refuse the flags that the parser left over."""
     if rest:
         raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
 

@@ -75,8 +75,7 @@ class PolicyKnobs(TrainingArguments):
     )
 
     def _take_kernels(self) -> None:
-        """Check the mode of torch.compile, and turn Liger's losses off: at the start of training, transformers would
-        add one."""
+        """Check torch.compile's mode, and turn off Liger's losses, one of which transformers would add."""
         Rules(one_of=COMPILE_MODES, note=" (rows have other lengths in each micro-batch)").check(
             "torch_compile_mode", self.torch_compile_mode
         )
@@ -106,8 +105,7 @@ class PolicyKnobs(TrainingArguments):
         return dtype
 
     def _take_checkpointing(self) -> None:
-        """Make ``gradient_checkpointing`` a bool or None; `offload` becomes an entry of its keyword arguments, as in
-        transformers."""
+        """Make ``gradient_checkpointing`` a bool or None; `offload` becomes one of its keyword arguments."""
         given = [[getattr(self, f"{name}{end}", None) for name in CHECKPOINTING] for end in ("", "_kwargs")]
         way, kwargs = (next((value for value in values if value is not None), None) for values in given)
         on = checkpointing_way(way)
@@ -117,8 +115,7 @@ class PolicyKnobs(TrainingArguments):
         self._set_checkpointing(on, kwargs)
 
     def _set_checkpointing(self, on: bool | None, kwargs: Any) -> None:
-        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that this version of transformers
-        reads."""
+        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that transformers reads."""
         for name in CHECKPOINTING:
             if hasattr(self, name):
                 setattr(self, name, on)

@@ -111,8 +111,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Default ``metric_for_best_model`` to `reward`. transformers' default is the loss, which an evaluation may not
-        have."""
+        """Default ``metric_for_best_model`` to `reward`: an evaluation may not have a loss, transformers' default."""
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:

@@ -151,10 +151,7 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the number of optimizer steps that are sampled together, from either of TRL's two fields.
-
-        In TRL a generation may also be a part of a step. Here that step's generations, with the same weights, are one.
-        """
+        """Count the optimizer steps that are sampled together. Several generations of a step (in TRL) are one here."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"

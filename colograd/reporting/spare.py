@@ -12,18 +12,13 @@ EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_t
 
 
 class Spare:
-    """Context managers that turn an error into a warning, once.
-
-    Args:
-        warn: receives the line.
-    """
+    """Context managers that turn an error into a warning, once."""
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
         self._warn, self._told = warn, False
 
     @contextmanager
     def __call__(self, problem: str) -> Iterator[None]:
-        """Warn with ``problem``, and the error in brackets."""
         try:
             yield
         except Exception as error:  # a diagnosis isn't worth a run

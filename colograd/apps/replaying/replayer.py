@@ -36,14 +36,8 @@ class Unasked:
 
 
 class Replayer(GRPOTrainer):
-    """Trains recorded steps again.
-
-    Args:
-        flags: command-line flags that changed the run's settings, for the summary.
-        args: the run's configuration with a folder of its own and ``journal: keep``, without saving, evaluation and
-            reports.
-        reward_funcs: the run's reward functions; never called.
-    """
+    """Trains recorded steps again. ``args`` is the run's configuration with a folder of its own and ``journal: keep``,
+    without saving, evaluation and reports; ``flags`` changed the run's settings."""
 
     samples = False
 

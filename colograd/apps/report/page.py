@@ -41,9 +41,6 @@ def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | Non
     Args:
         run_dir: a run's output_dir; the run may go on, or only have a trainer_state.json.
         out: the file; default ``report.html`` in ``run_dir``.
-
-    Raises:
-        ValueError: a run's folder holds nothing to report.
     """
     runs = [read_run(folder) for folder in (run_dir, *others)]
     path = Path(out) if out is not None else Path(run_dir) / NAME
@@ -84,8 +81,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
-    """Pack as many steps as the page has room for. Return them, whether (1) each has completions, and the beginnings of
-    their prompts by key."""
+    """Pack as many steps as fit. Return them, whether (1) each has completions, and the prompts' beginnings."""
     texts: dict[str, str] = {}
     alarms = [int(alarm["step"]) for alarm in run.alarms[:20]]
     order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarms))
@@ -115,13 +111,8 @@ def compact(value: Any) -> str:
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """Write the page around its data.
-
-    Args:
-        data: ``runs`` (see `overview`), ``live``, ``version``.
-        blocks: elements with packed steps.
-        connect: the addresses that the page may load, for its content security policy.
-    """
+    """Write the page around its data (``runs``, ``live``, ``version``) and elements with packed steps; it may load the
+    addresses of ``connect``."""
     # Character data only: none of these scripts may contain the end of an element.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)

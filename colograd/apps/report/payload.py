@@ -20,12 +20,7 @@ STEP_GROUPS = 256
 
 
 def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
-    """Return the run without its completions.
-
-    Args:
-        after: leave out all data that hasn't changed since this change of the run.
-        thin: bound the sizes, for a page that holds the whole run.
-    """
+    """Return the run without its completions, or what is new ``after`` a change of it; ``thin`` bounds the sizes."""
     if after < run.born:
         after = 0
     steps, columns = run.steps.columns(after)
@@ -107,8 +102,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the mean reward from which a group without a reward difference is solved: `pass_threshold_eval` if a
-    group reached it, else the middle between the lowest and the highest mean."""
+    """Return the mean reward from which a group without a reward difference is solved."""
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
@@ -136,8 +130,7 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Return the number of prompts, their visits and how many have half of the total spread; and of the prompts with
-    the largest spread [key, spread in all, [[step, mean, spread, truncated share], ...]]."""
+    """Count the prompts, and return [key, spread in all, [[step, mean, spread, truncated share], ...]] of some."""
     spreads: dict[int, float] = defaultdict(float)
     visits: dict[int, int] = defaultdict(int)
     for step in run.groups:

@@ -137,9 +137,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a request's Host header names this machine: by a number, or a name that no foreign page can have.
-    Any port is accepted, because a tunnel's other end may have another one.
-    """
+    """Return whether a Host header names this machine: by a number, or a name that no foreign page can have."""
     if host is None:
         return False
     name = host.strip().lower()

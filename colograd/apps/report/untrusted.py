@@ -23,9 +23,7 @@ LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a regular file of a folder. None: there is no such file, or it is a link that leads out. The call never
-    waits, not even for named pipes.
-    """
+    """Open a regular file of a folder without ever waiting; None if there is none, or it is a link that leads out."""
     root = folder.resolve()
     try:
         path = (root / name).resolve()
@@ -80,11 +78,7 @@ class Tail:
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object; None if it has none.
-
-    Args:
-        beginning: the beginning of each object. A killed run may leave a torn object before the next one, on one line.
-    """
+    """Return a line's JSON object, also behind a torn one that a killed run left; each has this ``beginning``."""
     for begin in (0, line.rfind(beginning)):
         if begin < 0:
             continue

@@ -166,8 +166,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. Indexing all of the harness's tasks takes long, so this
-    looks into ``include`` and for a file of the name first."""
+    """Load a task, group or tag by its name or YAML file. Indexing all of the harness's takes long."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 
@@ -245,7 +244,6 @@ def _chat(rules: Rules, messages: list[dict[str, str]], add_generation_prompt: b
 
 
 def _encoder(tokenizer: Any) -> Any:
-    """Return the harness's own rules for tokens of a context and its continuation."""
     from lm_eval.api.model import TemplateLM
 
     class Encoder(TemplateLM):
@@ -293,7 +291,6 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
 
 
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
-    """Convert the arguments of a task's generation."""
     if unknown := [key for key in kwargs if key not in (*NO_SAMPLING, *SHAPING)]:
         raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, which the engine doesn't have.")
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)

@@ -88,7 +88,6 @@ def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memor
 
 
 def _limit(seconds: float, memory: int) -> None:
-    """Set the limits in the new process, before the interpreter starts."""
     for kind, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, FILE_BYTES),

@@ -69,10 +69,7 @@ class TaskResult:
         return 0 if sampling is None else len(self.answered) * sampling.n
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return by metric each question's values, one per verdict.
-
-        A failed check counts as a wrong answer: 0 where more is better and all values are numbers, else left out.
-        """
+        """Return by metric each question's values, one per verdict. A failed check counts as a wrong answer."""
         found: dict[Key, list[list[Any]]] = defaultdict(list)
         keys = list(dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict))
         better = self.loaded.task.higher_is_better()

@@ -64,9 +64,7 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[tuple[Sat, list[dict[Any, Any]]]]]:
-    """Sample or score all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective.
-
-    ``turn`` gives the engine its memory."""
+    """Take all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective."""
     started, mine = time.perf_counter(), host.config.layout
     with turn, on_all_ranks("the benchmark"):
         sat: list[Sat] = host.engine.on_engine_leader(

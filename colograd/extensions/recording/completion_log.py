@@ -56,8 +56,7 @@ class CompletionLog:
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
-        """Log the completions of a round's steps, of all ranks: a collective. ``decode`` makes the texts that `keep`
-        didn't get."""
+        """Log the completions of a round's steps, of all ranks: a collective. ``decode`` makes the texts not kept."""
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
@@ -78,11 +77,7 @@ class CompletionLog:
         name: str,
         reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions, which have no advantages, in a file of its name: a collective.
-
-        Args:
-            reward_names: names of a benchmark's own values; None: the run's reward functions.
-        """
+        """Log an evaluation's completions, with a benchmark's own ``reward_names`` or the run's: a collective."""
         names, step = self.names if reward_names is None else reward_names, state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()

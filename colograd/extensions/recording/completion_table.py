@@ -35,12 +35,12 @@ def completions_table(
     unique_prompts: bool,
     width: int = DEFAULT_WIDTH,
 ) -> Table:
-    """Build a table of completions with their rewards and advantages, and their steps if these differ.
+    """Build a table of completions with their rewards and advantages, and their steps if these differ. Long texts are
+    shortened in the middle.
 
     Args:
         limit: rows at most, one of each group before the second of any; None is all.
         unique_prompts: show one completion per group.
-        width: characters. Long texts are shortened in the middle to fit.
     """
     extra, several = extra_names(rows), len({row.step for row in rows}) > 1
     # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.

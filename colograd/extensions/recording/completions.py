@@ -121,12 +121,7 @@ def write_log(
     kind: str = "completions",
     images: bool = False,
 ) -> Path:
-    """Write the completions of a step, or of an evaluation after it. A file is either complete or absent.
-
-    Args:
-        kind: ``completions``, or the evaluation's name.
-        images: write the columns of images, empty for a row without one.
-    """
+    """Write the completions of a step, or of the evaluation ``kind`` after it. A file is either complete or absent."""
     data = columns(rows, reward_names, images)
     data[TEXT] = pa.array(data[TEXT], pa.string())
     table = pa.table(data)

@@ -24,8 +24,7 @@ BEGINNING = 160  # characters of a prompt in a line
 
 
 class EventLog:
-    """A writer that appends events to a run's record, in one process. ``warn`` gets one line, once, if writing
-    fails."""
+    """A writer of a run's events. ``warn`` gets one line, once, if writing fails."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER

@@ -19,7 +19,6 @@ LEAST_TOKENS = 256  # tokens of a completion, however many completions there are
 
 
 def _prompt(group: Group) -> Any:
-    """Return the prompt as the dataset has it, without pictures."""
     prompt = group.example.get("prompt", "")
     return text_of(prompt) if any(rollout.input.media is not None for rollout in group.rollouts) else prompt
 
@@ -42,11 +41,7 @@ def as_utf8(texts: Sequence[str]) -> list[bytes]:
 def completion_rows(
     groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
 ) -> list[CompletionRow]:
-    """Make the rows of a step's groups.
-
-    Args:
-        texts: ``texts[g][i]`` is completion i of group g, as UTF-8.
-    """
+    """Make the rows of a step's groups; ``texts[g][i]`` is completion i of group g, as UTF-8."""
     rows = []
     small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object
     for scored, of_group in zip(groups, texts, strict=True):
@@ -118,10 +113,9 @@ def shown_notes(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> dict[str, Any]:
-    """Make notes on some groups (`rollout.group_table`), for the report to show them token by token.
+    """Make notes on groups with the weighted sums of their rewards [G], for the report to show them token by token.
 
     Args:
-        groups: each with the weighted sums of its rewards [G].
         purpose: ``train``, or the evaluation's name.
         trainer: log-probabilities of the completions that were trained on this rank.
         mask_truncated: whether truncated completions are left out of the loss.
@@ -186,7 +180,7 @@ def chosen_groups(
 
 
 def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
-    """Compute the mean over the group's tokens of |trainer - sampler|; 0 if unknown."""
+    """Average |trainer - sampler| over the group's tokens; 0 if unknown."""
     total, count = 0.0, 0
     for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
         if (known := trainer.get(identity)) is not None:

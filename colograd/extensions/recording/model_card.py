@@ -63,10 +63,7 @@ class RunFacts:
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
-    """Write ``README.md`` into the model's folder, with ``recipe.yaml`` (a copy) and ``reward.png``; return its path.
-
-    The network isn't used. Paths are shown relative to the current directory; other paths only by name.
-    """
+    """Write ``README.md`` into the model's folder, with a copy of the recipe and ``reward.png``; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
@@ -143,8 +140,7 @@ def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
-    """Draw ``reward`` against ``step``, with a band of ``reward_std`` and a moving mean over a tenth of the run. Return
-    the path; None without matplotlib, or with fewer than two finite rewards."""
+    """Draw ``reward`` by step, a band of ``reward_std`` and a moving mean. Return the path; None for too few points."""
     points = _points(history, "reward")
     try:
         # Not pyplot: a separate figure changes neither the backend nor the figures of a notebook. Agg draws it.
@@ -187,7 +183,6 @@ def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 
 def _on_hub(name: str) -> bool:
-    """Return whether ``name`` reads like ``organisation/name`` and isn't a local path."""
     return _HUB_ID.fullmatch(name) is not None and not is_local(name)
 
 

@@ -150,7 +150,6 @@ class Recorder(NoRecord):
         )
 
     def _writer(self) -> Any:
-        """Return TensorBoard's writer, once transformers' callback has made it."""
         found = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
         return next((writer for writer in found if writer is not None), None)
 

@@ -23,13 +23,7 @@ ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 
 
 class Trackers:
-    """The running trackers of a run.
-
-    Args:
-        report_to: names of the trackers.
-        writer: returns TensorBoard's writer, once transformers' callback has made it.
-        warn: receives one line, once, if something couldn't be sent.
-    """
+    """The running trackers of ``report_to``; ``writer`` returns TensorBoard's, ``warn`` gets one line on errors."""
 
     def __init__(
         self,

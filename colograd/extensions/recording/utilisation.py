@@ -73,9 +73,7 @@ class Work:
 
     @classmethod
     def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
-        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch]).
-
-        Own tokens see themselves causally."""
+        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch])."""
         tokens = predicted = pairs = 0
         for prompt, completions in groups:
             own = sum(c for _, c in completions)
@@ -108,7 +106,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Count a model's matrices; None for a model that isn't dense."""
+        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch])."""
         base = unwrap(model)
         if num_experts(base.config):
             return None

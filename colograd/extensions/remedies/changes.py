@@ -24,11 +24,8 @@ def remedies(run: RunDescription, strategy: str) -> str:
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Yield the single changes that make the run fit, the least costly first.
-
-    Extensions offer further changes at the seam "host_remedies": functions of (run, strategy, fit). ``fit`` tells
-    whether the run fits with some fields of `RunDescription` changed.
-    """
+    """Yield the single changes that make the run fit, the least costly first. Extensions offer further ones at the seam
+    "host_remedies": functions of (run, strategy, fit), where ``fit`` tells whether it fits with changed fields."""
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
@@ -67,7 +64,6 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
 
 
 def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
-    """List the larger numbers of ranks that could share out a row's tokens."""
     parts = run.ranks_per_engine if strategy in TENSOR else 1
     able = range(run.ranks_per_sequence + 1, run.devices.ranks + 1)
     possible = strategy != "fsdp" and run.can_share_rows
@@ -81,8 +77,7 @@ def adapter_elements(shape: Shape, rank: int) -> int:
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """Return the longest context that fits: a half, a quarter ... of the run's. None: no such context of at least
-    256."""
+    """Return the longest context that fits: a half, a quarter ... of the run's, at least 256."""
     length = run.length // 2
     while length >= 256:
         part = length / run.length
@@ -114,7 +109,6 @@ def _more_ranks(run: RunDescription) -> str:
 
 
 def _with_ranks(run: RunDescription, ranks: int) -> RunDescription:
-    """Return a run's work on ``ranks`` ranks."""
     share = run.devices.ranks / ranks
     sequences, running = (max(1, int(count * share)) for count in (run.sequences, run.running))
     devices = dataclasses.replace(run.devices, ranks=ranks)

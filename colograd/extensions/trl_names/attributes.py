@@ -88,12 +88,7 @@ class TRLNames:
     """TRL's attributes that `transformers.Trainer` doesn't have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse overrides that can't work.
-
-        Raises:
-            TypeError: a replaced method is never called, so the override would silently have no effect.
-            ValueError: ``compute_loss`` has transformers' signature, so it would fail in the first step.
-        """
+        """Refuse overrides that can't work: of methods that are never called, and of transformers' ``compute_loss``."""
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):

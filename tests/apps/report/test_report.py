@@ -127,9 +127,9 @@ def test_solved_mark_lies_between_means_without_passes(tmp_path: Path) -> None:
 
 
 def test_the_least_and_the_greatest_reward_of_each_function_are_read(tmp_path: Path) -> None:
-    spread = {"kind": "spread", "step": 1, "functions": {"right": [0, 1], "wrong": "x", "short": [1], "odd": [None, 2]}}
-    append(tmp_path, "events.jsonl", spread)
-    assert read(tmp_path).spreads == {1: {"functions": {"right": [0, 1]}}}
+    spread = {"kind": "spread", "step": 1, "functions": {"right": [0, 1], "short": [-0.5, 2]}}
+    append(tmp_path, "events.jsonl", spread, spread | {"step": 2, "functions": {"short": [1]}})
+    assert read(tmp_path).spreads == {1: {"functions": {"right": [0, 1], "short": [-0.5, 2]}}}
 
 
 def test_half_of_an_amount() -> None:

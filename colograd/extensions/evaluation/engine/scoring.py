@@ -12,12 +12,8 @@ SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM wants to sample a t
 
 
 def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score continuations on the engine's first rank: the sum of each one's log-probabilities, and whether greedy
-    decoding would write it.
-
-    Args:
-        parts: (context, continuation) as token ids. Both have tokens, and together fewer than the engine's context.
-    """
+    """Score continuations of contexts on the engine's first rank, both as token ids: the sum of each one's
+    log-probabilities, and whether greedy decoding would write it."""
     scores: dict[int, tuple[float, bool]] = {}
     waiting = {engine.submit([*context, *target], SCORED, seed=0): i for i, (context, target) in enumerate(parts)}
     names = [*waiting]
