@@ -170,7 +170,7 @@ def unused_lines(group: Any) -> list[str]:
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop None from settings with ``defaults``, which TRL's scripts mean by it. Return the rest, and lines on these."""
+    """Drop None from settings with ``defaults``, which TRL means by it. Return the rest, and lines on these."""
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
     return {name: value for name, value in settings.items() if name not in unset}, lines

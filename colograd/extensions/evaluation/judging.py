@@ -42,7 +42,7 @@ class Judge:
     def __call__(
         self, doc: Any, requests: Sequence[tuple[str, tuple[Any, ...]]], responses: Sequence[list[Any]]
     ) -> dict[tuple[str, str], Any]:
-        """Return the metrics by (metric, filter), of requests (kind, arguments) and the responses to each, one per repeat:
+        """Return the metrics by (metric, filter) of requests (kind, arguments) and responses to each, one per repeat:
         a text, or (log-probability, is greedy)."""
         from lm_eval.api.instance import Instance
 
