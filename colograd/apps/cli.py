@@ -20,8 +20,8 @@ COMMANDS = {
     "export": ("CHECKPOINT FOLDER [--push REPO]", "write its model as a folder, an adapter merged", ".export:main"),
     "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay:main"),
     "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions, or search all steps", ".show:main"),
-    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or one of several runs", ".pages:report"),
-    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".pages:watch"),
+    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or several runs'", ".report.page:report"),
+    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".report.serving:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
 # These commands print bad input themselves; an error while they train keeps its traceback.

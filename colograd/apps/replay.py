@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
 
         def replayer(**given: Any) -> Any:
-            from .replaying.recorded import Replay, StepProfile
-            from .replaying.replayer import Replayer
+            from .replaying.replayer import Replay, Replayer, StepProfile
 
             layout, profile = given["args"].layout, None
             if options.profile is not None:

@@ -17,8 +17,7 @@ from transformers import HfArgumentParser
 from ..runtime.shipped import file_or_shipped, is_shipped, near_names
 from .grpo import GRPOConfig
 from .knob import never_none, rules_of, unknown_name, unused_lines, without_nones, without_removed
-from .model import ModelConfig
-from .script import ScriptArguments
+from .script import ModelConfig, ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
 MAPPINGS = (*GRPOConfig._VALID_DICT_FIELDS, "dataset_kwargs")

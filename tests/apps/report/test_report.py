@@ -26,7 +26,7 @@ from paths import ROOT
 
 from colograd.apps.cli import main
 from colograd.apps.report import page, samples, write_report
-from colograd.apps.report.payload import _half, of_step, overview, spread_out
+from colograd.apps.report.page import _half, of_step, overview, spread_out
 from colograd.apps.report.recorded_run import RecordedRun
 from colograd.apps.report.untrusted import Tail, open_inside, parse
 from colograd.batch import Group, Logged, ModelInput
@@ -422,7 +422,7 @@ def test_a_folder_without_a_run_is_one_clear_error(tmp_path: Path, capsys: pytes
 
 def test_a_report_imports_neither_torch_nor_vllm(made_up: Path) -> None:
     script = (
-        "import sys; from colograd.apps.cli import main; import colograd.apps.pages\n"
+        "import sys; from colograd.apps.cli import main; import colograd.apps.report.serving\n"
         f"assert main(['report', {str(made_up)!r}]) == 0\n"
         "print([name for name in ('torch', 'vllm', 'transformers', 'pandas') if name in sys.modules])"
     )

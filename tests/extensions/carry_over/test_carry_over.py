@@ -19,8 +19,7 @@ from paths import SCRIPTS
 from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
-from colograd.apps.replaying.recorded import Replay
-from colograd.apps.replaying.replayer import Replayer
+from colograd.apps.replaying.replayer import Replay, Replayer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
