@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__" and not __package__:
     # Python puts the folder of a script first on the path. There our modules would shadow others of the same name.
@@ -56,18 +56,18 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
-        with process.rank_variables(), process.collector_at_rest(), Waiting(first, _stage, shown):  # with the imports
+
+        def stage() -> str:  # empty until the watchdog is imported
+            at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
+            return "" if at is None else str(at())
+
+        with process.rank_variables(), process.collector_at_rest(), Waiting(first, stage, shown):  # with the imports
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if process.is_verbose(argv):
             raise
         print(f"colograd: error: {error}", file=sys.stderr)
         return None
-
-
-def _stage() -> str:
-    stage = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
-    return "" if stage is None else str(stage())
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
@@ -128,7 +128,17 @@ def make_trainer(
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
-        eval_dataset = _with_benchmarks(script, eval_dataset, bool(evaluates))
+        from colograd.training.eval_prompts import benchmark_names
+
+        if not evaluates:
+            raise ValueError(
+                f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
+                "eval_on_start."
+            )
+        names, test = benchmark_names(script.exams), script.dataset_test_split
+        if eval_dataset is not None and test in names:
+            raise ValueError(f"dataset_test_split is {test!r}, which is a task of exams: remove one.")
+        eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}  # type: ignore[assignment]
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),
@@ -144,22 +154,6 @@ def make_trainer(
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")
     return trainer
-
-
-def _with_benchmarks(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
-    from colograd.training.eval_prompts import benchmark_names
-
-    names = benchmark_names(script.exams)
-    if not evaluates:
-        raise ValueError(
-            f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
-            "eval_on_start."
-        )
-    if eval_dataset is None:
-        return dict(names)
-    if script.dataset_test_split in names:
-        raise ValueError(f"dataset_test_split is {script.dataset_test_split!r}, which is a task of exams: remove one.")
-    return {script.dataset_test_split: eval_dataset, **names}
 
 
 def run(trainer: GRPOTrainer) -> int:

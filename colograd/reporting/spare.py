@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,13 +34,5 @@ def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
             continue
         for name in EVENTS:
             if name not in vars(callback):
-                setattr(callback, name, _spared(getattr(callback, name), spare))
-
-
-def _spared(method: Callable[..., Any], spare: Spare) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with spare(f"trackers: {type(method.__self__).__name__} doesn't take all that is sent"):  # type: ignore[attr-defined]
-            return method(*args, **kwargs)
-
-    return run
+                spared = spare(f"trackers: {type(callback).__name__} doesn't take all that is sent")
+                setattr(callback, name, spared(getattr(callback, name)))

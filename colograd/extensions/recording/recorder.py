@@ -321,10 +321,7 @@ class Recorder(NoRecord):
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
         recorded = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
-        try:
-            self._store.show(notes, recorded)
-        except OSError as error:
-            self.file.warn(error)
+        self._store.show(notes, recorded)
 
 
 def recorder_of(trainer: Any) -> Recorder | None:

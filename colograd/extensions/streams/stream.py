@@ -92,7 +92,14 @@ class PromptStream(torch.utils.data.IterableDataset):
                 for step in [*range(self.round_steps)] * self.iterations:
                     items += 1
                     self.saved = {"items": items, "digest": digest.hexdigest()}
-                    self._compare()
+                    if self._expected.get("items") == items:
+                        if self._expected != self.saved:
+                            raise ValueError(
+                                f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first "
+                                f"{items} steps' prompts are others now, so that resuming can't go on where it "
+                                "stopped. Make its order repeatable, or set ignore_data_skip: true to begin it anew."
+                            )
+                        self._expected = {}
                     first = step * self.per_step + self.layout.data_rank * per_rank
                     yield prompts[first : first + per_rank]
             if not rounds:
@@ -100,17 +107,6 @@ class PromptStream(torch.utils.data.IterableDataset):
                     f"{self.rules.name} ended after {len(block)} prompts, but one generation takes {size}: lower "
                     "prompts_per_step or steps_per_generation, or add prompts."
                 )
-
-    def _compare(self) -> None:
-        if self._expected.get("items") != self.saved["items"]:
-            return
-        expected, self._expected = self._expected, {}
-        if expected != self.saved:
-            raise ValueError(
-                f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first {expected['items']} "
-                "steps' prompts are others now, so that resuming can't go on where it stopped. Make its order "
-                "repeatable, or set ignore_data_skip: true to begin it anew."
-            )
 
     def _pass(self, epoch: int, counts: bool = True) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
         """Yield the rows of one pass over the dataset that fit, with their tokens."""
@@ -123,18 +119,15 @@ class PromptStream(torch.utils.data.IterableDataset):
             for row, ids in enumerate(self.rules.encode(columns, number), start=number):
                 if len(ids) <= self.rules.max_prompt_tokens:
                     yield block[row - number], ids
-                elif counts:
-                    self._count_dropped(f"row {row} of pass {epoch + 1} ({len(ids)} tokens)")
+                    continue
+                self.num_dropped += counts
+                if counts and str(self.num_dropped).rstrip("0") == "1":  # the first, tenth, hundredth ...
+                    self.rules.tell(
+                        f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were "
+                        f"dropped, with a limit of {self.rules.max_prompt_tokens} tokens: the latest is row {row} of "
+                        f"pass {epoch + 1} ({len(ids)} tokens)"
+                    )
             number += len(block)
-
-    def _count_dropped(self, row: str) -> None:
-        """Count a prompt that is too long, and report the first, the tenth, the hundredth and so on."""
-        self.num_dropped += 1
-        if str(self.num_dropped).rstrip("0") == "1":
-            self.rules.tell(
-                f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were dropped, with "
-                f"a limit of {self.rules.max_prompt_tokens} tokens: the latest is {row}"
-            )
 
 
 def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:

@@ -5,7 +5,6 @@ TRL's hooks are refused in subclasses, with the stage to override instead.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any
@@ -139,11 +138,6 @@ def _end_tokens(trainer: Any) -> list[int]:
     return named if own in named else [own, *named]
 
 
-def _of_source(name: str, default: Any, trainer: Any) -> Any:
-    value = trainer.feature.trl_attributes.get(name)
-    return default if value is None else value()
-
-
 _FOUND = {
     # As in TRL, an adapter's reference is no second model.
     "ref_model": lambda trainer: (
@@ -166,5 +160,8 @@ _FOUND = {
     "reward_processing_classes": lambda trainer: [
         reward.function.tokenizer if isinstance(reward.function, ModelReward) else None for reward in trainer.rewards
     ],
-    **{name: functools.partial(_of_source, name, default) for name, default in OF_SOURCES.items()},
+    **{
+        name: lambda trainer, name=name, default=default: trainer.feature.trl_attributes.get(name, lambda: default)()
+        for name, default in OF_SOURCES.items()
+    },
 }
