@@ -140,7 +140,8 @@ def _plain(value: Any) -> str:
 
 CONFLICTS = (
     Conflict("attn_implementation",
-             When("unknown", lambda name: name is not None and not name.startswith(KNOWN_ATTENTION)), "", ANY, "it is unknown", "remove it (training runs the packed attention)"),
+             When("unknown", lambda name: name is not None and not name.startswith(KNOWN_ATTENTION)), "", ANY,
+             "it is unknown", "remove it (training runs the packed attention)"),
     Conflict("fp16", SET, "", ANY, "policies train in bfloat16 or float32", "set dtype instead"),
     Conflict("auto_find_batch_size", SET, "", ANY,
              "it would cut groups apart", "remove it and lower max_tokens_per_microbatch instead"),

@@ -130,8 +130,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
     # Fields of TrainingArguments with other defaults or meanings.
     learning_rate: float = knob(
-        1e-6,
-        "Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers.",
+        1e-6, "Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."
     )
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: str | None = knob(

@@ -23,9 +23,7 @@ class AdvantageKnobs:
         "cover all samples.",
     )
     dynamic_sampling_max_rounds: int = knob(
-        10,
-        "Maximum number of further draws; then the step trains on fewer groups.",
-        at_least=1,
+        10, "Maximum number of further draws; then the step trains on fewer groups.", at_least=1
     )
     scale_rewards: str = knob(
         "group",
@@ -81,9 +79,7 @@ class ObjectiveKnobs(SamplingKnobs):
         at_least=0,
     )
     epsilon_high: float | None = knob(
-        None,
-        "Upper clip range; default `epsilon`. `cispo`: the bound of the ratio (5.0 is usual).",
-        at_least=0,
+        None, "Upper clip range; default `epsilon`. `cispo`: the bound of the ratio (5.0 is usual).", at_least=0
     )
     delta: float | None = knob(None, "Upper bound of the ratio in two-sided clipping.", at_least=0)
     sapo_temperature_pos: float = knob(
@@ -244,8 +240,7 @@ class DistillationKnobs:
     )
     distillation_weight: float = distillation(1.0, "Coefficient of the teacher's term.")
     offload_teacher: bool = distillation(
-        False,
-        "On a GPU, keep the teacher in pinned host memory between generations. No effect on a CPU.",
+        False, "On a GPU, keep the teacher in pinned host memory between generations. No effect on a CPU."
     )
 
     @property

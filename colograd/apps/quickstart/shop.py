@@ -39,10 +39,7 @@ def _schema(name: str, description: str, argument: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-SCHEMAS: list[Any] = [
-    _schema("price", "Looks up a price.", "item"),
-    _schema("calculator", "Calculates.", "expression"),
-]
+SCHEMAS: list[Any] = [_schema("price", "Looks up a price.", "item"), _schema("calculator", "Calculates.", "expression")]
 
 
 def _example(order: str, tool: str, arguments: dict[str, str], answer: str, *ending: str) -> list[dict[str, Any]]:

@@ -35,8 +35,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 def watch(argv: Sequence[str] | None = None) -> int:
     """Run ``colograd watch RUN`` until Ctrl-C. Return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="colograd watch",
-        description="The page of a run, live. It reads the run's folder, and writes nothing.",
+        prog="colograd watch", description="The page of a run, live. It reads the run's folder, and writes nothing."
     )
     add = parser.add_argument
     add("run", type=Path, help="the run's output_dir; it needn't be there yet")
