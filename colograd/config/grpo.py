@@ -296,13 +296,6 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by "
                 "its length. GSPO is loss_type: grpo."
             )
-        if sequence and loss == "vespo":
-            yield "loss: vespo has a weight per completion by itself; importance_sampling_level: token is meant for it."
-        if sequence and loss in ("gmpo", "dppo"):
-            yield (
-                f"loss: {loss} has the tokens' own ratios, and so has its KL term: importance_sampling_level: sequence "
-                "changes only what the metrics clip_ratio/* are averaged over. Remove it."
-            )
         if not sequence and loss == "luspo":
             yield "loss: luspo is meant for importance_sampling_level: sequence."
         if loss == "cispo" and (self.epsilon_high or 0.0) < 1:

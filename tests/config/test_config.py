@@ -682,18 +682,6 @@ def test_kernels_are_checked(given: dict[str, Any], said: str) -> None:
         ({"loss_type": "cispo"}, ["0.2 is below 1"]),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, []),
         ({"torch_empty_cache_steps": 4}, ["torch_empty_cache_steps` has no effect"]),
-        (
-            {
-                "loss_type": "vespo",
-                "importance_sampling_level": "sequence",
-                "vllm_importance_sampling_mode": "token_mask",
-            },
-            ["token is meant for it"],
-        ),
-        (
-            {"loss_type": "dppo", "importance_sampling_level": "sequence", "beta": 0.1},
-            ["dppo has the tokens' own ratios, and so has its KL term"],
-        ),
     ],
 )
 def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], said: list[str]) -> None:

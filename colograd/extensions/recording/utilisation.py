@@ -106,7 +106,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch])."""
+        """Count a model's matrices; None for a model that isn't dense."""
         base = unwrap(model)
         if num_experts(base.config):
             return None
