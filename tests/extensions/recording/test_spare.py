@@ -78,12 +78,10 @@ def test_a_completions_log_that_fails_is_one_warning(tmp_path: Path) -> None:
 
 
 def test_a_torn_log_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(table: Any, path: Any, **kwargs: Any) -> None:
-        if isinstance(path, Path):
-            path.write_bytes(b"half")
-            raise FULL
+    def full(self: Any, table: Any) -> None:
+        raise FULL
 
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(OSError, match="No space left"):
         write_log(tmp_path, [a_row(1)], ["r"], 1)
     assert not any((tmp_path / "completions").iterdir())
