@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LONGEST_LINE = 64 * 2**20  # bytes; no run writes longer ones
 BLOCK = 2**20
 LARGEST_STEP = 2**53  # a number that JavaScript holds exactly
 LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
@@ -64,17 +63,12 @@ class Tail:
         with file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self.offset)
-            rest, skipping = b"", False
+            rest = b""
             while block := file.read(BLOCK):
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
-                    begin = self.offset
+                    yield self.offset, line
                     self.offset += len(line) + 1
-                    if not skipping:
-                        yield begin, line
-                    skipping = False
-                if len(rest) > LONGEST_LINE:
-                    self.offset, rest, skipping = self.offset + len(rest), b"", True
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:

@@ -372,18 +372,6 @@ def test_what_is_new_is_read_once(tmp_path: Path) -> None:
     assert tail.restarted() and tail.offset == 0
 
 
-def test_a_line_without_end_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colograd.apps.report.untrusted.LONGEST_LINE", 3000)
-    monkeypatch.setattr("colograd.apps.report.untrusted.BLOCK", 1000)
-    append(tmp_path, "events.jsonl", log(1, reward=1), b"x" * 10_000 + b"\n", log(2, reward=2))
-    tail = Tail(tmp_path, "_report/events.jsonl")
-    lines = list(tail.read())
-    assert [json.loads(line)["step"] for _, line in lines] == [1, 2]
-    with (tmp_path / "_report" / "events.jsonl").open("rb") as file:
-        file.seek(lines[1][0])
-        assert json.loads(file.readline())["step"] == 2
-
-
 def test_nothing_outside_of_the_folder_is_opened(tmp_path: Path) -> None:
     run, outside = tmp_path / "run", tmp_path / "secret.jsonl"
     (run / "_report").mkdir(parents=True)
