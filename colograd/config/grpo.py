@@ -17,18 +17,7 @@ from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process, registry
 from .conflicts import check_conflicts
 from .engine import EngineKnobs
-from .knob import (
-    BARE_FLAG,
-    REFUSED,
-    RENAMED,
-    UNUSED,
-    Rules,
-    check_values,
-    knob,
-    names_checked,
-    unknown_name,
-    unused_lines,
-)
+from .knob import BARE_FLAG, REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
 from .objective import AdvantageKnobs, DistillationKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, PolicyKnobs
@@ -116,17 +105,10 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
     notes: ClassVar[list[str]]  # per instance: a line for each setting without effect or with an old name
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "teacher_model_name_or_path",
-        "teacher_model_init_kwargs",
-        "generation_kwargs",
-        "transformers_continuous_batching_config",
-        "chat_template_kwargs",
-        "vllm_engine_kwargs",
-        "liger_kernel_config",
-        "curriculum",
-    ]
+        *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
+        "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",
+        "chat_template_kwargs", "vllm_engine_kwargs", "liger_kernel_config", "curriculum",
+    ]  # fmt: skip
 
     # Fields of TrainingArguments with other defaults or meanings.
     learning_rate: float = knob(
@@ -282,7 +264,9 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     def advice(self) -> Iterator[str]:
         """Yield a line for each valid setting that has no effect here, or rarely the intended one."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
-        yield from unused_lines(self)
+        for each in fields(self):
+            if each.name in UNUSED and getattr(self, each.name) != each.default:
+                yield f"config: `{each.name}` has no effect: {UNUSED[each.name]}"
         if self.sharding_note:
             yield self.sharding_note
         for name in ("dispatch_batches", "split_batches"):

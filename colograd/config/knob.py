@@ -130,20 +130,17 @@ UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
     "pad_to_multiple_of": "rows are packed and never padded",
-    "vllm_server_base_url": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_server_host": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_server_port": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_server_timeout": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
+    **dict.fromkeys(
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+        "there is no server (TRL's colocated mode doesn't read it either)",
+    ),
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
     "torch_empty_cache_steps": "rows are cut to what the device has",
     "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
 INERT = (("max_prompt_length", None),)  # former fields with a value that requests nothing
-# Fields of transformers that accept None without declaring it.
-NONE_IS_OFF = ("max_grad_norm",)
-# TRL's old names.
-RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+NONE_IS_OFF = ("max_grad_norm",)  # fields of transformers that accept None without declaring it
+RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # TRL's old names
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
@@ -158,15 +155,6 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Drop former fields with a value that requests nothing: older files of TRL and Colograd may still have them."""
     return {name: value for name, value in settings.items() if (name, value) not in INERT}
-
-
-def unused_lines(group: Any) -> list[str]:
-    """Return a line for each field in `UNUSED` that doesn't have its default."""
-    return [
-        f"config: `{field_.name}` has no effect: {UNUSED[field_.name]}"
-        for field_ in dataclasses.fields(group)
-        if field_.name in UNUSED and getattr(group, field_.name) != field_.default
-    ]
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

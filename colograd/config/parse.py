@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 
 from ..runtime.shipped import file_or_shipped, is_shipped, near_names
 from .grpo import GRPOConfig
-from .knob import never_none, rules_of, unknown_name, unused_lines, without_nones, without_removed
+from .knob import UNUSED, never_none, rules_of, unknown_name, without_nones, without_removed
 from .script import ModelConfig, ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
@@ -39,7 +39,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     _check_known(rest)
     script, config, model = groups
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
-    config.notes = [*shipped, *unused_lines(script), *config.notes]
+    if script.ignore_bias_buffers:
+        shipped.append(f"config: `ignore_bias_buffers` has no effect: {UNUSED['ignore_bias_buffers']}")
+    config.notes = [*shipped, *config.notes]
     return script, config, model, recipe
 
 

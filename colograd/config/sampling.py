@@ -20,18 +20,10 @@ TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record, for each token, the
 # Parameters of transformers' generation, and their values that change nothing here. (`n` is 1 in TRL's requests,
 # because each request has a copy of the prompt.)
 ANYWAY: dict[str, tuple[Any, ...]] = {
-    "do_sample": (True,),
-    "n": (1,),
-    "num_return_sequences": (1,),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "use_cache": (True,),
-    "early_stopping": (False,),
-    "length_penalty": (1,),
-    "typical_p": (1,),
-    "no_repeat_ngram_size": (0,),
-    "cache_implementation": (None,),
-}
+    "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
+    "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),
+    "no_repeat_ngram_size": (0,), "cache_implementation": (None,),
+}  # fmt: skip
 NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,), "thinking_token_budget": (-1,)}
 
 

@@ -37,13 +37,8 @@ OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_fa
 ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
 LOOP = "reward functions and tools share the process's event loop, which no trainer has"
 ABSENT = {
-    "vllm_generation": ENGINE,
-    "vllm_client": ENGINE,
-    "llm": ENGINE,
-    "generation_config": ENGINE,
-    "async_loop": LOOP,
-    "async_loop_thread": LOOP,
-    "async_loop_ready_event": LOOP,
+    **dict.fromkeys(("vllm_generation", "vllm_client", "llm", "generation_config"), ENGINE),
+    **dict.fromkeys(("async_loop", "async_loop_thread", "async_loop_ready_event"), LOOP),
     "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
 }
 
@@ -61,25 +56,13 @@ DIFFERENT = {
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
 EVALUATE, DATA = "evaluate", "get_train_dataloader"
 HOOKS = {
-    "_generate_and_score_completions": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
-    "get_batch_samples": DATA,
-    "_run_epoch": DATA,
-    "_prepare_inputs": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
-    "_generate": GENERATE,
-    "_generate_single_turn": GENERATE,
-    "_tokenize_prompts": GENERATE,
-    "_tool_call_loop": GENERATE,
+    **dict.fromkeys(("_generate_and_score_completions", "_prepare_inputs"), f"{GENERATE}, {SCORE} and {ADVANTAGES}"),
+    **dict.fromkeys(("_generate", "_generate_single_turn", "_tokenize_prompts", "_tool_call_loop"), GENERATE),
     "_calculate_rewards": SCORE,
-    "_compute_loss": LOSS,
-    "_get_per_token_logps_and_entropies": LOSS,
-    "get_high_entropy_mask": LOSS,
-    "get_off_policy_mask": LOSS,
-    "get_gamma_weights": LOSS,
-    "_get_train_sampler": DATA,
-    "_get_eval_sampler": EVALUATE,
-    "get_eval_dataloader": EVALUATE,
-    "evaluation_loop": EVALUATE,
-    "prediction_step": EVALUATE,
+    **dict.fromkeys(("_compute_loss", "_get_per_token_logps_and_entropies"), LOSS),
+    **dict.fromkeys(("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"), LOSS),
+    **dict.fromkeys(("get_batch_samples", "_run_epoch", "_get_train_sampler"), DATA),
+    **dict.fromkeys(("_get_eval_sampler", "get_eval_dataloader", "evaluation_loop", "prediction_step"), EVALUATE),
 }
 
 
