@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not __package__:
     # Python puts the folder of a script first on the path. There our modules would shadow others of the same name.
@@ -139,6 +139,8 @@ def make_trainer(
         if eval_dataset is not None and test in names:
             raise ValueError(f"dataset_test_split is {test!r}, which is a task of exams: remove one.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}  # type: ignore[assignment]
+    of_source = ("tools", "rollout_func", "environment_factory", "agent")
+    sources: dict[str, Any] = {name: getattr(script, name) for name in of_source}
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),
@@ -146,10 +148,7 @@ def make_trainer(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset if evaluates else None,
         peft_config=model.peft_config(),
-        tools=script.tools,
-        rollout_func=script.rollout_func,
-        environment_factory=script.environment_factory,
-        agent=script.agent,
+        **sources,
     )
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")

@@ -256,13 +256,9 @@ def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
     if layout.ranks_per_row > 1:
         first = layout.row_group[0]
         scored = gather([one.for_training() for one in scored] if layout.rank == first else [])[first]
-    return pack(
-        scored,
-        trainer.learner.rules.max_tokens or 4096,
-        mask_truncated=False,
-        device=trainer.args.device,
-        share_prompts=trainer.learner.rules.share_prompts,
-    )
+    rules, device = trainer.learner.rules, trainer.args.device
+    shared = rules.share_prompts
+    return pack(scored, rules.max_tokens or 4096, mask_truncated=False, device=device, share_prompts=shared)
 
 
 def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:

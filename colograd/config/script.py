@@ -78,18 +78,12 @@ class ModelConfig:
         except ImportError as error:
             raise ValueError(f"use_peft is true, but peft can't be imported ({error}): pip install peft.") from None
         targets: Any = self.lora_target_modules
-        return LoraConfig(
-            task_type=self.lora_task_type,
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            target_modules=targets[0] if targets and len(targets) == 1 and _is_pattern(targets[0]) else targets,
-            target_parameters=self.lora_target_parameters,
-            modules_to_save=self.lora_modules_to_save,
-            use_rslora=self.use_rslora,
-            use_dora=self.use_dora,
-            bias="none",
-        )
+        if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
+            targets = targets[0]  # a pattern, not a layer's name (which peft finds at the end of full names)
+        names = ("task_type", "r", "target_parameters", "modules_to_save")
+        renamed = {name: getattr(self, f"lora_{name}") for name in names}
+        same = {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+        return LoraConfig(**renamed, **same, target_modules=targets, bias="none")
 
     def init_kwargs(self) -> dict[str, Any]:
         """Return the settings that belong to `GRPOConfig.model_init_kwargs`."""
@@ -99,20 +93,10 @@ class ModelConfig:
     def _quantization(self) -> dict[str, Any] | None:
         if self.load_in_8bit:
             return {"load_in_8bit": True}
-        if not self.load_in_4bit:
-            return None
-        settings = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": self.bnb_4bit_quant_type,
-            "bnb_4bit_use_double_quant": self.use_bnb_nested_quant,
-            "bnb_4bit_quant_storage": self.bnb_4bit_quant_storage,
-        }
-        return {key: value for key, value in settings.items() if value is not None}
-
-
-def _is_pattern(target: str) -> bool:
-    """Return whether the target is a pattern, not a layer's name (which peft finds at the end of full names)."""
-    return target == "all-linear" or re.fullmatch(r"[\w.]+", target) is None
+        kind, storage = self.bnb_4bit_quant_type, self.bnb_4bit_quant_storage
+        settings: dict[str, Any] = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": self.use_bnb_nested_quant}
+        settings |= {"bnb_4bit_quant_storage": storage} if storage is not None else {}
+        return {"load_in_4bit": True, **settings} if self.load_in_4bit else None
 
 
 @names_checked

@@ -244,20 +244,9 @@ def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
         small = [each for each in pictures if isinstance(each, bytes) and len(each) <= THUMBNAIL_BYTES]
         contents = (str(message.get("content") or "") for message in items(_prompt(written)))
         known = [value for value in map(number, rewards.values()) if value is not None]
-        yield _checked(
-            {
-                "position": position,
-                "index": places[position],
-                "purpose": purpose,
-                "prompt": prompt,
-                "text": written if isinstance(written, str) else "\n".join(contents),
-                "length": row.get("completion_tokens"),
-                "finish": row.get("finish_reason"),
-                "reward": math.fsum(known) if len(known) == 1 else None,
-                "rewards": rewards,
-                "advantage": row.get("advantage"),
-                "extra": file.extra(row),
-                "images": [*map(data_url, small)],
-            }
-        )
+        found = {"position": position, "index": places[position], "purpose": purpose, "prompt": prompt}
+        found |= {"length": row.get("completion_tokens"), "finish": row.get("finish_reason")}
+        found |= {"reward": math.fsum(known) if len(known) == 1 else None, "advantage": row.get("advantage")}
+        found |= {"rewards": rewards, "extra": file.extra(row), "images": [*map(data_url, small)]}
+        yield _checked(found | {"text": written if isinstance(written, str) else "\n".join(contents)})
         places[position] += 1

@@ -190,17 +190,11 @@ def table(results: Sequence[SuiteResult]) -> list[str]:
             shown = accuracy.percent() + " %" if first and accuracy is not None else f"{value:.4g}"
             count = result.completions
             each = f"@{result.loaded.n} " if result.loaded.n else ""
-            rows.append(
-                (
-                    result.loaded.name,
-                    str(len(result.answered)),
-                    f"{each}{_name(key)}",
-                    shown,
-                    (", ".join(f"@{k} {e.percent()}" for k, e in passes.items()) if first else "") or "-",
-                    f"{sum(a.tokens for a in result.answered) / count:.0f}" if count else "-",
-                    f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %" if count else "-",
-                )
-            )
+            of_k = ", ".join(f"@{k} {e.percent()}" for k, e in passes.items()) if first else ""
+            tokens = f"{sum(a.tokens for a in result.answered) / count:.0f}" if count else "-"
+            cut = f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %" if count else "-"
+            cells = (f"{each}{_name(key)}", shown, of_k or "-", tokens, cut)
+            rows.append((result.loaded.name, str(len(result.answered)), *cells))
         if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts.items())):
             about = f": {result.example}" if result.example else ""
             lines.append(f"{result.loaded.name}: checks that judged nothing count as wrong answers: {wrong}{about}")

@@ -27,13 +27,8 @@ from ...runtime.sizes import num_experts
 
 # FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
 PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,  # SXM
-    "H200": 989e12,
-    "A100": 312e12,
-}
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
+}  # fmt: skip
 SECONDS = 0.2  # limit of the measurement for other devices
 SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices in that measurement
 

@@ -27,11 +27,9 @@ OF_ARGUMENTS = (
 )  # fmt: skip
 # TRL attributes that are constant in Colograd.
 ALWAYS = {
-    "chat_template": None,
-    "use_transformers_continuous_batching": False,
-    "continuous_batching_config": None,
+    "chat_template": None, "use_transformers_continuous_batching": False, "continuous_batching_config": None,
     "pad_to_multiple_of": None,
-}
+}  # fmt: skip
 # TRL attributes whose value a rollout source may have, with the value in other runs.
 OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
 ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
