@@ -201,10 +201,12 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
     """Read the rows of a file, without their small pictures, and the names of their rewards."""
     try:
         file = CompletionFile(path, path.stat().st_size)
-        counts = ("step", "position", "prompt_tokens", "completion_tokens")
         rows = [
             CompletionRow(
-                **{name: int(row[name]) for name in counts},
+                step=int(row["step"]),
+                position=int(row["position"]),
+                prompt_tokens=int(row["prompt_tokens"]),
+                completion_tokens=int(row["completion_tokens"]),
                 prompt=prompt_of(row["prompt"]),
                 text=row[TEXT].encode(),
                 finish_reason=str(row["finish_reason"]),

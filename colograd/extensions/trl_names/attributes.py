@@ -5,6 +5,7 @@ TRL's hooks are refused in subclasses, with the stage to override instead.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,7 @@ _FOUND = {
         reward.function.tokenizer if isinstance(reward.function, ModelReward) else None for reward in trainer.rewards
     ],
     **{
-        name: lambda trainer, name=name, default=default: trainer.feature.trl_attributes.get(name, lambda: default)()
+        name: functools.partial(lambda n, d, trainer: trainer.feature.trl_attributes.get(n, lambda: d)(), name, default)
         for name, default in OF_SOURCES.items()
     },
 }
