@@ -50,16 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """Make the trainer that a command line describes; print one line to standard error and return None for bad input.
-
-    Args:
-        kind: class or function that makes the trainer instead of `GRPOTrainer`.
-    """
+    """Make the trainer that a command line describes, with ``kind`` in place of `GRPOTrainer`; for bad input print one
+    line to standard error and return None."""
     try:
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
-        with process.rank_variables(), process.collector_at_rest(), Waiting(first, _stage, shown):  # with the imports
+
+        def stage() -> str:  # empty until the watchdog is imported
+            at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
+            return "" if at is None else str(at())
+
+        with process.rank_variables(), process.collector_at_rest(), Waiting(first, stage, shown):  # with the imports
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if process.is_verbose(argv):
@@ -68,18 +70,8 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         return None
 
 
-def _stage() -> str:
-    """Return the present stage of the start; empty until the watchdog is imported."""
-    stage = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
-    return "" if stage is None else str(stage())
-
-
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
-    """Make the trainer that a command line describes.
-
-    Raises:
-        ValueError: bad input, before anything is trained.
-    """
+    """Make the trainer that a command line describes. Bad input is a ValueError, before anything is trained."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments
@@ -136,7 +128,19 @@ def make_trainer(
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
-        eval_dataset = _with_benchmarks(script, eval_dataset, bool(evaluates))
+        from colograd.training.eval_prompts import benchmark_names
+
+        if not evaluates:
+            raise ValueError(
+                f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
+                "eval_on_start."
+            )
+        names, test = benchmark_names(script.exams), script.dataset_test_split
+        if eval_dataset is not None and test in names:
+            raise ValueError(f"dataset_test_split is {test!r}, which is a task of exams: remove one.")
+        eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
+    of_source = ("tools", "rollout_func", "environment_factory", "agent")
+    sources: dict[str, Any] = {name: getattr(script, name) for name in of_source}
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),
@@ -144,39 +148,15 @@ def make_trainer(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset if evaluates else None,
         peft_config=model.peft_config(),
-        tools=script.tools,
-        rollout_func=script.rollout_func,
-        environment_factory=script.environment_factory,
-        agent=script.agent,
+        **sources,
     )
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")
     return trainer
 
 
-def _with_benchmarks(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
-    """Add the recipe's benchmarks to the test split, if there is one."""
-    from colograd.training.eval_prompts import benchmark_names
-
-    names = benchmark_names(script.exams)
-    if not evaluates:
-        raise ValueError(
-            f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
-            "eval_on_start."
-        )
-    if eval_dataset is None:
-        return dict(names)
-    if script.dataset_test_split in names:
-        raise ValueError(f"dataset_test_split is {script.dataset_test_split!r}, which is a task of exams: remove one.")
-    return {script.dataset_test_split: eval_dataset, **names}
-
-
 def run(trainer: GRPOTrainer) -> int:
-    """Train, then save the model, the state and the card, and push them with ``push_to_hub``.
-
-    Returns:
-        The exit status: 0, or after a signal `exit_status_after_stop`.
-    """
+    """Train, then save the model, the state and the card, and push them if asked to. Return the exit status."""
     from colograd.reporting.console import reward_ends
 
     config = trainer.args

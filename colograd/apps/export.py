@@ -22,47 +22,41 @@ RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # a run's f
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder. Return the exit status."""
     parser = argparse.ArgumentParser(prog="colograd export", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        help="a checkpoint-N, or a run's output_dir: its saved model, else its newest checkpoint",
-    )
-    parser.add_argument("folder", type=Path, help="where the model goes; it must not be there yet")
-    parser.add_argument(
-        "--merge",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="merge an adapter into its base, which is the default; --no-merge: the adapter's own files",
-    )
-    parser.add_argument(
-        "--push", metavar="REPO", help="then bring the folder to this model on the Hub (NAME or ME/NAME)"
-    )
-    parser.add_argument("--private", action="store_true", help="a model that --push makes on the Hub is a private one")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a checkpoint-N, or a run's output_dir: its saved model, else its newest one")
+    add("folder", type=Path, help="where the model goes; it must not be there yet")
+    merging = "merge an adapter into its base, which is the default; --no-merge: the adapter's own files"
+    add("--merge", action=argparse.BooleanOptionalAction, default=True, help=merging)
+    add("--push", metavar="REPO", help="then bring the folder to this model on the Hub (NAME or ME/NAME)")
+    add("--private", action="store_true", help="a model that --push makes on the Hub is a private one")
     options = parser.parse_args(argv)
     process.quiet_logs(verbose=False)
-    source, folder = source_of(options.checkpoint, options.folder), options.folder
-    repo = _repo(options.push, options.private) if options.push else ""  # first, as it may not be allowed
+    import huggingface_hub as hub
+
+    from ..checkpoint.folders import check
+    from ..checkpoint.search import model_folder
+
+    folder, source = options.folder, Path(model_folder(str(options.checkpoint)) or options.checkpoint)
+    if not (source / "trainer_state.json").is_file():
+        raise ValueError(
+            f"{options.checkpoint} is neither a checkpoint nor a run's folder with one in it: give one of the two."
+        )
+    if folder.exists():
+        raise ValueError(f"{folder} is there already: name a folder that isn't.")
+    check(source)
+    if repo := options.push:  # first, as it may not be allowed
+        with _on_the_hub(f"the model {repo!r} can't be made on the Hub"):
+            repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
     note = export(source, folder, options.merge)
     print(f"exported {source} to {folder}{note and f' ({note})'}")
     if repo:
-        import huggingface_hub as hub
-
         with _on_the_hub(f"{folder} can't be pushed to {repo}"):
             print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder).repo_url}")
     return 0
 
 
-def _repo(name: str, private: bool) -> str:
-    """Return the full name of a model on the Hub, and create it if it doesn't exist."""
-    import huggingface_hub as hub
-
-    with _on_the_hub(f"the model {name!r} can't be made on the Hub"):
-        return str(hub.create_repo(name, private=private or None, exist_ok=True).repo_id)
-
-
 @contextlib.contextmanager
 def _on_the_hub(problem: str) -> Iterator[None]:
-    """Raise an error in one line: no connection, no token, no right to push there."""
     from httpx import HTTPError
 
     try:
@@ -75,29 +69,8 @@ def _on_the_hub(problem: str) -> Iterator[None]:
         ) from None
 
 
-def source_of(checkpoint: Path, folder: Path) -> Path:
-    """Find the checkpoint, or the folder of a run's model (as `colograd eval` does), complete, for a new ``folder``.
-
-    Raises:
-        ValueError: no checkpoint, a damaged one, or a folder that exists.
-    """
-    from ..checkpoint.folders import check
-    from ..checkpoint.search import model_folder
-
-    source = Path(model_folder(str(checkpoint)) or checkpoint)
-    if not (source / "trainer_state.json").is_file():
-        raise ValueError(
-            f"{checkpoint} is neither a checkpoint nor a run's folder with one in it: give one of the two."
-        )
-    if folder.exists():
-        raise ValueError(f"{folder} is there already: name a folder that isn't.")
-    check(source)
-    return source
-
-
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write a checkpoint's model into a new folder, whole or not at all. Return a note on a merge's precision, or
-    ""."""
+    """Write a checkpoint's model into a new folder, whole or not at all. Return a merge's note on its precision."""
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -113,8 +86,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Save the base with the adapter added, rounded once: to the base's dtype, or for a quantised base to its dtype in
-    training. Return a note on this."""
+    """Save the base with the adapter added, rounded once to the base's dtype (a quantised one's: in training)."""
     import torch
     import transformers as hf
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
@@ -156,8 +128,7 @@ def _merge(source: Path, folder: Path) -> str:
         merged, of_base = _dense(model, base_config, kind), f"the {quantized.name_of(settings)} base's values and "
     merged.save_pretrained(folder)
     reader.from_pretrained(source).save_pretrained(folder)
-    name = str(dtype).removeprefix("torch.")
-    return f"{of_base}the adapter, added in float32 and rounded once to {name}"
+    return f"{of_base}the adapter, added in float32 and rounded once to {str(dtype).removeprefix('torch.')}"
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:

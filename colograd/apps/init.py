@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import functools
+import itertools
 import json
 import keyword
 import re
@@ -22,14 +23,7 @@ from ..runtime import gpus
 
 RECIPE, TASK, AGENT, EXAMPLE = "recipe.yaml", "mytask.py", "myagent.py", "prompts.jsonl"
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
-PROMPTS = (
-    "prompt",
-    "question",
-    "problem",
-    "instruction",
-    "input",
-    "query",
-)  # usual names of the column; the first wins
+PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # usual names; the first one wins
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
 READ = 50  # rows that are read of the data
 # QWEN has the numbers of recipes/grpo_qwen.yaml, for models from `LARGE` billion parameters; QUICKSTART the numbers of
@@ -56,7 +50,20 @@ class Choices:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the files, and print the commands to run next. Return the exit status."""
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="colograd init",
+        description="Write a first recipe and reward function. Asks for the values that no flag sets.",
+    )
+    add = parser.add_argument
+    add("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="default: here")
+    add("--model", help="a Hub id or a folder")
+    add("--data", help="a .jsonl, .json, .csv or .parquet file, or a Hub id; none: an example is made")
+    add("--prompt-column", help="the column that holds the prompt")
+    add("--answer-column", help="the column that the reward compares with")
+    add("--reward", choices=("number", "own"), help="the last number is the answer; or your function")
+    add("--agent", action="store_true", help="a program that calls the model, instead of a reward")
+    add("--yes", action="store_true", help="ask nothing, take what is usual")
+    options = parser.parse_args(argv)
     folder: Path = options.folder
     if there := [name for name in (RECIPE, TASK, AGENT) if (folder / name).exists()]:
         raise ValueError(f"{folder / there[0]} is there, and is never overwritten: name another FOLDER.")
@@ -65,30 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (EOFError, KeyboardInterrupt):
         print("\ncolograd init: nothing was written", file=sys.stderr)
         return 130
-    written = write(folder, choices)
-    print(f"wrote {', '.join(str(path) for path in written)}")
+    print(f"wrote {', '.join(str(path) for path in write(folder, choices))}")
     if not Path(choices.model).is_dir():
         print(f"model:     {choices.model} comes from the Hub; --model names another one, or a folder")
     change = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     print(f"check it:  {change}colograd doctor --config {RECIPE}")
     print(f"train:     {change}colograd train --config {RECIPE}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="colograd init",
-        description="Write a first recipe and reward function. Asks for the values that no flag sets.",
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="default: here")
-    parser.add_argument("--model", help="a Hub id or a folder")
-    parser.add_argument("--data", help="a .jsonl, .json, .csv or .parquet file, or a Hub id; none: an example is made")
-    parser.add_argument("--prompt-column", help="the column that holds the prompt")
-    parser.add_argument("--answer-column", help="the column that the reward compares with")
-    parser.add_argument("--reward", choices=("number", "own"), help="the last number is the answer; or your function")
-    parser.add_argument("--agent", action="store_true", help="a program that calls the model, instead of a reward")
-    parser.add_argument("--yes", action="store_true", help="ask nothing, take what is usual")
-    return parser
 
 
 def choose(options: argparse.Namespace, asks: bool) -> Choices:
@@ -106,11 +96,16 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
     prompt = ask(options.prompt_column, "Column that holds the prompt", _likely(free, PROMPTS, but=ANSWERS), check)
     names = [name for name in names if name != prompt]
     only = names[0] if len(names) == 1 else None
-    answer = ask(
-        options.answer_column or only, "Column that the reward compares with", _likely(names, ANSWERS),
-        lambda name: _parameter(_one_of("--answer-column", names, name)),
-    )  # fmt: skip
-    likely = "number" if rows and all(_ends_in_number(row.get(answer)) for row in rows) else "own"
+
+    def parameter(name: str) -> str:
+        if not _one_of("--answer-column", names, name).isidentifier() or keyword.iskeyword(name):
+            raise ValueError(f"the column {name!r} can't be a parameter of a function: rename it in the data.")
+        return name
+
+    question, usual = "Column that the reward compares with", _likely(names, ANSWERS)
+    answer = ask(options.answer_column or only, question, usual, parameter)
+    numbers = [str(row.get(answer)).strip().rstrip(".")[-1:].isdigit() for row in rows]
+    likely = "number" if rows and all(numbers) else "own"
     question = "Reward: `number` (the last number is the answer) or `own`"
     reward = "agent"
     if not options.agent:
@@ -125,8 +120,7 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
 
 
 def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], T]) -> T:
-    """Pass the flag's value or the usual one to ``accept``; if ``asks``, pass the user's answers until it accepts
-    one."""
+    """Pass the flag's value or the usual one to ``accept``, or the user's answers until it accepts one."""
     if given or not asks:
         return accept(given or usual)
     while True:
@@ -143,15 +137,8 @@ def _model(name: str) -> str:
 
 
 def _one_of(flag: str, names: Sequence[str], name: str) -> str:
-    """Return ``name``, which must be one of ``names`` unless these are unknown."""
     if names and name not in names:
         raise ValueError(f"{flag} is {name!r}, but must be one of {', '.join(map(repr, names))}: name one.")
-    return name
-
-
-def _parameter(name: str) -> str:
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"the column {name!r} can't be a parameter of a function: rename it in the data.")
     return name
 
 
@@ -163,7 +150,12 @@ def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ())
 
 def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
     """Choose the recipe's numbers by the model's size, the machine and the data's ``longest`` text, in characters."""
-    billions = _billions(model) or (LARGE if has_gpu else 0.0)
+    name = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE)
+    if name:
+        billions = float(name[1]) / (1 if name[2] in "bB" else 1000)
+    else:  # the files' size in 16 bits
+        billions = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
+    billions = billions or (LARGE if has_gpu else 0.0)
     sizes = dict(QWEN if has_gpu or billions >= LARGE else QUICKSTART)
     # A longer question or answer needs longer completions; a token is some 3 characters.
     wanted = 1 << (longest // 3).bit_length()
@@ -173,15 +165,7 @@ def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
     return sizes | {"rate": f"{rate:.1e}".replace("e-0", "e-"), "adapter": adapter}
 
 
-def _billions(model: str) -> float:
-    """Return a model's parameters in billions, by its name or its files' size in 16 bits; 0: unknown."""
-    if found := re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE):
-        return float(found[1]) / (1 if found[2] in "bB" else 1000)
-    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
-
-
 def _fits(model: str, length: int) -> bool:
-    """Return whether this machine's GPUs can train all of the model's weights."""
     from ..memory.choice import auto, fits
     from . import plan
 
@@ -210,39 +194,32 @@ def first_rows(name: str) -> list[dict[str, Any]]:
         if suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            batches = pq.ParquetFile(path).iter_batches(READ)
-            found: Any = next(batches).to_pylist()
-        else:
+            rows: list[Any] = next(pq.ParquetFile(path).iter_batches(READ)).to_pylist()
+        elif suffix == ".csv":
             with path.open(encoding="utf-8", newline="") as file:
-                if suffix == ".csv":
-                    found = [row for row, _ in zip(csv.DictReader(file), range(READ), strict=False)]
-                else:
-                    found = _json_rows(file.read())
-    except (ValueError, StopIteration, UnicodeDecodeError) as error:
+                rows = [*itertools.islice(csv.DictReader(file), READ)]
+        elif (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
+            rows = json.loads(text)[:READ]
+        else:
+            rows = [json.loads(line) for line in [line for line in text.splitlines() if line.strip()][:READ]]
+    except (ValueError, StopIteration) as error:
         raise ValueError(f"{path} can't be read as {suffix[1:]} ({error}): mend the file.") from error
-    if not found or not all(isinstance(row, dict) for row in found):
+    if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} has no rows, but needs one object with the same keys per row: add rows.")
-    return list(found)
-
-
-def _json_rows(text: str) -> list[Any]:
-    """Parse the rows of a JSON list, or of one object per line."""
-    if text.lstrip().startswith("["):
-        whole: list[Any] = json.loads(text)
-        return whole[:READ]
-    lines = (line for line in text.splitlines() if line.strip())
-    return [json.loads(line) for line, _ in zip(lines, range(READ), strict=False)]
-
-
-def _ends_in_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or str(value).strip().rstrip(".")[-1:].isdigit()
+    return rows
 
 
 def write(folder: Path, choices: Choices) -> list[Path]:
     """Write the recipe, a reward function if no built-in one fits, and an example if the user has no data."""
     folder.mkdir(parents=True, exist_ok=True)
     own, agent = choices.reward == "own" or choices.answer != "answer", choices.reward == "agent"
-    values = {"own": own, "chats": _chats(choices.model), "run": Path(choices.model).name}
+    model = Path(choices.model)
+    if model.is_dir():  # the model expects a conversation if it has a chat template, or such a name
+        tokenizer, chats = model / "tokenizer_config.json", (model / "chat_template.jinja").exists()
+        chats |= tokenizer.is_file() and "chat_template" in tokenizer.read_text(encoding="utf-8")
+    else:
+        chats = re.search(r"instruct|chat|-it\b", choices.model, re.IGNORECASE) is not None
+    values = {"own": own, "chats": chats, "run": model.name}
     files = {RECIPE: _filled("recipe.yaml.jinja", choices, **values, **choices.sizes)}
     if agent:
         files[AGENT] = _filled("myagent.py.jinja", choices, recipe=RECIPE)
@@ -265,14 +242,3 @@ def _filled(template: str, choices: Choices, **values: Any) -> str:
     environment = jinja2.Environment(keep_trailing_newline=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # for YAML
     return environment.from_string(source).render(dataclasses.asdict(choices) | values)
-
-
-def _chats(model: str) -> bool:
-    """Return whether the model expects a conversation, by its folder's chat template or its name."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return re.search(r"instruct|chat|-it\b", model, re.IGNORECASE) is not None
-    settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").exists() or (
-        settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
-    )

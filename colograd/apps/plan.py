@@ -22,7 +22,6 @@ from ..runtime import process, registry
 
 if TYPE_CHECKING:
     from ..memory.description import RunDescription
-    from ..memory.table import MemoryPlan
 
 GIB = 2**30
 
@@ -62,7 +61,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.model_name_or_path:
         raise ValueError("--model is missing: give a folder with a config.json, a Hub id, or a recipe (--config).")
     if options.gpus is None or options.gpu_memory is None:
-        _take_own_gpus(options)
+        import torch
+
+        own = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+        if not own:
+            given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
+            missing = " and ".join(flag for flag, value in given.items() if value is None)
+            raise ValueError(
+                f"this machine has no GPU from which to take {missing}: say which GPUs, such as --gpus 8 --gpu-memory "
+                "80."
+            )
+        options.gpus = len(own) if options.gpus is None else options.gpus
+        options.gpu_memory = min(own) / GIB if options.gpu_memory is None else options.gpu_memory
     _check(options)
     way = checkpointing_way(options.gradient_checkpointing)
     options.checkpointing = int(way is not False)
@@ -71,20 +81,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that a `colograd train` command line sets, on any machine. Also return a line on each assumed
-    option, which depends on the model or the data."""
+    """Return the options that a `colograd train` command line sets, and a line on each that is assumed."""
     import torch
 
     from ..config.parse import planned_settings
     from ..config.policy import default_dtype, resolve_optimizer
 
     settings, assumed = planned_settings(argv), {}
-    for name in (
-        "model_init_kwargs",
-        "vllm_engine_kwargs",
-        "teacher_model_init_kwargs",
-    ):  # JSON texts on a command line
-        value = settings[name]
+    for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
+        value = settings[name]  # a JSON text on a command line
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
     dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
@@ -97,10 +102,20 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     prompt = settings["max_prompt_tokens"]
     if prompt is None:  # because the data aren't read
         prompt = completion
-        line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
         if completion and not settings["vllm_max_model_length"]:
+            line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
             assumed["vllm_max_model_length"] = line
     dtype, budget = str(dtype).removeprefix("torch."), settings["max_tokens_per_microbatch"]
+    # A generation's completions, on all GPUs or in each engine. Whole steps are sampled together (`StepKnobs`).
+    accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
+    batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
+    if settings["prompts_per_step"] is not None:
+        step = settings["prompts_per_step"] * settings["num_generations"]
+        counted, count = "sequences", max(step * together, generation)
+    elif generation > batch * accumulated:
+        counted, count = "sequences", generation
+    else:
+        counted, count = "sequences_per_engine", batch * max(accumulated, together)
     options = settings | {
         "dtype": dtype,
         "optim": resolve_optimizer(settings["optim"], getattr(torch, dtype, None)),
@@ -108,42 +123,12 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         "bits": 4 if settings["load_in_4bit"] else 8 if settings["load_in_8bit"] else None,
         "vllm_max_model_length": settings["vllm_max_model_length"] or prompt + completion or None,
         "max_tokens_per_microbatch": 0 if budget in (None, "auto") else int(budget),
-        **_sequences(settings),
+        counted: math.ceil(count / (settings["carry_over"] or 1)),
     }
     return {name: value for name, value in options.items() if value is not None}, assumed
 
 
-def _sequences(settings: dict[str, Any]) -> dict[str, int]:
-    """Count a generation's completions, on all GPUs or in each engine. Whole steps are sampled together
-    (`StepKnobs`)."""
-    accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
-    batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
-    at_once = 1 / (settings["carry_over"] or 1)  # times a round's completions
-    if settings["prompts_per_step"] is not None:
-        step = settings["prompts_per_step"] * settings["num_generations"]
-        return {"sequences": math.ceil(max(step * together, generation) * at_once)}
-    if generation > batch * accumulated:
-        return {"sequences": math.ceil(generation * at_once)}
-    return {"sequences_per_engine": math.ceil(batch * max(accumulated, together) * at_once)}
-
-
-def _take_own_gpus(options: argparse.Namespace) -> None:
-    """Plan for this machine's GPUs."""
-    import torch
-
-    found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-    if not found:
-        given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
-        missing = " and ".join(flag for flag, value in given.items() if value is None)
-        raise ValueError(
-            f"this machine has no GPU from which to take {missing}: say which GPUs, such as --gpus 8 --gpu-memory 80."
-        )
-    options.gpus = len(found) if options.gpus is None else options.gpus
-    options.gpu_memory = min(found) / GIB if options.gpu_memory is None else options.gpu_memory
-
-
 def _parser() -> argparse.ArgumentParser:
-    """Build the parser, which stores options under the names of a recipe's fields."""
     parser = argparse.ArgumentParser(
         prog="colograd plan", description="A model's memory on each GPU, with each strategy of sharding. Loads nothing."
     )
@@ -170,14 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--teacher", dest="teacher_model_name_or_path", metavar="MODEL", help="to distil from, in the policy's dtype")
     switch: dict[str, Any] = {"action": "store_true"}
     add("--sleep", dest="vllm_enable_sleep_mode", **switch, help="the KV cache makes room for training")
-    add(
-        "--offload-optimizer",
-        nargs="?",
-        const="sampling",
-        default="none",
-        choices=("none", "sampling", "stream", "auto"),
-        help="its state is on the host while the engine samples, or passes through the GPU in each step",
-    )
+    ways: dict[str, Any] = {"const": "sampling", "default": "none", "choices": ("none", "sampling", "stream", "auto")}
+    offloads = "its state is on the host while the engine samples, or passes through the GPU in each step"
+    add("--offload-optimizer", nargs="?", **ways, help=offloads)
     add("--offload-gradients", **switch, help="their sums are in host memory")
     add("--offload-activations", **switch, help="gradient_checkpointing: offload")
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
@@ -203,18 +183,13 @@ def _check(options: argparse.Namespace) -> None:
     for flag, count in counts.items():
         if count <= 0:
             raise ValueError(f"{flag} is {count:g}, but must be above 0: give how many there are.")
-    if options.gpus % options.vllm_tensor_parallel_size:
-        divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
-        raise ValueError(
-            f"--tensor-parallel is {options.vllm_tensor_parallel_size}, but must divide --gpus ({options.gpus}): "
-            f"choose one of {', '.join(divisors)}."
-        )
-    if options.gpus % options.sequence_parallel_size:
-        divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
-        raise ValueError(
-            f"--sequence-parallel is {options.sequence_parallel_size}, but must divide --gpus ({options.gpus}): choose "
-            f"one of {', '.join(divisors)}."
-        )
+    for flag in ("--tensor-parallel", "--sequence-parallel"):
+        if options.gpus % counts[flag]:
+            divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
+            raise ValueError(
+                f"{flag} is {counts[flag]}, but must divide --gpus ({options.gpus}): choose one of "
+                f"{', '.join(divisors)}."
+            )
     parts = options.vllm_tensor_parallel_size if getattr(options, "sharding", "none") in TENSOR else 1
     if options.gpus % (options.sequence_parallel_size * parts):
         raise ValueError(
@@ -225,20 +200,6 @@ def _check(options: argparse.Namespace) -> None:
     if options.bits and not options.lora_r:
         raise ValueError(
             f"--bits is {options.bits}, but only an adapter is trained on a quantised base: give --lora-rank (16, say)."
-        )
-
-
-def _keep_to_context(options: argparse.Namespace, model_config: Any) -> None:
-    """Lower the planned context to the model's own. Half is for completions unless their length is set."""
-    context, completion = options.vllm_max_model_length, options.max_completion_length
-    longest = min(context, getattr(model_config.get_text_config(), "max_position_embeddings", None) or context)
-    if longest < context:
-        options.notes["vllm_max_model_length"] = f"the context is the model's, {longest:,} tokens, not {context:,}"
-    completion = max(1, longest // 2) if completion is None else completion
-    options.vllm_max_model_length, options.max_completion_length = longest, completion
-    if not 0 < completion < longest:
-        raise ValueError(
-            f"--completion is {completion}, but must leave room for a prompt in --context ({longest}): lower it."
         )
 
 
@@ -255,17 +216,40 @@ def described(options: argparse.Namespace) -> RunDescription:
     per_engine = options.vllm_tensor_parallel_size
     model = outline(options.model_name_or_path, getattr(torch, options.dtype), options.trust_remote_code)
     check_parts(model.config, per_engine, options.gpus)
-    _keep_to_context(options, model.config)
-    settings = _quantization(options, model.config)
+    context, completion = options.vllm_max_model_length, options.max_completion_length
+    longest = min(context, getattr(model.config.get_text_config(), "max_position_embeddings", None) or context)
+    if longest < context:
+        options.notes["vllm_max_model_length"] = f"the context is the model's, {longest:,} tokens, not {context:,}"
+    completion = max(1, longest // 2) if completion is None else completion
+    options.vllm_max_model_length, options.max_completion_length = longest, completion
+    if not 0 < completion < longest:
+        raise ValueError(
+            f"--completion is {completion}, but must leave room for a prompt in --context ({longest}): lower it."
+        )
+    settings: dict[str, Any] = {}
+    if options.bits or getattr(model.config, "quantization_config", None) is not None:
+        registry.require("quantized", "a quantised base", "choose another model")
+        from ..extensions.quantized.checkpoints import check_method, saved_in
+
+        if saved := saved_in(model.config):
+            check_method(saved, "The model's configuration")
+        nested = {"bnb_4bit_use_double_quant": options.use_bnb_nested_quant}
+        settings = saved or {f"load_in_{options.bits}bit": True, **nested}
     check_planned(model.config, per_engine)
     check_shared_rows(model, options.sequence_parallel_size, obstacle(model))
-    if note := _of_experts(model, options):
-        options.notes["experts"] = note
     packed, reference = to_pack(model, settings), 0
     if options.lora_r:
         model = with_adapter(model, options.lora_r)
     elif options.beta > 0 and not options.offload_reference:
         reference = sum(packed.get(p, p.nbytes) for p in model.parameters())
+    teacher = 0  # bytes of one that stays on the GPU; an adapter counts as a model
+    if options.teacher_model_name_or_path is not None and not options.offload_teacher:
+        given = options.teacher_model_init_kwargs
+        dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
+        other = outline(options.teacher_model_name_or_path, dtype, options.trust_remote_code)
+        bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
+        of_other = to_pack(other, given.get("quantization_config") or bits)
+        teacher = sum(of_other.get(parameter, parameter.nbytes) for parameter in other.parameters())
     engines = options.gpus // per_engine
     sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
     memory = int(options.gpu_memory * GIB)
@@ -276,52 +260,9 @@ def described(options: argparse.Namespace) -> RunDescription:
         Workload(options.vllm_max_model_length, sequences, options.max_tokens_per_microbatch),
         shared=options.weights != "copied",
         reference=reference,
-        teacher=_teacher_bytes(options),
+        teacher=teacher,
         to_pack=packed,
     )
-
-
-def _of_experts(model: Any, options: argparse.Namespace) -> str:
-    """Describe the saving of expert parallelism, which isn't available; empty: no mixture, or one GPU."""
-    experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    if not experts or options.gpus == 1:
-        return ""
-    elements, size = sum(p.numel() for p in experts) / 1e9, sum(p.nbytes for p in experts) / GIB
-    present = size / options.vllm_tensor_parallel_size
-    return (
-        f"{elements:,.2f} billion of the parameters are experts', {present:,.1f} GiB of "
-        f"weights in the engine on each GPU; expert parallelism over all {options.gpus}, which isn't available in this "
-        f"version, would leave {size / options.gpus:,.1f}"
-    )
-
-
-def _teacher_bytes(options: argparse.Namespace) -> int:
-    """Count the bytes of a teacher that stays on the GPU; an adapter counts as a model."""
-    import torch
-
-    from ..policy.outline import outline, to_pack
-
-    if options.teacher_model_name_or_path is None or options.offload_teacher:
-        return 0
-    given = options.teacher_model_init_kwargs
-    dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
-    model = outline(options.teacher_model_name_or_path, dtype, options.trust_remote_code)
-    bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
-    packed = to_pack(model, given.get("quantization_config") or bits)
-    return sum(packed.get(parameter, parameter.nbytes) for parameter in model.parameters())
-
-
-def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
-    """Return the base's quantisation, as in a checkpoint's config.json; empty: none."""
-    if not options.bits and getattr(model_config, "quantization_config", None) is None:
-        return {}
-    registry.require("quantized", "a quantised base", "choose another model")
-    from ..extensions.quantized.checkpoints import check_method, saved_in
-
-    if saved := saved_in(model_config):
-        check_method(saved, "The model's configuration")
-        return saved
-    return {f"load_in_{options.bits}bit": True, "bnb_4bit_use_double_quant": options.use_bnb_nested_quant}
 
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
@@ -346,8 +287,16 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     if run.further:
         yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
     yield ""
-    strategies = run.strategies if options.gpus > 1 else run.strategies[:1]
-    yield from table([(strategy, best_plan(run, strategy), fits(run, strategy)) for strategy in strategies])
+    lines: list[tuple[str, ...]] = [HEADS]
+    for strategy in run.strategies if options.gpus > 1 else run.strategies[:1]:
+        plan = best_plan(run, strategy)
+        weights = plan.policy_weights + plan.reference + plan.teacher
+        parts = (plan.engine_weights, weights, plan.gradients, plan.optimizer, plan.exchange, plan.activations)
+        rest = (f"{plan.tokens:,}", f"{plan.margin / GIB:.1f}", f"{plan.room / GIB:.1f}")
+        tokens = f"{max(plan.room, 0) // plan.kv_per_token:,}"
+        fitting = "yes" if fits(run, strategy) else "no"
+        lines.append((strategy, *(f"{part / GIB:.1f}" for part in parts), *rest, tokens, fitting))
+    yield from aligned(lines)
     yield ""
     strategy = auto(run)
     if fits(run, strategy):
@@ -379,13 +328,10 @@ def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
         moved = (f"{way.to_gpu / GIB:.1f}", f"{way.to_host / GIB:.1f}", f"{way.seconds(speed):.1f}")
         lines.append((way.name, *cells, *moved, "yes" if way.fits else "no"))
     yield from aligned(lines)
-    fitting = [way for way in found if way.fits]
-    best = min(fitting, key=lambda way: way.seconds(speed), default=None)
-    taken = (
-        "none of these ways fits" if best is None else f"of those that fit, least goes over the bus with: {best.name}"
-    )
+    best = min((way for way in found if way.fits), key=lambda way: way.seconds(speed), default=None)
+    which = f"of those that fit, least goes over the bus with: {best.name}" if best else "none of these ways fits"
     yield (
-        f"{taken}. Seconds are a step's, of all {run.sequences:,} sequences at full length, at {speed:g} GB/s each way "
+        f"{which}. Seconds are a step's, of all {run.sequences:,} sequences at full length, at {speed:g} GB/s each way "
         "(--bus; `colograd doctor` measures it), as if nothing were computed meanwhile"
     )
 
@@ -396,24 +342,3 @@ def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
     for first, *others in lines:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         yield "  ".join([first.ljust(widths[0]), *rest])
-
-
-def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
-    """Yield a line per strategy."""
-    yield from aligned([HEADS, *(_cells(*plan) for plan in plans)])
-
-
-def _cells(strategy: str, plan: MemoryPlan, fitting: bool) -> tuple[str, ...]:
-    weights, state = (
-        plan.policy_weights + plan.reference + plan.teacher,
-        (plan.gradients, plan.optimizer, plan.exchange),
-    )
-    return (
-        strategy,
-        *(f"{part / GIB:.1f}" for part in (plan.engine_weights, weights, *state, plan.activations)),
-        f"{plan.tokens:,}",
-        f"{plan.margin / GIB:.1f}",
-        f"{plan.room / GIB:.1f}",
-        f"{max(plan.room, 0) // plan.kv_per_token:,}",
-        "yes" if fitting else "no",
-    )

@@ -14,7 +14,6 @@ Settings come from RUN, or from --config; flags that only training depends on, s
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import shlex
 import sys
@@ -48,8 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             options, flags = parse(argv)
             recipe = write_recipe(options, flags, Path(scratch))
         except (ValueError, RuntimeError) as error:
-            return _refused(error)
-        trainer = start(["--config", str(recipe)], functools.partial(_replayer, options=options, flags=flags))
+            print(f"colograd replay: error: {error}", file=sys.stderr)
+            return 2
+
+        def replayer(**given: Any) -> Any:
+            from .replaying.replayer import Replay, Replayer, StepProfile
+
+            layout, profile = given["args"].layout, None
+            if options.profile is not None:
+                profile = StepProfile(options.profile, layout.rank, layout.world_size)
+            replay = Replay(options.run, options.step, options.to)
+            return Replayer(replay=replay, profile=profile, flags=shlex.join(flags), **given)
+
+        trainer = start(["--config", str(recipe)], replayer)
         if trainer is None:
             return 2
         try:
@@ -57,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             if process.is_verbose(argv):
                 raise
-            return _refused(error)
+            print(f"colograd replay: error: {error}", file=sys.stderr)
+            return 2
         finally:
             trainer.close()
     return 0
@@ -68,11 +79,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not argv or argv[0].startswith("-"):
         raise ValueError("the run's folder is missing: colograd replay RUN --step N.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--step", type=int)
-    parser.add_argument("--to", type=int)
-    parser.add_argument("--profile", nargs="?", type=Path, const=Path(), default=None)
-    parser.add_argument("--config", type=Path)
+    add = parser.add_argument
+    add("run", type=Path)
+    add("--step", type=int)
+    add("--to", type=int)
+    add("--profile", nargs="?", type=Path, const=Path(), default=None)
+    add("--config", type=Path)
     try:
         options, flags = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -112,21 +124,4 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
 
 
 def changed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run's replay."""
     return {name: value for name, value in given.items() if not name.startswith(NOT_TAKEN)} | SET
-
-
-def _replayer(*, options: argparse.Namespace, flags: Sequence[str], **given: Any) -> Any:
-    from .replaying.recorded import Replay, StepProfile
-    from .replaying.replayer import Replayer
-
-    layout, profile = given["args"].layout, None
-    if options.profile is not None:
-        profile = StepProfile(options.profile, layout.rank, layout.world_size)
-    replay = Replay(options.run, options.step, options.to)
-    return Replayer(replay=replay, profile=profile, flags=shlex.join(flags), **given)
-
-
-def _refused(error: Exception) -> int:
-    print(f"colograd replay: error: {error}", file=sys.stderr)
-    return 2

@@ -17,7 +17,19 @@ MOST_BYTES = 2**28  # bytes of a step's completions as JSON
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="colograd show", description="Completions of a run, as a table.")
+    add = parser.add_argument
+    add("run", type=Path, help="a run's output_dir")
+    add("--step", type=int, help="optimizer step, from 1; default: the last, of --grep and --group all")
+    add("--group", type=int, help="one prompt's completions, by its place in the stream of prompts")
+    add("--grep", type=_pattern, help="a regular expression that prompt or completion contains")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest advantages first")
+    order.add_argument("--worst", action="store_true", help="lowest advantages first")
+    add("--limit", type=int, default=16, help="rows at most, one of each prompt before the second of any; 0: all")
+    add("--unique-prompts", action="store_true", help="one completion per prompt")
+    add("--width", type=int, help="characters; default: the terminal's, also in a pager")
+    options = parser.parse_args(argv)
     if not options.run.is_dir():
         raise ValueError(f"{options.run} is no folder: give the output_dir of a run.")
     logged, samples = logged_steps(options.run), Samples(options.run)
@@ -40,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for step in steps:
         rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
         total, groups = total + len(rows), groups | {row.position for row in rows}
-        found += [(row, dict(zip(names, row.rewards, strict=True))) for row in rows if _fits(row, options)]
+        for row in rows:
+            texts = (row.completion, prompt_text(row.prompt)) if options.grep else ()
+            if options.group in (None, row.position) and (not options.grep or any(map(options.grep.search, texts))):
+                found.append((row, dict(zip(names, row.rewards, strict=True))))
     which = f"step{'s' * (len(steps) > 1)} {_ranges(steps)}"
     if not found:
         raise ValueError(
@@ -49,28 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     names = list(dict.fromkeys(name for _, rewards in found for name in rewards))
     rows = [replace(row, rewards=tuple(rewards.get(name, math.nan) for name in names)) for row, rewards in found]
-    if options.worst or options.best:  # an evaluation's rows have no advantage: their summed rewards replace it
-        rows.sort(key=_merit, reverse=options.best)
+    if options.worst or options.best:
+        rows.sort(key=lambda row: row.advantage, reverse=options.best)
     limit = min(options.limit or len(rows), len(rows))
     shown = f", {limit} of {total} completions" if limit < total else ""
     print_table(rows, names, f"{which.capitalize()}{shown}", limit, options.unique_prompts, options.width)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="colograd show", description="Completions of a run, as a table.")
-    add = parser.add_argument
-    add("run", type=Path, help="a run's output_dir")
-    add("--step", type=int, help="optimizer step, from 1; default: the last, of --grep and --group all")
-    add("--group", type=int, help="one prompt's completions, by its place in the stream of prompts")
-    add("--grep", type=_pattern, help="a regular expression that prompt or completion contains")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_true", help="highest advantages first")
-    order.add_argument("--worst", action="store_true", help="lowest advantages first")
-    add("--limit", type=int, default=16, help="rows at most, one of each prompt before the second of any; 0: all")
-    add("--unique-prompts", action="store_true", help="one completion per prompt")
-    add("--width", type=int, help="characters; default: the terminal's, also in a pager")
-    return parser
 
 
 def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
@@ -93,20 +92,6 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
         for entry in found
     ]
     return rows, names
-
-
-def _fits(row: CompletionRow, options: argparse.Namespace) -> bool:
-    """Return whether a row is of the requested group, and has the requested pattern."""
-    if options.group not in (None, row.position):
-        return False
-    pattern = options.grep
-    return pattern is None or any(map(pattern.search, (row.completion, prompt_text(row.prompt))))
-
-
-def _merit(row: CompletionRow) -> float:
-    if not math.isnan(row.advantage):
-        return row.advantage
-    return sum(reward for reward in row.rewards if not math.isnan(reward))
 
 
 def _pattern(text: str) -> re.Pattern[str]:

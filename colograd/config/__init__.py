@@ -7,6 +7,5 @@ settings that depend on policy and device, and freezes it.
 """
 
 from .grpo import GRPOConfig
-from .model import ModelConfig
 from .parse import given_settings, parse_arguments
-from .script import ScriptArguments
+from .script import ModelConfig, ScriptArguments

@@ -96,7 +96,6 @@ def check_conflicts(settings: Any, facts: Mapping[str, Any] | None = None, about
     """Raise a ValueError for the first row that applies.
 
     Args:
-        settings: a configuration, or options that have some of its fields.
         facts: further values, by names for the error.
         about: if not empty, only rows with this field are checked.
     """
@@ -125,7 +124,6 @@ def value_of(settings: Any, name: str) -> Any:
 
 
 def _said(name: str, value: Any) -> str:
-    """Format a setting and its value."""
     mapping, _, key = name.partition(".")
     if key:
         return f"{mapping} has {key}: {shown(value)}"
@@ -141,140 +139,84 @@ def _plain(value: Any) -> str:
 
 
 CONFLICTS = (
-    Conflict(
-        "attn_implementation", When("unknown", lambda name: name is not None and not name.startswith(KNOWN_ATTENTION)),
-        "", ANY, "it is unknown", "remove it (training runs the packed attention)",
-    ),
+    Conflict("attn_implementation",
+             When("unknown", lambda name: name is not None and not name.startswith(KNOWN_ATTENTION)), "", ANY,
+             "it is unknown", "remove it (training runs the packed attention)"),
     Conflict("fp16", SET, "", ANY, "policies train in bfloat16 or float32", "set dtype instead"),
-    Conflict(
-        "auto_find_batch_size", SET, "", ANY,
-        "it would cut groups apart", "remove it and lower max_tokens_per_microbatch instead",
-    ),
-    Conflict(
-        "fsdp", SET, "", ANY,
-        "accelerate would wrap the policy itself", "remove fsdp and fsdp_config, and set sharding: fsdp",
-    ),
-    Conflict(
-        "parallelism_config", SET, "", ANY,
-        "accelerate shards nothing here",
-        "remove it, and set sharding, vllm_tensor_parallel_size or sequence_parallel_size",
-    ),
-    Conflict(
-        "num_generations", When("below 2", lambda value: value is None or value < 2), "", ANY,
-        "a group needs at least 2 completions, as an advantage compares completions of the same prompt",
-        "Set num_generations to 2 or more (8 is common)",
-    ),
-    Conflict(
-        "max_completion_length", equal(None), "", ANY, "memory is planned by it", "give a number of tokens",
-    ),
-    Conflict(
-        "temperature", When("0 or below", lambda value: value <= 0), "", ANY,
-        "completions of a group must differ",
-        "set it above 0 (1.0 is usual), and for greedy evaluation temperature_eval: 0",
-    ),
-    Conflict(
-        "torch_compile", SET, "use_liger_kernel", SET,
-        "each fuses the same parts of a layer", "set one of them to false",
-    ),
+    Conflict("auto_find_batch_size", SET, "", ANY,
+             "it would cut groups apart", "remove it and lower max_tokens_per_microbatch instead"),
+    Conflict("fsdp", SET, "", ANY,
+             "accelerate would wrap the policy itself", "remove fsdp and fsdp_config, and set sharding: fsdp"),
+    Conflict("parallelism_config", SET, "", ANY, "accelerate shards nothing here",
+             "remove it, and set sharding, vllm_tensor_parallel_size or sequence_parallel_size"),
+    Conflict("num_generations", When("below 2", lambda value: value is None or value < 2), "", ANY,
+             "a group needs at least 2 completions, as an advantage compares completions of the same prompt",
+             "Set num_generations to 2 or more (8 is common)"),
+    Conflict("max_completion_length", equal(None), "", ANY, "memory is planned by it", "give a number of tokens"),
+    Conflict("temperature", When("0 or below", lambda value: value <= 0), "", ANY,
+             "completions of a group must differ",
+             "set it above 0 (1.0 is usual), and for greedy evaluation temperature_eval: 0"),
+    Conflict("torch_compile", SET, "use_liger_kernel", SET,
+             "each fuses the same parts of a layer", "set one of them to false"),
     *(
-        Conflict(
-            f"liger_kernel_config.{loss}", SET, "", ANY,
-            "that replaces the model's own loss, and log-probabilities are computed from its hidden states",
-            "remove it",
-        )
+        Conflict(f"liger_kernel_config.{loss}", SET, "", ANY,
+                 "that replaces the model's own loss, and log-probabilities are computed from its hidden states",
+                 "remove it")
         for loss in LIGER_LOSSES
     ),
-    Conflict(
-        "sharding", other_than("none"), "optim", other_than(*ELEMENTWISE),
-        "a rank updates slices of parameters, which that optimizer can't",
-        f"choose one of {', '.join(ELEMENTWISE)}, or set sharding: none",
-    ),
-    Conflict(
-        "sharding", other_than("none", "optimizer"), "gradient_checkpointing_kwargs.use_reentrant", SET,
-        "then a gradient may come after its parameter was exchanged",
-        "remove use_reentrant (it is false by default)",
-    ),
-    Conflict(
-        "weights", other_than("auto", "copied"), "vllm_tensor_parallel_size", above(1),
-        "an engine over several ranks holds parts of the weights, into which those of the policy are copied",
-        "set weights: auto, or vllm_tensor_parallel_size: 1",
-        lambda settings: not settings.tensor_parallel,
-    ),
-    Conflict(
-        DRAFTS, ANY, "vllm_tensor_parallel_size", above(1),
-        "drafts aren't available in an engine over several ranks in this version", "remove one of them",
-    ),
+    Conflict("sharding", other_than("none"), "optim", other_than(*ELEMENTWISE),
+             "a rank updates slices of parameters, which that optimizer can't",
+             f"choose one of {', '.join(ELEMENTWISE)}, or set sharding: none"),
+    Conflict("sharding", other_than("none", "optimizer"), "gradient_checkpointing_kwargs.use_reentrant", SET,
+             "then a gradient may come after its parameter was exchanged",
+             "remove use_reentrant (it is false by default)"),
+    Conflict("weights", other_than("auto", "copied"), "vllm_tensor_parallel_size", above(1),
+             "an engine over several ranks holds parts of the weights, into which those of the policy are copied",
+             "set weights: auto, or vllm_tensor_parallel_size: 1", lambda settings: not settings.tensor_parallel),
+    Conflict(DRAFTS, ANY, "vllm_tensor_parallel_size", above(1),
+             "drafts aren't available in an engine over several ranks in this version", "remove one of them"),
     Conflict(DRAFTS, ANY, "min_p", SET, "vLLM leaves min_p out where it drafts", "remove one of them"),
-    Conflict(
-        DRAFTS, ANY, "generation_kwargs.min_tokens", SET,
-        "vLLM doesn't count the drafts before a place for it", "remove one of them",
-    ),
-    Conflict(
-        "dynamic_sampling", SET, "the dataset", equal("a stream"),
-        "further rows are drawn at random, which a stream hasn't", "load it whole, or set dynamic_sampling: false",
-    ),
-    Conflict(
-        "num_generations_eval", above(1), "temperature_eval", equal(0),
-        "then all completions of a prompt are equal", "set it to 1, or raise temperature_eval",
-    ),
-    Conflict(
-        "metric_for_best_model", When("a metric of the loss", lambda name: OF_LOSS.search(str(name or ""))),
-        "loss_eval", equal(False),
-        "then `evaluate` computes no loss", "use `reward`, or leave loss_eval out",
-    ),
-    Conflict(
-        "temperature_eval", When("other than `temperature`", lambda value: value is not None), "loss_eval", SET,
-        "the loss compares the sampler's probabilities with the trainer's, at the training's temperature",
-        "leave temperature_eval out, or loss_eval",
-        lambda settings: settings.temperature_eval != settings.temperature,
-    ),
-    Conflict(
-        "top_entropy_quantile", When("below 1", lambda value: value < 1), "loss_type", equal("gmpo"),
-        "gmpo has one ratio per completion, the mean of all its tokens",
-        "set top_entropy_quantile: 1.0, or another loss_type",
-    ),
-    Conflict(
-        "entropy_coef_min", ANY, "entropy_coef_max", When("that is lower", lambda value: value is not None),
-        "the lower bound must be at most the upper one", "raise entropy_coef_max, or lower entropy_coef_min",
-        lambda settings: settings.entropy_coef_min > settings.entropy_coef_max,
-    ),
-    Conflict(
-        "vllm_importance_sampling_clip_min", ANY,
-        "vllm_importance_sampling_clip_max", When("that isn't higher", lambda value: value is not None),
-        "the lower bound must be less than the upper one", "raise the second, or lower the first",
-        lambda settings: settings.vllm_importance_sampling_clip_min >= settings.vllm_importance_sampling_clip_max,
-    ),
-    Conflict(
-        "vllm_importance_sampling_mode", When("of sequences", lambda mode: mode.startswith("sequence")),
-        "loss_type", equal("vespo"),
-        "vespo makes the completion's weight of its tokens' own",
-        "set token_truncate or token_mask, or vllm_importance_sampling_correction: false",
-        lambda settings: settings.vllm_importance_sampling_correction,
-    ),
-    Conflict(
-        "vllm_importance_sampling_mode", When("that truncates", lambda mode: mode.endswith("truncate")),
-        "vllm_importance_sampling_clip_max", equal(None),
-        "truncation needs a bound", "set vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min",
-        lambda settings: settings.vllm_importance_sampling_correction
-        and settings.vllm_importance_sampling_clip_min is None,
-    ),
-    Conflict(
-        "advantage_baseline", equal("leave_one_out"), "multi_objective_aggregation", equal("normalize_then_sum"),
-        "the second compares with the mean: scaling over the step undoes any other constant",
-        "Set one of the two back",
-    ),
-    Conflict(
-        "sync_ref_model", SET, "beta", equal(0),
-        "then there is no reference model", "set beta, or remove sync_ref_model",
-    ),
-    Conflict(
-        "log_completions_hub_repo", SET, "log_completions", UNSET,
-        "then no completions are logged", "set log_completions: true, or remove it",
-    ),
-    Conflict(
-        "reward_timeout", SET, "rank_timeout", When("that isn't longer", lambda value: value is not None),
-        "a rank may wait for one call as long as reward_timeout, and would be ended for it",
-        "raise rank_timeout above it, or lower reward_timeout",
-        lambda settings: settings.reward_timeout >= settings.rank_timeout,
-    ),
+    Conflict(DRAFTS, ANY, "generation_kwargs.min_tokens", SET,
+             "vLLM doesn't count the drafts before a place for it", "remove one of them"),
+    Conflict("dynamic_sampling", SET, "the dataset", equal("a stream"),
+             "further rows are drawn at random, which a stream hasn't",
+             "load it whole, or set dynamic_sampling: false"),
+    Conflict("num_generations_eval", above(1), "temperature_eval", equal(0),
+             "then all completions of a prompt are equal", "set it to 1, or raise temperature_eval"),
+    Conflict("metric_for_best_model", When("a metric of the loss", lambda name: OF_LOSS.search(str(name or ""))),
+             "loss_eval", equal(False), "then `evaluate` computes no loss", "use `reward`, or leave loss_eval out"),
+    Conflict("temperature_eval", When("other than `temperature`", lambda value: value is not None), "loss_eval", SET,
+             "the loss compares the sampler's probabilities with the trainer's, at the training's temperature",
+             "leave temperature_eval out, or loss_eval",
+             lambda settings: settings.temperature_eval != settings.temperature),
+    Conflict("top_entropy_quantile", When("below 1", lambda value: value < 1), "loss_type", equal("gmpo"),
+             "gmpo has one ratio per completion, the mean of all its tokens",
+             "set top_entropy_quantile: 1.0, or another loss_type"),
+    Conflict("entropy_coef_min", ANY, "entropy_coef_max", When("that is lower", lambda value: value is not None),
+             "the lower bound must be at most the upper one", "raise entropy_coef_max, or lower entropy_coef_min",
+             lambda settings: settings.entropy_coef_min > settings.entropy_coef_max),
+    Conflict("vllm_importance_sampling_clip_min", ANY,
+             "vllm_importance_sampling_clip_max", When("that isn't higher", lambda value: value is not None),
+             "the lower bound must be less than the upper one", "raise the second, or lower the first",
+             lambda settings: settings.vllm_importance_sampling_clip_min >= settings.vllm_importance_sampling_clip_max),
+    Conflict("vllm_importance_sampling_mode", When("of sequences", lambda mode: mode.startswith("sequence")),
+             "loss_type", equal("vespo"), "vespo makes the completion's weight of its tokens' own",
+             "set token_truncate or token_mask, or vllm_importance_sampling_correction: false",
+             lambda settings: settings.vllm_importance_sampling_correction),
+    Conflict("vllm_importance_sampling_mode", When("that truncates", lambda mode: mode.endswith("truncate")),
+             "vllm_importance_sampling_clip_max", equal(None),
+             "truncation needs a bound", "set vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min",
+             lambda settings: settings.vllm_importance_sampling_correction
+             and settings.vllm_importance_sampling_clip_min is None),
+    Conflict("advantage_baseline", equal("leave_one_out"), "multi_objective_aggregation", equal("normalize_then_sum"),
+             "the second compares with the mean: scaling over the step undoes any other constant",
+             "Set one of the two back"),
+    Conflict("sync_ref_model", SET, "beta", equal(0),
+             "then there is no reference model", "set beta, or remove sync_ref_model"),
+    Conflict("log_completions_hub_repo", SET, "log_completions", UNSET,
+             "then no completions are logged", "set log_completions: true, or remove it"),
+    Conflict("reward_timeout", SET, "rank_timeout", When("that isn't longer", lambda value: value is not None),
+             "a rank may wait for one call as long as reward_timeout, and would be ended for it",
+             "raise rank_timeout above it, or lower reward_timeout",
+             lambda settings: settings.reward_timeout >= settings.rank_timeout),
 )  # fmt: skip

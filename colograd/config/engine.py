@@ -10,8 +10,7 @@ from transformers import TrainingArguments
 
 from ..parallel.layout import RankLayout
 from ..runtime import process
-from ..runtime.importing import is_import_path
-from .knob import Rules, knob
+from .knob import knob
 
 
 @dataclass
@@ -39,7 +38,6 @@ class EngineKnobs(TrainingArguments):
         "the rest of the GPU, up to the need of one generation.",
         above=0,
         at_most=1,
-        must_be="in (0, 1]",
         remedy="remove it to have the KV cache planned",
     )
     vllm_enable_sleep_mode: bool = knob(
@@ -67,12 +65,14 @@ class EngineKnobs(TrainingArguments):
         "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied`,"
         " `adapter` (only a LoRA's tensors), `gathered` (rows of all ranks, for `sharding: fsdp`), `auto` (the "
         "first that works), or the import path of a class of your own; see docs/design.md.",
+        one_of=("auto", "shared", "copied", "adapter", "gathered"),
+        or_path=True,
+        note=" in this version",
     )
 
     @property
     def streams_optimizer(self) -> bool:
-        """Whether the optimizer's state passes through the GPU from the host (with `fsdp_offload_params` it is updated
-        there)."""
+        """Whether the optimizer's state passes through the GPU from the host."""
         return self.offload_optimizer == "stream" and not (self.on_cpu or self.fsdp_offload_params)
 
     @property
@@ -88,12 +88,6 @@ class EngineKnobs(TrainingArguments):
             self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size(),
             self.sequence_parallel_size, self.vllm_tensor_parallel_size if self.tensor_parallel else 1,
         )  # fmt: skip
-
-    def _check_weights(self) -> None:
-        if not is_import_path(str(self.weights)):
-            Rules(one_of=("auto", "shared", "copied", "adapter", "gathered"), note=" in this version").check(
-                "weights", self.weights
-            )
 
     def _check_ranks(self) -> None:
         """Check that the started ranks have found each other, and that engines divide them."""

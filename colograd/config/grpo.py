@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -14,18 +15,64 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process, registry
-from .carry_over import CarryOverKnobs
 from .conflicts import check_conflicts
-from .distillation import DistillationKnobs
 from .engine import EngineKnobs
-from .knob import BARE_FLAG, check_values, knob, names_checked, unused_lines
-from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
-from .outputs import JournalKnobs, LogKnobs, SavingKnobs
+from .knob import BARE_FLAG, REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
+from .objective import AdvantageKnobs, DistillationKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
+from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, PolicyKnobs
 from .rewards import RewardKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
-from .trl import TRLKnobs
+from .steps import CarryOverKnobs
+
+_HELP = {name: f"No effect: {reason}." for name, reason in UNUSED.items()}
+_HELP |= {name: f"Another value is an error: {reason}." for name, reason in REFUSED.items()}
+_HELP |= {name: f"The old name of `{present}`." for name, present in RENAMED.items()}
+
+
+@dataclass
+class TRLKnobs(TrainingArguments):
+    """Kept for TRL's files."""
+
+    use_vllm: bool = knob(True, _HELP["use_vllm"])
+    vllm_mode: str = knob("colocate", "Always `colocate`; TRL's other mode, `server`, is an error.")
+    ds3_gather_for_generation: bool = knob(True, _HELP["ds3_gather_for_generation"])
+    pad_to_multiple_of: int | str | None = knob("auto", _HELP["pad_to_multiple_of"])
+    vllm_server_base_url: str | None = knob(None, _HELP["vllm_server_base_url"])
+    vllm_server_host: str = knob("0.0.0.0", _HELP["vllm_server_host"])
+    vllm_server_port: int = knob(8000, _HELP["vllm_server_port"])
+    vllm_server_timeout: float = knob(240.0, _HELP["vllm_server_timeout"])
+    vllm_group_port: int = knob(51216, _HELP["vllm_group_port"])
+    cache_implementation: str | None = knob(None, _HELP["cache_implementation"])
+    use_transformers_continuous_batching: bool = knob(False, _HELP["use_transformers_continuous_batching"])
+    transformers_continuous_batching_config: dict[str, Any] | str | None = knob(
+        None, _HELP["transformers_continuous_batching_config"]
+    )
+    use_transformers_paged: bool = knob(False, _HELP["use_transformers_paged"])
+    vllm_importance_sampling_cap: float | None = knob(None, _HELP["vllm_importance_sampling_cap"])
+
+    def _take_old_names(self) -> list[str]:
+        """Move the values of TRL's old names to the present names. Return a line for each."""
+        lines = []
+        for old, present in RENAMED.items():
+            if (value := getattr(self, old)) is None:
+                continue
+            default = type(self).__dataclass_fields__[present].default
+            if getattr(self, present) not in (default, value):
+                raise ValueError(f"`{old}` is the old name of `{present}`, and both are given: remove it.")
+            setattr(self, present, value)
+            lines.append(f"config: `{old}` is the old name of `{present}`")
+        return lines
+
+    def _check_trl(self) -> None:
+        """Check fields that may change after construction: a trainer checks them again."""
+        for each in fields(self):
+            if each.name in REFUSED and getattr(self, each.name) != each.default:
+                raise ValueError(unknown_name(each.name, ()))
+        Rules(one_of=("colocate",), note=" (there is no server: each rank has its own engine)").check(
+            "vllm_mode", self.vllm_mode
+        )
 
 
 @names_checked
@@ -48,35 +95,24 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     PolicyKnobs,
 ):
     """Arguments of `GRPOTrainer`: the groups of knobs above, the sampling and steps that evaluation derives from, and
-    the fields of `transformers.TrainingArguments`.
+    the fields of `transformers.TrainingArguments`. Bad values are ValueErrors at construction.
 
     After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
     and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A trainer resolves
     the settings that depend on its policy, its device and its nodes, then calls `freeze`. Only the methods
     ``resolve_*`` write to a constructed configuration.
-
-    Raises:
-        ValueError: at construction, with the value, the rule and the remedy.
     """
 
     notes: ClassVar[list[str]]  # per instance: a line for each setting without effect or with an old name
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "teacher_model_name_or_path",
-        "teacher_model_init_kwargs",
-        "generation_kwargs",
-        "transformers_continuous_batching_config",
-        "chat_template_kwargs",
-        "vllm_engine_kwargs",
-        "liger_kernel_config",
-        "curriculum",
-    ]
+        *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
+        "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",
+        "chat_template_kwargs", "vllm_engine_kwargs", "liger_kernel_config", "curriculum",
+    ]  # fmt: skip
 
     # Fields of TrainingArguments with other defaults or meanings.
     learning_rate: float = knob(
-        1e-6,
-        "Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers.",
+        1e-6, "Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."
     )
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: str | None = knob(
@@ -157,22 +193,22 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._take_kernels()
         self.notes.extend(self._drop_what_is_done_anyway())
         self._resolve_evaluation()
-        self._check_stop_signals()
-        self._check_weights()
-        self._check_loss()
         self._check_ranks()
         self._check_sequences()
         for check in registry.hooks("check_settings"):  # of an extension's own fields: (config) -> None
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        check_conflicts(self, {"the sampler's distribution": self._unrecorded_shape()})
+        names, recorded = self._shape()
+        biased = names and not recorded and self.vllm_importance_sampling_correction
+        check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
         self.notes.extend(self._drop_biased_correction())
-        self._resolve_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
+        if self.journal is None:
+            saves = str(getattr(self.save_strategy, "value", self.save_strategy)) != "no"
+            self.journal: str | None = "until_checkpoint" if saves else "off"
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse further changes of the settings that a trainer reads once. transformers' own settings may change,
-        because each `train` reads them again."""
+        """Refuse changes of the settings that a trainer reads once. Each `train` reads transformers' own again."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -193,13 +229,14 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         return bool(self.device.type == "cpu")
 
     def check_for_trainer(self) -> None:
-        """Check the rules that apply to a trainer, but not to a configuration alone.
-
-        Raises:
-            ValueError: the first broken rule.
-        """
+        """Check the rules that apply to a trainer, but not to a configuration alone."""
         self._check_trl()
-        self._check_trackers()
+        for name in self.report_to or ():  # transformers would refuse it after the model is loaded
+            if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
+                raise ValueError(
+                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or take it "
+                    "out (report_to: none; the run's own report needs no tracker)."
+                )
         if self.n_gpu > 1:
             raise ValueError(
                 f"{self.n_gpu} GPUs are visible to one process, but each needs a rank of its own: start with "
@@ -211,10 +248,6 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 "(steps_per_generation x num_iterations): make it a multiple, such as "
                 f"{-(-self.max_steps // self.round_length) * self.round_length}."
             )
-        self._check_best()
-
-    def _check_best(self) -> None:
-        """Check that evaluations and checkpoints fall on the ends of rounds, if the best model is kept."""
         best, length = self.save_strategy == "best", self.round_length
         if length == 1 or not (best or self.load_best_model_at_end):
             return
@@ -231,31 +264,21 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     def advice(self) -> Iterator[str]:
         """Yield a line for each valid setting that has no effect here, or rarely the intended one."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
-        yield from unused_lines(self)
+        for each in fields(self):
+            if each.name in UNUSED and getattr(self, each.name) != each.default:
+                yield f"config: `{each.name}` has no effect: {UNUSED[each.name]}"
         if self.sharding_note:
             yield self.sharding_note
-        if self.torch_empty_cache_steps is not None:
-            yield "config: `torch_empty_cache_steps` has no effect: micro-batches are cut to what the device has."
-        for name in (
-            "dataloader_num_workers",
-            "accelerator_config.dispatch_batches",
-            "accelerator_config.split_batches",
-        ):
-            if attrgetter(name)(self):
-                yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
+        for name in ("dispatch_batches", "split_batches"):
+            if getattr(self.accelerator_config, name):
+                reason = UNUSED["dataloader_num_workers"]
+                yield f"config: `accelerator_config.{name}` has no effect: {reason}"
         for advise in registry.hooks("advice"):  # of an extension's fields: (config) -> lines
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
                 f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by "
                 "its length. GSPO is loss_type: grpo."
-            )
-        if sequence and loss == "vespo":
-            yield "loss: vespo has a weight per completion by itself; importance_sampling_level: token is meant for it."
-        if sequence and loss in ("gmpo", "dppo"):
-            yield (
-                f"loss: {loss} has the tokens' own ratios, and so has its KL term: importance_sampling_level: sequence "
-                "changes only what the metrics clip_ratio/* are averaged over. Remove it."
             )
         if not sequence and loss == "luspo":
             yield "loss: luspo is meant for importance_sampling_level: sequence."
@@ -268,8 +291,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Return Colograd's settings except those read at each evaluation, and transformers' settings resolved by a
-    trainer."""
+    """Return Colograd's settings except those of an evaluation, and those of transformers that a trainer resolves."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}

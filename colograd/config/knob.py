@@ -6,13 +6,12 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, TypeVar
 
 from ..runtime import registry
+from ..runtime.importing import is_import_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,8 @@ class Rules:
     below: float | None = None
     must_be: str = ""  # words for these bounds
     remedy: str = "raise it"  # for a value out of bounds
-    one_of: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()  # values; for a list, of each entry
+    or_path: bool = False  # whether an import path of the user's own passes too
     note: str = ""  # words behind "isn't supported"
     spellings: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case -> value
     # The extension that any value but the default needs, or value -> its extension.
@@ -43,36 +43,32 @@ class Rules:
         """Raise a ValueError if the value breaks a rule."""
         if value is None:
             return
-        if self.one_of and value not in self.one_of:
-            raise ValueError(f"{name} {value!r} isn't supported{self.note}: choose one of {', '.join(self.one_of)}.")
-        bounds = (
-            (self.at_least, operator.ge),
-            (self.above, operator.gt),
-            (self.at_most, operator.le),
-            (self.below, operator.lt),
-        )
-        limits = [(bound, holds) for bound, holds in bounds if bound is not None]
-        if limits and not (isinstance(value, Real) and all(holds(value, bound) for bound, holds in limits)):
-            must_be = self.must_be or f"at least {self.at_least:g}"
+        for one in value if self.one_of and isinstance(value, list) else [value]:
+            if self.one_of and one not in self.one_of and not (self.or_path and is_import_path(str(one))):
+                own = ", or give the import path of your own, package.module:Class" if self.or_path else ""
+                choices = ", ".join(self.one_of)
+                raise ValueError(f"{name} {one!r} isn't supported{self.note}: choose one of {choices}{own}.")
+        low, high = (self.above if self.at_least is None else self.at_least, self.at_most or self.below)
+        if low is None:
+            return
+        inside = isinstance(value, int | float) and value >= low and value != self.above
+        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN isn't inside either
+            must_be = self.must_be or f"{'above' if self.at_least is None else 'at least'} {low:g}"
+            if high is not None and not self.must_be:
+                begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
+                must_be = f"in {begin}{low:g}, {high:g}{end}"
             raise ValueError(f"{name} is {value!r}, but must be {must_be}: {self.remedy}.")
 
 
 class Help(str):
-    """A knob's help that carries the rules of its value.
-
-    They can't be entries of the field's metadata, because transformers' and TRL's parsers pass each entry to argparse.
-    """
+    """A knob's help that carries the rules of its value. Entries of the metadata would reach argparse."""
 
     rules: Rules
 
 
 def knob(default: Any, meaning: str, **words: Any) -> Any:
-    """Declare a dataclass field; ``meaning`` is its help on the command line and in docs/configuration.md.
-
-    Args:
-        words: fields of `Rules`, and keywords of argparse's `add_argument`, which transformers' and TRL's parsers pass
-            on.
-    """
+    """Declare a dataclass field; ``meaning`` is its help, ``words`` are fields of `Rules` and keywords of
+    argparse's `add_argument`."""
     text = Help(meaning)
     text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
     metadata = {"help": text, **words}
@@ -129,37 +125,28 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# Removed fields of Colograd, with the remedy.
-REMOVED: dict[str, str] = {
-    "drafts": "use vLLM's own methods, vllm_engine_kwargs: {speculative_config: ...}",
-    "draft_step_tokens": "remove it",
-}
 # TRL's fields that are accepted with any value and have no effect; a start prints a line for each.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
     "pad_to_multiple_of": "rows are packed and never padded",
-    "vllm_server_base_url": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_server_host": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_server_port": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_server_timeout": "there is no server (TRL's colocated mode doesn't read it either)",
-    "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
+    **dict.fromkeys(
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+        "there is no server (TRL's colocated mode doesn't read it either)",
+    ),
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
+    "torch_empty_cache_steps": "rows are cut to what the device has",
+    "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
-# Former fields with a value that requests nothing.
-INERT = (("max_prompt_length", None), ("drafts", "none"), ("draft_step_tokens", None))
-# Fields of transformers that accept None without declaring it.
-NONE_IS_OFF = ("max_grad_norm",)
-# TRL's old names.
-RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+INERT = (("max_prompt_length", None),)  # former fields with a value that requests nothing
+NONE_IS_OFF = ("max_grad_norm",)  # fields of transformers that accept None without declaring it
+RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # TRL's old names
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
     """Format the error for a key that no group has."""
     if name in REFUSED:
         return f"`{name}` isn't supported: {REFUSED[name]}."
-    if name in REMOVED:
-        return f"`{name}` was removed: {REMOVED[name]}."
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     hint = f" Did you mean `{near[0]}`?" if near else " docs/configuration.md lists every key."
     return f"Unknown configuration key `{name}`.{hint}"
@@ -170,41 +157,15 @@ def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if (name, value) not in INERT}
 
 
-def check_refused(group: Any) -> None:
-    """Raise a ValueError for a field in `REFUSED` that doesn't have its default."""
-    for field_ in dataclasses.fields(group):
-        if field_.name in REFUSED and getattr(group, field_.name) != field_.default:
-            raise ValueError(unknown_name(field_.name, ()))
-
-
-def unused_lines(group: Any) -> list[str]:
-    """Return a line for each field in `UNUSED` that doesn't have its default."""
-    return [
-        f"config: `{field_.name}` has no effect: {UNUSED[field_.name]}"
-        for field_ in dataclasses.fields(group)
-        if field_.name in UNUSED and getattr(group, field_.name) != field_.default
-    ]
-
-
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop None from settings that can't be None: TRL's scripts mean the default by it.
-
-    Args:
-        defaults: defaults of the fields that can't be None.
-
-    Returns:
-        The other settings, and a line for each dropped one.
-    """
+    """Drop None from settings with ``defaults``, which TRL means by it. Return the rest, and lines on these."""
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
     return {name: value for name, value in settings.items() if name not in unset}, lines
 
 
 def never_none(cls: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields that can't be None.
-
-    The annotations in the classes decide this, because transformers' parser changes the fields' types.
-    """
+    """Return the defaults of a dataclass's fields that can't be None by its annotations."""
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         annotations |= inspect.get_annotations(base)
@@ -221,11 +182,7 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Explain unknown keywords of a dataclass (a class decorator). The instance's ``notes`` begin empty.
-
-    Raises:
-        ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.
-    """
+    """Explain unknown keywords of a dataclass (a class decorator). The instance's ``notes`` begin empty."""
     plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)

@@ -1,17 +1,15 @@
 """From rewards to the loss: advantages, the loss, its entropy terms, the correction for the sampler's different
-probabilities, and the KL term with its reference model.
+probabilities, the KL term with its reference model, and distillation.
 """
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
 from ..runtime import registry
-from ..runtime.importing import is_import_path
 from .conflicts import DRAFTS, value_of
-from .knob import knob
+from .knob import distillation, knob
 from .sampling import TRUNCATING, SamplingKnobs, shaping
 
 
@@ -25,9 +23,7 @@ class AdvantageKnobs:
         "cover all samples.",
     )
     dynamic_sampling_max_rounds: int = knob(
-        10,
-        "Maximum number of further draws; then the step trains on fewer groups.",
-        at_least=1,
+        10, "Maximum number of further draws; then the step trains on fewer groups.", at_least=1
     )
     scale_rewards: str = knob(
         "group",
@@ -55,7 +51,7 @@ class AdvantageKnobs:
 
 
 LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo")
-POSITIVE: dict[str, Any] = {"above": 0, "must_be": "positive", "remedy": "1.0 is usual"}
+POSITIVE: dict[str, Any] = {"above": 0, "remedy": "1.0 is usual"}
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
@@ -67,6 +63,8 @@ class ObjectiveKnobs(SamplingKnobs):
         "dapo",
         "`dapo`, `grpo`, `bnpo`, `dr_grpo`, `luspo`, `cispo`, `sapo`, `vespo`, `gmpo`, `dppo`, or the import path of a "
         "class of your own; see docs/losses.md.",
+        one_of=LOSSES,
+        or_path=True,
     )
     importance_sampling_level: str = knob(
         "token",
@@ -81,9 +79,7 @@ class ObjectiveKnobs(SamplingKnobs):
         at_least=0,
     )
     epsilon_high: float | None = knob(
-        None,
-        "Upper clip range; default `epsilon`. `cispo`: the bound of the ratio (5.0 is usual).",
-        at_least=0,
+        None, "Upper clip range; default `epsilon`. `cispo`: the bound of the ratio (5.0 is usual).", at_least=0
     )
     delta: float | None = knob(None, "Upper bound of the ratio in two-sided clipping.", at_least=0)
     sapo_temperature_pos: float = knob(
@@ -104,7 +100,6 @@ class ObjectiveKnobs(SamplingKnobs):
         " micro-batches needs one more forward.",
         at_least=0,
         at_most=1,
-        must_be="a share from 0 to 1",
         remedy="1.0 turns it off",
     )
     entropy_coef: float = knob(0.0, "Coefficient of the mean entropy of the step's tokens in the loss (a bonus).")
@@ -139,14 +134,6 @@ class ObjectiveKnobs(SamplingKnobs):
         "this (DeepSeek-V3.2), e.g. 0.5.",
     )
 
-    def _check_loss(self) -> None:
-        if self.loss_type not in LOSSES and not is_import_path(self.loss_type):
-            near = difflib.get_close_matches(self.loss_type, LOSSES, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"loss_type {self.loss_type!r} isn't one of the built-in ones ({', '.join(LOSSES)}): the nearest is "
-                f"{near!r}. For a loss of your own give its import path: package.module:Class."
-            )
-
     def _shape(self) -> tuple[str, bool]:
         """Name the settings that change the sampler's distribution, and return whether the change is recorded."""
         changes = shaping(vars(self))
@@ -156,11 +143,6 @@ class ObjectiveKnobs(SamplingKnobs):
 
     def _drafts(self) -> bool:
         return value_of(self, DRAFTS) is not None
-
-    def _unrecorded_shape(self) -> str:
-        """Describe a change of the sampler's distribution that its correction can't undo."""
-        names, recorded = self._shape()
-        return f"changed by {names}" if names and not recorded and self.vllm_importance_sampling_correction else ""
 
     def _drop_biased_correction(self) -> list[str]:
         """Disable the sampler's correction if its ratio would compare two distributions. Return a line on it."""
@@ -220,7 +202,6 @@ class ReferenceKnobs:
         "Share of the policy in that mixture; 1: replace the reference.",
         above=0,
         at_most=1,
-        must_be="in (0, 1]",
         remedy="1 replaces the reference by the policy",
     )
     ref_model_sync_steps: int = knob(512, "Optimizer steps between two mixtures.", at_least=1)
@@ -229,3 +210,51 @@ class ReferenceKnobs:
         "On a GPU, keep the reference model in pinned host memory between its forwards. No effect on a CPU, or "
         "for LoRA, which has no second model.",
     )
+
+
+@dataclass
+class DistillationKnobs:
+    """Distillation."""
+
+    teacher_model_name_or_path: dict[str, Any] | str | None = distillation(
+        None,
+        "A model (Hub id, folder or adapter's folder) that the policy learns from on its own completions; reward "
+        "functions are then optional. Or a mapping of names to models; the dataset's column `teacher` names each "
+        "prompt's. See docs/guide/distillation.md.",
+    )
+    teacher_model_revision: str | None = distillation(None, "Branch, tag or commit of a teacher from the Hub.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = distillation(
+        None,
+        "Keyword arguments of the teacher's `from_pretrained`; `dtype` defaults to the policy's, `load_in_4bit: "
+        "true` quantises.",
+    )
+    distillation_kl: str = distillation(
+        "sampled",
+        "`sampled`: add each token's log teacher - log policy probability to its advantage. `exact`: add the "
+        "reverse KL divergence over the vocabulary to the loss. `top_k`: the same over the teacher's most "
+        "probable tokens, all others counted as one.",
+        one_of=("sampled", "exact", "top_k"),
+    )
+    distillation_top_k: int = distillation(
+        64, "Teacher's tokens that are kept per sampled token, with `top_k`.", at_least=1
+    )
+    distillation_weight: float = distillation(1.0, "Coefficient of the teacher's term.")
+    offload_teacher: bool = distillation(
+        False, "On a GPU, keep the teacher in pinned host memory between generations. No effect on a CPU."
+    )
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The models by their names; a single teacher has the empty name."""
+        models = self.teacher_model_name_or_path
+        return {} if models is None else models if isinstance(models, dict) else {"": models}
+
+    @property
+    def names_teachers(self) -> bool:
+        """Whether there are several teachers. The dataset then names each prompt's."""
+        return isinstance(self.teacher_model_name_or_path, dict)
+
+    @property
+    def distils(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_model_name_or_path is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass
 
 from transformers import TrainingArguments
@@ -31,6 +29,7 @@ class SavingKnobs(TrainingArguments):
         [*STOP_SIGNALS],
         "Signals that stop the run with a checkpoint at the end of the round, as Ctrl-C does. A second one, more than "
         "two seconds later, ends it at once.",
+        one_of=STOP_SIGNALS,
     )
     stop_within: float | None = knob(
         None,
@@ -39,7 +38,6 @@ class SavingKnobs(TrainingArguments):
         "round is finished, or cut before SLURM_JOB_END_TIME, or within torchrun's TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30 "
         "s) after SIGTERM. Set it to less than a scheduler's grace period.",
         above=0,
-        must_be="above 0",
     )
     exit_status_after_stop: int | None = knob(
         None,
@@ -47,14 +45,8 @@ class SavingKnobs(TrainingArguments):
         "a variable of SkyPilot is set, since schedulers take 0 for a finished job; else 0. A finished training: 0.",
         at_least=0,
         at_most=255,
-        must_be="from 0 to 255",
         remedy="143 is the status of a process that SIGTERM ended",
     )
-
-    def _check_stop_signals(self) -> None:
-        """Refuse signals that a run can't handle."""
-        if wrong := [name for name in self.stop_signals if name not in STOP_SIGNALS]:
-            raise ValueError(f"stop_signals has {wrong[0]!r}: choose from {', '.join(STOP_SIGNALS)}.")
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
         """Resolve ``save_on_each_node``: it is also on if nodes share no file system."""
@@ -84,10 +76,6 @@ class JournalKnobs:
     def keeps_journal(self) -> bool:
         """Whether groups are recorded."""
         return self.journal != "off"
-
-    def _resolve_journal(self, saves: bool) -> None:
-        if self.journal is None:
-            self.journal = "until_checkpoint" if saves else "off"
 
 
 TRACKERS = ("wandb", "trackio", "tensorboard")  # `report_to` names them by their packages
@@ -131,12 +119,3 @@ class LogKnobs:
     def resolve_replay(self) -> None:
         """Record nothing: a replay leaves the run's folder as it is."""
         self.report = False
-
-    def _check_trackers(self) -> None:
-        """Refuse a tracker that isn't installed: transformers would do so after the model is loaded."""
-        for name in getattr(self, "report_to", None) or ():
-            if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
-                raise ValueError(
-                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or take it "
-                    "out (report_to: none; the run's own report needs no tracker)."
-                )

@@ -16,25 +16,18 @@ from transformers import HfArgumentParser
 
 from ..runtime.shipped import file_or_shipped, is_shipped, near_names
 from .grpo import GRPOConfig
-from .knob import never_none, rules_of, unknown_name, unused_lines, without_nones, without_removed
-from .model import ModelConfig
-from .script import ScriptArguments
+from .knob import UNUSED, never_none, rules_of, unknown_name, without_nones, without_removed
+from .script import ModelConfig, ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
 MAPPINGS = (*GRPOConfig._VALID_DICT_FIELDS, "dataset_kwargs")
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, Path | None]:
-    """Read ``--config RECIPE`` and ``--any_flag value``.
+    """Read ``--config RECIPE`` and ``--any_flag value``. Return the three groups, and the recipe's path.
 
-    RECIPE is a YAML file's path, or the name of a shipped recipe. The command line wins; ``--dict_field.key value``
-    sets one entry of a mapping.
-
-    Returns:
-        The three groups, and the recipe's path if one was given.
-
-    Raises:
-        ValueError: an unknown key, a value of the wrong type, an unreadable file.
+    RECIPE is a YAML file's path, or a shipped recipe's name. The command line wins; ``--dict_field.key value`` sets one
+    entry of a mapping.
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
@@ -46,16 +39,14 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     _check_known(rest)
     script, config, model = groups
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
-    config.notes = [*shipped, *unused_lines(script), *config.notes]
+    if script.ignore_bias_buffers:
+        shipped.append(f"config: `ignore_bias_buffers` has no effect: {UNUSED['ignore_bias_buffers']}")
+    config.notes = [*shipped, *config.notes]
     return script, config, model, recipe
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the keys and flags that a command line sets, as one recipe of plain JSON types. No rules are checked.
-
-    Raises:
-        ValueError: as `parse_arguments`.
-    """
+    """Return the keys and flags that a command line sets, as one recipe of plain JSON types. No rules are checked."""
     settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
@@ -70,11 +61,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return every knob's value for a run on another machine. No rules are checked.
-
-    Raises:
-        ValueError: as `given_settings`.
-    """
+    """Return every knob's value for a run on another machine. No rules are checked."""
     settings, rest, _ = _settings(argv)
     for group in GROUPS:
         settings, _ = without_nones(settings, never_none(group))
@@ -101,7 +88,6 @@ def _known() -> set[str]:
 
 
 def _check_known(rest: Sequence[str]) -> None:
-    """Refuse the flags that the parser left over."""
     if rest:
         raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
 
@@ -116,10 +102,36 @@ def _type_errors() -> Iterator[None]:
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     """Return the recipe's keys with the flags that argparse can't read, the other arguments, and the recipe's path."""
-    argv, nested = _take_dotted(argv)
-    recipe, argv = _take_config(argv)
-    known = _known()
-    settings = without_removed(_read_recipe(recipe) if recipe else {})
+    rest: list[str] = []
+    nested: dict[str, dict[str, Any]] = {}  # of ``--field.key value``, which are read as YAML
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not (flag.startswith("--") and "." in flag):
+            rest.append(word)
+            continue
+        name, _, key = flag[2:].partition(".")
+        text = value if equals else next(words, None)
+        if text is None:
+            raise ValueError(f"{flag} needs a value: give it behind the flag.")
+        nested.setdefault(name, {})[key] = yaml.safe_load(text)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=Path)
+    try:
+        options, rest = parser.parse_known_args(rest)
+    except argparse.ArgumentError:
+        raise ValueError(
+            "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
+        ) from None
+    recipe = options.config and file_or_shipped(options.config)
+    settings, known = without_removed(_read_yaml(recipe) if recipe else {}), _known()
+    variables = settings.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"env is {variables!r}, but must be a mapping of environment variables to values: write `NAME: value` "
+            "lines."
+        )
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
     for name in [*nested, *settings]:
         if name not in known:
             raise ValueError(unknown_name(name, known))
@@ -128,54 +140,16 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             raise ValueError(
                 f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one: use --{name}."
             )
-        if any(word.partition("=")[0] == f"--{name}" for word in argv):
+        if any(word.partition("=")[0] == f"--{name}" for word in rest):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
-        settings[name] = _as_mapping(name, settings.get(name)) | entries
-    return settings, list(argv), recipe
-
-
-def _take_config(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Split ``--config FILE`` from the rest."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", type=Path)
-    try:
-        options, rest = parser.parse_known_args(argv)
-    except argparse.ArgumentError:
-        raise ValueError(
-            "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
-        ) from None
-    return options.config and file_or_shipped(options.config), rest
-
-
-def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Split ``--field.key value`` pairs from the rest; values are read as YAML."""
-    rest: list[str] = []
-    nested: dict[str, dict[str, Any]] = {}
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--") and "." in flag:
-            name, _, key = flag[2:].partition(".")
-            text = value if equals else next(words, None)
-            if text is None:
-                raise ValueError(f"{flag} needs a value: give it behind the flag.")
-            nested.setdefault(name, {})[key] = yaml.safe_load(text)
-        else:
-            rest.append(word)
-    return rest, nested
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe's keys, and set its environment variables."""
-    settings = _read_yaml(path)
-    variables = settings.pop("env", None) or {}
-    if not isinstance(variables, dict):
-        raise ValueError(
-            f"env is {variables!r}, but must be a mapping of environment variables to values: write `NAME: value` "
-            "lines."
-        )
-    os.environ.update({str(name): str(value) for name, value in variables.items()})
-    return settings
+        present = settings.get(name)  # TRL's files may write it as JSON text
+        present = json.loads(present) if isinstance(present, str) else present
+        if present is not None and not isinstance(present, dict):
+            raise ValueError(
+                f"--{name}.key sets an entry of a mapping, but {name} is {present!r}: write {name} as a mapping."
+            )
+        settings[name] = (present or {}) | entries
+    return settings, rest, recipe
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -196,13 +170,3 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             "`key: value` lines."
         )
     return settings
-
-
-def _as_mapping(name: str, value: Any) -> dict[str, Any]:
-    """Return a mapping field's present value; TRL's files may write it as JSON text."""
-    value = json.loads(value) if isinstance(value, str) else value
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(
-            f"--{name}.key sets an entry of a mapping, but {name} is {value!r}: write {name} as a mapping."
-        )
-    return value or {}

@@ -17,11 +17,7 @@ from .knob import Rules, knob
 # Modes of torch.compile without CUDA graphs, which would be recorded again for each length of a row.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-
-
 KEEPS_MASTER = ("adamw_split", "muon")  # optimizers with an exact float32 master of a bfloat16 policy
-
-
 # transformers' two names of one setting: TRL's, and the name that a Trainer reads since transformers 5.23.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
@@ -38,11 +34,7 @@ def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
 
 
 def checkpointing_way(value: Any) -> bool | str | None:
-    """Convert `gradient_checkpointing` to `true`, `false`, `offload` or None; a command line has strings.
-
-    Raises:
-        ValueError: it has another value.
-    """
+    """Convert `gradient_checkpointing` to `true`, `false`, `offload` or None; a command line has strings."""
     if value is None or str(value).lower() == "offload":
         return value if value is None else "offload"
     try:
@@ -83,8 +75,7 @@ class PolicyKnobs(TrainingArguments):
     )
 
     def _take_kernels(self) -> None:
-        """Check the mode of torch.compile, and turn Liger's losses off: at the start of training, transformers would
-        add one."""
+        """Check torch.compile's mode, and turn off Liger's losses, one of which transformers would add."""
         Rules(one_of=COMPILE_MODES, note=" (rows have other lengths in each micro-batch)").check(
             "torch_compile_mode", self.torch_compile_mode
         )
@@ -107,34 +98,24 @@ class PolicyKnobs(TrainingArguments):
         return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
-        """Return the dtype argument for `from_pretrained`.
-
-        Raises:
-            ValueError: there is no such dtype.
-        """
+        """Return the dtype argument for `from_pretrained`."""
         dtype = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
         if not isinstance(dtype, str | torch.dtype):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
         return dtype
 
     def _take_checkpointing(self) -> None:
-        """Make ``gradient_checkpointing`` a bool or None; `offload` becomes an entry of its keyword arguments, as in
-        transformers."""
-        way, kwargs = (self._given_checkpointing(end) for end in ("", "_kwargs"))
-        way = checkpointing_way(way)
-        if way == "offload":
+        """Make ``gradient_checkpointing`` a bool or None; `offload` becomes one of its keyword arguments."""
+        given = [[getattr(self, f"{name}{end}", None) for name in CHECKPOINTING] for end in ("", "_kwargs")]
+        way, kwargs = (next((value for value in values if value is not None), None) for values in given)
+        on = checkpointing_way(way)
+        if isinstance(on, str):
             kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-            kwargs = {**(kwargs or {}), "offload": True}
-        self._set_checkpointing(way == "offload" or way, kwargs)
-
-    def _given_checkpointing(self, end: str) -> Any:
-        """Return the setting by either name."""
-        named = (getattr(self, f"{name}{end}", None) for name in CHECKPOINTING)
-        return next((value for value in named if value is not None), None)
+            on, kwargs = True, {**(kwargs or {}), "offload": True}
+        self._set_checkpointing(on, kwargs)
 
     def _set_checkpointing(self, on: bool | None, kwargs: Any) -> None:
-        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that this version of transformers
-        reads."""
+        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that transformers reads."""
         for name in CHECKPOINTING:
             if hasattr(self, name):
                 setattr(self, name, on)

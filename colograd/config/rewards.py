@@ -7,9 +7,7 @@ from typing import Any
 
 from .knob import agents, knob, tools
 
-SECONDS: dict[str, Any] = {
-    "above": 0, "must_be": "a positive number of seconds", "remedy": "leave it out for no limit",
-}  # fmt: skip
+SECONDS: dict[str, Any] = {"above": 0, "remedy": "leave it out for no limit"}
 
 
 @dataclass
@@ -69,9 +67,7 @@ class RewardKnobs:
         **SECONDS,
     )
     agent_sessions: int | None = agents(
-        None,
-        "Sessions of an agent at once on a rank; default: as many as the engine decodes at once.",
-        at_least=1,
+        None, "Sessions of an agent at once on a rank; default: as many as the engine decodes at once.", at_least=1
     )
     agent_requests: int = agents(256, "Requests of one session of an agent, at most.", at_least=1)
     agent_parallel: int = agents(64, "Open completions of one session of an agent, at most.", at_least=1)

@@ -20,18 +20,10 @@ TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record, for each token, the
 # Parameters of transformers' generation, and their values that change nothing here. (`n` is 1 in TRL's requests,
 # because each request has a copy of the prompt.)
 ANYWAY: dict[str, tuple[Any, ...]] = {
-    "do_sample": (True,),
-    "n": (1,),
-    "num_return_sequences": (1,),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "use_cache": (True,),
-    "early_stopping": (False,),
-    "length_penalty": (1,),
-    "typical_p": (1,),
-    "no_repeat_ngram_size": (0,),
-    "cache_implementation": (None,),
-}
+    "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
+    "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),
+    "no_repeat_ngram_size": (0,), "cache_implementation": (None,),
+}  # fmt: skip
 NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,), "thinking_token_budget": (-1,)}
 
 
@@ -41,9 +33,7 @@ class SamplingKnobs:
 
     max_completion_length: int | None = knob(512, "Maximum tokens of a completion.", at_least=1)
     temperature: float = knob(1.0, "Sampling temperature; the loss uses the same.")
-    top_p: float = knob(
-        1.0, "Nucleus sampling; 1.0 is off.", above=0, at_most=1, must_be="in (0, 1]", remedy="1.0 turns it off"
-    )
+    top_p: float = knob(1.0, "Nucleus sampling; 1.0 is off.", above=0, at_most=1, remedy="1.0 turns it off")
     top_k: int = knob(0, "Top-k sampling; 0 is off.")
     min_p: float | None = knob(None, "Minimum probability relative to the top token's.")
     repetition_penalty: float = knob(1.0, "Penalty on tokens that are already present; 1.0: off.")
@@ -57,14 +47,7 @@ class SamplingKnobs:
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Drop the entries of ``generation_kwargs`` that change nothing here.
-
-        Returns:
-            A line for each.
-
-        Raises:
-            ValueError: a parameter of transformers has another value.
-        """
+        """Drop the entries of ``generation_kwargs`` that change nothing here. Return a line for each."""
         kwargs = self.generation_kwargs
         if not isinstance(kwargs, dict):
             return []
@@ -120,12 +103,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Default ``metric_for_best_model`` to `reward`. transformers would later default it to the loss, which an
-        evaluation may not have.
-
-        Raises:
-            ValueError: only ``greater_is_better`` is set, to a loss's direction.
-        """
+        """Default ``metric_for_best_model`` to `reward`: an evaluation may not have a loss, transformers' default."""
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:

@@ -1,11 +1,102 @@
-"""A run's data: dataset, prompts, rewards. Names as in TRL's ScriptArguments and its grpo script."""
+"""The model, as in TRL's ModelConfig; and the data and rewards, as in TRL's ScriptArguments and its grpo script."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import UNUSED, check_values, knob, names_checked
+from .conflicts import check_conflicts
+from .knob import UNUSED, check_values, knob, names_checked, quantized
+
+DTYPES = ("auto", "bfloat16", "float32")
+
+
+@names_checked
+@dataclass
+class ModelConfig:
+    """The policy to start from."""
+
+    model_name_or_path: str | None = knob(None, "A Hub id or a local folder, as transformers takes them.")
+    model_revision: str | None = knob(None, "Branch, tag or commit of a Hub model.")
+    dtype: str | None = knob(
+        None,
+        "Precision of the policy: `bfloat16` (the optimizer keeps an exact float32 master), `float32`, or `auto` "
+        "(the checkpoint's). Default: bfloat16, or float32 if `optim` names another optimizer.",
+        one_of=DTYPES,
+        spellings={f"torch.{dtype}": dtype for dtype in DTYPES},
+    )
+    attn_implementation: str | None = knob(
+        None, "For compatibility only: training always uses Colograd's packed attention."
+    )
+    use_peft: bool = knob(False, "Train a LoRA adapter (peft) on the frozen model; see docs/guide/lora.md.")
+    lora_r: int = knob(16, "Rank of the adapter's matrices.", at_least=1, remedy="raise it (16 is usual)")
+    lora_alpha: int = knob(32, "The adapter is scaled by `lora_alpha / lora_r`.")
+    lora_dropout: float = knob(
+        0.05,
+        "Dropout before the adapter in training (vLLM samples without).",
+        at_least=0,
+        below=1,
+        remedy="0 turns it off",
+    )
+    lora_target_modules: list[str] | None = knob(
+        None,
+        "Names of the layers to adapt, `all-linear`, or one regular expression for whole names, as in TRL; "
+        "default: peft's for the architecture.",
+    )
+    lora_target_parameters: list[str] | None = knob(
+        None,
+        "Names of parameters outside linear layers to adapt: a mixture's `mlp.experts.gate_up_proj` and "
+        "`mlp.experts.down_proj`. The engine gets merged copies; needs `lora_dropout: 0`.",
+    )
+    lora_modules_to_save: list[str] | None = knob(
+        None, "Modules that are trained whole, in addition to the adapter. The engine gets merged copies."
+    )
+    lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.", one_of=("CAUSAL_LM",))
+    use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
+    use_dora: bool = knob(False, "Weight-decomposed LoRA. The engine gets merged copies.")
+    load_in_8bit: bool = quantized(False, "Quantise the base below the adapter to 8 bits (docs/guide/lora.md).")
+    load_in_4bit: bool = quantized(False, "Quantise the base below the adapter to 4 bits (docs/guide/lora.md).")
+    bnb_4bit_quant_type: str = quantized(
+        "nf4", "The sixteen values of `load_in_4bit`: `nf4` or `fp4`.", one_of=("nf4", "fp4")
+    )
+    use_bnb_nested_quant: bool = quantized(False, "With `load_in_4bit`, quantise the scales too.")
+    bnb_4bit_quant_storage: str | None = quantized(
+        None, "With `load_in_4bit`, the dtype whose elements hold the bits; default: `uint8`."
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        check_conflicts(self)
+
+    def peft_config(self) -> Any:
+        """Return the `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, as in TRL; None without ``use_peft``."""
+        if not self.use_peft:
+            return None
+        try:
+            from peft import LoraConfig
+        except ImportError as error:
+            raise ValueError(f"use_peft is true, but peft can't be imported ({error}): pip install peft.") from None
+        targets: Any = self.lora_target_modules
+        if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
+            targets = targets[0]  # a pattern, not a layer's name (which peft finds at the end of full names)
+        names = ("task_type", "r", "target_parameters", "modules_to_save")
+        renamed = {name: getattr(self, f"lora_{name}") for name in names}
+        same = {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+        return LoraConfig(**renamed, **same, target_modules=targets, bias="none")
+
+    def init_kwargs(self) -> dict[str, Any]:
+        """Return the settings that belong to `GRPOConfig.model_init_kwargs`."""
+        settings = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
+        return {key: value for key, value in settings.items() if value is not None}
+
+    def _quantization(self) -> dict[str, Any] | None:
+        if self.load_in_8bit:
+            return {"load_in_8bit": True}
+        kind, storage = self.bnb_4bit_quant_type, self.bnb_4bit_quant_storage
+        settings: dict[str, Any] = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": self.use_bnb_nested_quant}
+        settings |= {"bnb_4bit_quant_storage": storage} if storage is not None else {}
+        return {"load_in_4bit": True, **settings} if self.load_in_4bit else None
 
 
 @names_checked

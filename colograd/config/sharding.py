@@ -63,11 +63,7 @@ class ShardingKnobs(TrainingArguments):
     )
 
     def _take_sharding(self) -> None:
-        """Apply the request of a launcher's file or ``deepspeed``, before transformers acts on it. Idempotent.
-
-        Raises:
-            ValueError: the request contradicts ``sharding``, or the other request.
-        """
+        """Apply the request of a launcher's file or ``deepspeed``, before transformers acts on it. Idempotent."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         # The seam "launched": functions of `deepspeed` -> requests with the fields' values, a name and a note.

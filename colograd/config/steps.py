@@ -6,6 +6,7 @@ and optimizer step*: micro-batches are cut by tokens, not by rows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,6 @@ class StepKnobs(TrainingArguments):
         "and downloads don't count. Must be longer than vLLM's compilation and the longest call of a reward "
         "function, tool or `rollout_func`, and below `ddp_timeout` (1,800). `null`: never.",
         above=0,
-        must_be="a positive number of seconds",
         remedy="set it to null for no limit",
     )
     curriculum: dict[str, Any] | str | None = knob(
@@ -108,16 +108,21 @@ class StepKnobs(TrainingArguments):
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
-        """Resolve the fields of the batch; ``ranks`` share the prompts. Idempotent.
-
-        Raises:
-            ValueError: a group would not stay whole on one rank, or two fields contradict each other.
-        """
+        """Resolve the fields of the batch; ``ranks`` share the prompts. Idempotent."""
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
         per_rank = self.per_device_train_batch_size * accumulation
         if self.prompts_per_step is not None:
-            self._check_no_contradiction(self.prompts_per_step * group, per_rank, ranks)
+            completions = self.prompts_per_step * group
+            factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
+            factors_set = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
+            if factors_set and per_rank * ranks != completions:
+                raise ValueError(
+                    f"prompts_per_step is {self.prompts_per_step}, which is {completions} completions per step, but "
+                    "per_device_train_batch_size * gradient_accumulation_steps * ranks = "
+                    f"{self.per_device_train_batch_size} * {accumulation} * {ranks} = {per_rank * ranks}: remove "
+                    f"prompts_per_step or {' and '.join(factors_set)}."
+                )
             if self.prompts_per_step < 1 or self.prompts_per_step % ranks:
                 low = max(ranks, self.prompts_per_step // ranks * ranks)
                 raise ValueError(
@@ -144,27 +149,8 @@ class StepKnobs(TrainingArguments):
         self.prompts_per_step = per_rank // group * ranks
         self.generation_batch_size = None
 
-    def _check_no_contradiction(self, completions: int, per_rank: int, ranks: int) -> None:
-        """Refuse factors of TRL's product that the user set, unless their product is the ``completions`` of
-        ``prompts_per_step``."""
-        factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        factors_set = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
-        if factors_set and per_rank * ranks != completions:
-            raise ValueError(
-                f"prompts_per_step is {self.prompts_per_step}, which is {completions} completions per step, but "
-                "per_device_train_batch_size * gradient_accumulation_steps * ranks = "
-                f"{self.per_device_train_batch_size} * {self.gradient_accumulation_steps} * {ranks} = "
-                f"{per_rank * ranks}: remove prompts_per_step or {' and '.join(factors_set)}."
-            )
-
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the number of optimizer steps that are sampled together, from either of TRL's two fields.
-
-        In TRL a generation may also be a part of a step. Here that step's generations, with the same weights, are one.
-
-        Args:
-            completions: of one optimizer step over all ranks.
-        """
+        """Count the optimizer steps that are sampled together. Several generations of a step (in TRL) are one here."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
@@ -181,3 +167,40 @@ class StepKnobs(TrainingArguments):
             return 1
         divisor = ", or a divisor" if self.num_iterations == 1 else ""
         raise ValueError(f"{name} is {count}, but must be a multiple of {rule}{divisor}{reason}.")
+
+
+@dataclass
+class CarryOverKnobs(StepKnobs):
+    """Carrying completions over."""
+
+    carry_over: float | None = knob(
+        None,
+        "Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to"
+        " below 1, e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's "
+        "correction weighs each token by the version that sampled it. Unset: a round waits for its last "
+        "completion. See docs/guide/long-completions.md.",
+        at_least=0.5,
+        below=1,
+        remedy="0.8 is usual; leave it out for rounds that wait for all",
+        spellings={"false": None, "off": None},  # YAML reads `off` as False
+        extension="carry_over",
+    )
+    carry_over_max_age: int = knob(
+        2,
+        "Maximum number of rounds over which `carry_over` carries a group; the next round waits for it.",
+        at_least=1,
+        extension="carry_over",
+    )
+
+    @property
+    def groups_per_round(self) -> int:
+        """Groups that a rank's engine gives the optimizer steps of a round."""
+        completions = self.per_device_train_batch_size * (self.steps_per_generation or 1)
+        return completions // (self.num_generations or 1)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups that a rank's engine samples at once in a round."""
+        if self.carry_over is None:
+            return self.groups_per_round
+        return math.ceil(self.groups_per_round / self.carry_over - 1e-9)

@@ -61,8 +61,7 @@ class Console(TrainerCallback):
             self.warn(line)
 
     def progress(self, total: int, name: str, unit: str) -> Progress:
-        """Show the progress of a part of a step: as a bar, or by a few lines in the first step, when no time is
-        known."""
+        """Show the progress of a part of a step: as a bar, or by a few lines in the first step."""
         first = self.enabled and not self.bars and self._first
         return Progress(total, name, unit, self.bars, self.say if first else lambda line: None)
 
@@ -113,8 +112,7 @@ class Console(TrainerCallback):
 
 
 def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], tail: str) -> str:
-    """Format a step's line with as many phases as fit, the longest ones. Rates are left out before the last two
-    phases."""
+    """Format a step's line with as many phases as fit, the longest ones. Rates go before the last two phases."""
     longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
     with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
     for count, told in [*with_rates, *((count, {}) for count in range(len(longest), 0, -1))]:
@@ -150,11 +148,7 @@ def until(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """The progress of a part of a step.
-
-    Args:
-        tell: receives a line after `LONG` seconds, and then after twice as many each time.
-    """
+    """The progress of a part of a step; ``tell`` gets a line after `LONG` seconds, then after twice as many."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)

@@ -68,11 +68,7 @@ class LogsCompletions(Protocol):
 
 
 class Events:
-    """The console, the times of phases, the run's record and the log of completions, as one object.
-
-    Args:
-        completions: None: completions aren't logged.
-    """
+    """The console, the times of phases, the run's record and the log of completions, as one object."""
 
     def __init__(
         self, times: PhaseTimes, console: Console, recorder: NoRecord, completions: LogsCompletions | None = None

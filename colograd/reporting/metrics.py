@@ -48,8 +48,7 @@ class Metrics:
             self.maximum(name, value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
-        """Reduce means, totals, minima and maxima over all ranks in one exchange. Ranks that aren't ``counted``
-        contribute nothing. A mean of nothing is left out."""
+        """Reduce means, totals, minima and maxima over all ranks that are ``counted``, in one exchange."""
         local = self._read() if counted else ({}, {}, {}, {})
         means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,18 +11,13 @@ EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_t
 
 
 class Spare:
-    """Context managers that turn an error into a warning, once.
-
-    Args:
-        warn: receives the line.
-    """
+    """Context managers that turn an error into a warning, once."""
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
         self._warn, self._told = warn, False
 
     @contextmanager
     def __call__(self, problem: str) -> Iterator[None]:
-        """Warn with ``problem``, and the error in brackets."""
         try:
             yield
         except Exception as error:  # a diagnosis isn't worth a run
@@ -40,13 +34,5 @@ def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
             continue
         for name in EVENTS:
             if name not in vars(callback):
-                setattr(callback, name, _spared(getattr(callback, name), spare))
-
-
-def _spared(method: Callable[..., Any], spare: Spare) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with spare(f"trackers: {type(method.__self__).__name__} doesn't take all that is sent"):  # type: ignore[attr-defined]
-            return method(*args, **kwargs)
-
-    return run
+                spared = spare(f"trackers: {type(callback).__name__} doesn't take all that is sent")
+                setattr(callback, name, spared(getattr(callback, name)))

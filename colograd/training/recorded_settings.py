@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import GRPOConfig
-from ..config.distillation import DistillationKnobs
-from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
+from ..config.objective import (
+    AdvantageKnobs,
+    DistillationKnobs,
+    ObjectiveKnobs,
+    ReferenceKnobs,
+    RewardPenaltyKnobs,
+)
 from ..config.sampling import SamplingKnobs
 from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.features import SourceFeature

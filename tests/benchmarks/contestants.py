@@ -209,8 +209,7 @@ def _our_config(job: Job, **changes: Any) -> Any:
 
 def _replayed(job: Job, rows: Any) -> list[Step]:
     """The training phase of the recorded first step, several times; the first warms up."""
-    from colograd.apps.replaying.recorded import Replay
-    from colograd.apps.replaying.replayer import Replayer
+    from colograd.apps.replaying.replayer import Replay, Replayer
 
     meter, found = Meter(), list[Step]()
 
@@ -261,7 +260,7 @@ def recorded_groups(job: Job) -> list[Any]:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    from colograd.apps.replaying.recorded import Replay, ReplayStore
+    from colograd.apps.replaying.replayer import Replay, ReplayStore
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
 

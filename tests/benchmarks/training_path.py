@@ -207,8 +207,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
     from transformers import AutoTokenizer, TrainerCallback
 
     from colograd import GRPOTrainer
-    from colograd.apps.replaying.recorded import Replay
-    from colograd.apps.replaying.replayer import Replayer
+    from colograd.apps.replaying.replayer import Replay, Replayer
 
     kind: Any = GRPOTrainer if options.sampled else Replayer
 

@@ -23,7 +23,7 @@ assert pathlib.Path(colograd.__file__).is_relative_to(sys.argv[1]), colograd.__f
 from colograd.runtime import registry
 left_out = ["reporting.notebook"]  # which needs IPython
 if "recording" not in registry.installed():  # readers of what that extension writes: these commands end with one line
-    left_out += ["apps.report", "apps.pages", "apps.show"]
+    left_out += ["apps.report", "apps.show"]
 for module in pkgutil.walk_packages(colograd.__path__, "colograd."):
     if not module.name.removeprefix("colograd.").startswith(tuple(left_out)):
         importlib.import_module(module.name)

@@ -24,11 +24,11 @@ def main(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from colograd.apps import bus, cli
+    from colograd.apps import cli, doctor
     from colograd.extensions.tools.threads import EnvironmentThread
 
     host_cuda_cases.shorten()
-    bus.bus_speed.__defaults__ = (2**20,)  # bytes
+    doctor.bus_speed.__defaults__ = (2**20,)  # bytes
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
     model, judge, run = tiny.make_model(folder / "model"), folder / "judge", folder / "run"

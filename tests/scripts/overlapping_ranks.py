@@ -33,8 +33,7 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.apps.replaying.recorded import Replay
-from colograd.apps.replaying.replayer import Replayer
+from colograd.apps.replaying.replayer import Replay, Replayer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
 from colograd.extensions.overlap.first_rows import read_partition

@@ -12,12 +12,9 @@ from ...runtime import process
 
 def output_folder(task: str, model: str) -> Path:
     """Read ``--output`` from the command line of a task that makes its model, and keep other packages quiet."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m colograd.apps.quickstart.{task}", description="Make the model folder."
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("models", model), metavar="DIR", help="the model folder to make"
-    )
+    parser = argparse.ArgumentParser(f"python -m colograd.apps.quickstart.{task}", description="Make the model folder.")
+    default = Path("models", model)
+    parser.add_argument("--output", type=Path, default=default, metavar="DIR", help="the model folder to make")
     output: Path = parser.parse_args().output
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or deepspeed, which transformers imports, prints its search

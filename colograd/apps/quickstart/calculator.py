@@ -36,13 +36,10 @@ def calculator(expression: str) -> str:
 
 
 def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
-    """Products of two numbers from 11 to 99, which the model never gets right without the calculator.
+    """Make products of two numbers from 11 to 99, which the model never gets right without the calculator.
 
     Args:
         examples: solved ones before each question, with their calls; with two, the model calls in half of its tries.
-
-    Returns:
-        ``prompt`` (a conversation) and ``answer`` (the product, as text).
     """
     from datasets import Dataset
 

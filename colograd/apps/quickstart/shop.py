@@ -39,14 +39,10 @@ def _schema(name: str, description: str, argument: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-SCHEMAS: list[Any] = [
-    _schema("price", "Looks up a price.", "item"),
-    _schema("calculator", "Calculates.", "expression"),
-]
+SCHEMAS: list[Any] = [_schema("price", "Looks up a price.", "item"), _schema("calculator", "Calculates.", "expression")]
 
 
 def _example(order: str, tool: str, arguments: dict[str, str], answer: str, *ending: str) -> list[dict[str, Any]]:
-    """An order, the call that it was answered with, and what became of it."""
     call = {"id": f"call_{tool}", "type": "function", "function": {"name": tool, "arguments": json.dumps(arguments)}}
     return [
         {"role": "user", "content": order},
@@ -83,11 +79,8 @@ def orders(size: int = 2048, seed: int = 0) -> Dataset:
 
 
 def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Serve an order: have the model look up the price, and then, in a context without that, work out the total.
-
-    Returns:
-        1 for the right total; 0.2 for the right price, and 0.2 more for the right calculation.
-    """
+    """Serve an order: have the model look up the price, and then, in a context without that, work out the total. Return
+    1 for the right total; 0.2 for the right price, and 0.2 more for the right calculation."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*OF_PRICES, {"role": "user", "content": f"How much is a {row['item']}?"}]
     found, reward = "", 0.0
@@ -96,7 +89,10 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         if not reply.tool_calls:
             return 1.0 if found and (reply.content or "").strip() == row["answer"] else reward
         call: Any = reply.tool_calls[0]
-        result = _result(call.function.name, call.function.arguments)
+        try:
+            result = TOOLS[call.function.name](**json.loads(call.function.arguments))
+        except Exception as error:  # whatever the model made of it
+            result = f"error: {type(error).__name__}"
         if call.function.name == "price" and not found and result == price(row["item"]):
             # How the price was found isn't needed any more: the context is written anew.
             found, reward = result, 0.2
@@ -106,10 +102,3 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
             reward = 0.4
         messages += [reply, {"role": "tool", "tool_call_id": call.id, "content": result}]
     return reward
-
-
-def _result(name: str, arguments: str) -> str:
-    try:
-        return TOOLS[name](**json.loads(arguments))
-    except Exception as error:  # whatever the model made of it
-        return f"error: {type(error).__name__}"

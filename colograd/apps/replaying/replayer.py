@@ -5,24 +5,194 @@ the checkpoint before the steps --> the recorded rounds after it, up to the last
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from ...checkpoint.folders import step_of
+from ...batch import Group, Prompt, SampledStep
+from ...checkpoint.folders import complete_steps, step_of
 from ...checkpoint.search import find_damage
 from ...config import GRPOConfig
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.functions import as_list
-from ...rollout.store import RolloutStore
+from ...rollout.figures import read_figures
+from ...rollout.sampler import Sampler
+from ...rollout.store import About, JournalError, RolloutStore, files_of
 from ...trainer import GRPOTrainer
 from ...training.checkpointer import Checkpointer
 from ...training.preparation import PreparedRun
 from ...training.prompts import reader_of
-from ...training.recorded_settings import settings_of
-from .recorded import Comparison, Replay, ReplaySampler, ReplayStore, StepProfile
+from ...training.recorded_settings import OF_GROUPS, settings_of
+
+PROFILE_ROWS = 30  # rows of the table of operators
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The steps to train again, ``first`` to ``last``, and the folder of their run."""
+
+    run: Path
+    first: int
+    last: int
+
+    def starts(self) -> list[int]:
+        """Return the steps that the replay can begin after, nearest first: checkpoints, then 0, the model."""
+        before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
+        return [*sorted(before, reverse=True), 0]
+
+    def plan(self, start: int) -> str:
+        be, also = ("is" if first == self.last else "are" for first in (start + 1, self.first))
+        shown = f", of which {steps_named(self.first, self.last)} {also} shown" if start + 1 < self.first else ""
+        origin, trained = f"checkpoint-{start}" if start else "the model", steps_named(start + 1, self.last)
+        return f"replay: {trained} of {self.run} {be} trained again from {origin} on{shown}"
+
+
+def steps_named(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+class ReplayStore(RolloutStore):
+    """A run's store for a replay. It is read-only, and settings that only training depends on may differ."""
+
+    def __init__(self, replay: Replay, rank: int, settings: Mapping[str, object], reader: Any = None) -> None:
+        super().__init__(replay.run, rank, settings, reader, OF_GROUPS)
+        self.replay = replay
+
+    def check_recorded(self, start: int, args: GRPOConfig) -> None:
+        """Check that every round from ``start`` to the replay's last step is recorded whole, with these settings."""
+        for number, folder in self._folders():
+            for path, found, _ in files_of(folder) if number >= start else ():
+                self._check_settings(found, path)
+        wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
+        for step in range(start, self.replay.last, args.round_length):
+            if (number := len(self.positions(step))) >= wanted:
+                continue
+            is_there = f"has {number} of its {wanted} groups" if number else "isn't recorded"
+            rounds = list(self.rounds())
+            recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
+            later = sorted(step for step in complete_steps(str(self.replay.run)) if step > start)
+            others = f" (there are those of steps {', '.join(map(str, later))})" if later else ""
+            origin = f"checkpoint-{start}" if start else f"the model, as no checkpoint is before it{others},"
+            raise JournalError(
+                f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: that "
+                f"would begin at {origin} and the round of {steps_named(step + 1, step + args.round_length)} "
+                f"{is_there} in {self.folder}, which holds {recorded}. Name steps that are recorded; journal: keep "
+                "records all rounds of a run, and more checkpoints to begin at come from save_steps and "
+                "save_total_limit."
+            )
+
+    def lacks(self, problem: str) -> None:
+        raise JournalError(problem)
+
+    def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
+        """Open no file, so that `add` does nothing."""
+        self._round = None
+
+    def _check_weights(self, found: About, now: About, path: Path) -> None:
+        """Only warn of other weights, because other training settings are allowed and lead to them."""
+        self._weights_are_read = False
+        super()._check_weights(found, now, path)
+        if self.warning:
+            self.warning = (
+                f"replay: the weights of step {now.step} aren't those that sampled what is recorded of it, and are "
+                "trained on it all the same"
+            )
+
+    @property
+    def _remedy(self) -> str:
+        return "a replay trains the groups as they were recorded, so leave it as it was"
+
+
+class Comparison:
+    """The comparison of steps' figures with the recorded figures of their first training."""
+
+    def __init__(self, journal: RolloutStore) -> None:
+        self.recorded: dict[int, dict[str, float]] = {}
+        for folder in journal.rounds().values():
+            self.recorded |= read_figures(folder)
+        self.compared = self.equal = 0
+        self.largest: dict[str, float] = {}  # figure -> largest difference from the record
+
+    def line(self, step: int, figures: Mapping[str, float]) -> str:
+        was = self.recorded.get(step)
+        line = f"replay: step {step}: {_shown(figures)}"
+        if was is None:
+            return f"{line}; nothing is recorded of how it was trained first" if self.recorded else line
+        self.compared += 1
+        apart = {name: abs(value - was.get(name, float("nan"))) for name, value in figures.items()}
+        if not any(apart.values()):
+            self.equal += 1
+            return f"{line}; as recorded, bit for bit"
+        self.largest = {name: max(value, self.largest.get(name, 0.0)) for name, value in apart.items()}
+        return f"{line}; recorded: {_shown(was)}"
+
+    def summary(self, flags: str) -> str:
+        """Return a line on how equal the steps were. ``flags`` changed the run's settings."""
+        if not self.compared:
+            return "replay: nothing is recorded to compare with"
+        line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"
+        if self.equal == self.compared:
+            return line
+        apart = ", ".join(f"{name} {value:.2g}" for name, value in self.largest.items())
+        why = f"with {flags}" if flags else "on a GPU, or with other ranks, threads or kernels, sums round otherwise"
+        return f"{line}; the largest differences: {apart} ({why})"
+
+
+def _shown(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.9g}" for name, value in figures.items())
+
+
+class ReplaySampler(Sampler):
+    """A `Sampler` of recorded groups only, without an engine or calls of reward functions."""
+
+    def on_leader(self, draw: Callable[[], list[SampledStep]], steps: int) -> list[SampledStep]:
+        """See `Sampler.on_leader`. The first rank of an engine has the groups of all of its ranks."""
+        return [SampledStep((), ())] * steps if self.config.layout.engine_place else draw()
+
+    def generate(self, prompts: Sequence[Prompt], own: Any = None) -> Iterator[Group]:
+        """Refuse to sample."""
+        if prompts:
+            positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
+            raise ValueError(
+                f"{len(prompts)} group(s) of the round from step {self.hooks.state.global_step} aren't recorded (the "
+                f"first at position {positions}), and there is no engine to sample them: a replay takes what the "
+                "journal has."
+            )
+        yield from ()
+
+
+class StepProfile:
+    """One rank's profile of some steps: a trace for chrome://tracing or Perfetto, and a table of operators."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
+        self.folder, self.suffix = folder, f"-rank{rank}" if ranks > 1 else ""
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=kinds)
+        self._profiler.__enter__()
+
+    def stop(self) -> str:
+        """End the profile and write its files; return a line with their names, or the reason they are missing."""
+        profiler, self._profiler = self._profiler, None
+        profiler.__exit__(None, None, None)
+        trace, table = self.folder / f"trace{self.suffix}.json", self.folder / f"operators{self.suffix}.txt"
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            table.write_text(profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS), encoding="utf-8")
+        except (OSError, RuntimeError) as error:  # torch raises the latter for a file that it can't open
+            return f"profile: {self.folder} can't be written ({error})"
+        return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"
 
 
 class Unasked:
@@ -36,18 +206,8 @@ class Unasked:
 
 
 class Replayer(GRPOTrainer):
-    """Trains recorded steps again.
-
-    Args:
-        flags: command-line flags that changed the run's settings, for the summary.
-        args: the run's configuration with a folder of its own and ``journal: keep``, without saving, evaluation and
-            reports.
-        reward_funcs: the run's reward functions; never called.
-        given: the other arguments of `GRPOTrainer`.
-
-    Raises:
-        ValueError: an error of `GRPOTrainer`, steps without a record, or settings that don't fit the records.
-    """
+    """Trains recorded steps again. ``args`` is the run's configuration with a folder of its own and ``journal: keep``,
+    without saving, evaluation and reports; ``flags`` changed the run's settings."""
 
     samples = False
 
@@ -66,8 +226,13 @@ class Replayer(GRPOTrainer):
         with on_all_ranks("the journal"):
             recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
-            rewards = _unasked(as_list(reward_funcs), names)
-            _check_end(replay, args)
+            functions = as_list(reward_funcs)  # environments add their own rewards later
+            rewards = [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
+            if 0 < args.max_steps < replay.last:
+                raise ValueError(
+                    f"the last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the run, or "
+                    "leave max_steps as it was."
+                )
             rounds, start = ReplayStore(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
@@ -105,8 +270,6 @@ class Replayer(GRPOTrainer):
         if self.profile is not None and step == self.replay.last:
             self.console.say(line)
 
-    # -- the start
-
     def make_checkpointer(self) -> Checkpointer:
         return ReplayCheckpoints(self, self.replay)
 
@@ -137,19 +300,6 @@ class ReplayCheckpoints(Checkpointer):
                 return folder
             console.warn(f"checkpoints: {folder} is damaged and isn't taken: {damage}")
         return None
-
-
-def _check_end(replay: Replay, args: GRPOConfig) -> None:
-    if 0 < args.max_steps < replay.last:
-        raise ValueError(
-            f"the last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the run, or leave "
-            "max_steps as it was."
-        )
-
-
-def _unasked(functions: Sequence[Any], names: Sequence[str]) -> list[Unasked]:
-    """Make as many placeholders as the recipe has reward functions; environments add their own rewards later."""
-    return [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
 
 
 class _EndAfter(TrainerCallback):

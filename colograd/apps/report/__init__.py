@@ -1,5 +1,5 @@
-"""The page of a run, made from its files without torch. `RecordedRun` and `Samples` read the files, `payload` selects
-the page's data, `page` writes one HTML file, `serving` shows it live. The page's scripts are in `assets/`.
+"""The page of a run, made from its files without torch. `RecordedRun` and `Samples` read the files, `page` writes
+one HTML file, `serving` shows it live. The page's scripts are in `assets/`.
 """
 
 from .page import write_report

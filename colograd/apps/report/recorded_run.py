@@ -14,7 +14,7 @@ import re
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,6 @@ class RecordedRun:
         self.samples = Samples(self.folder)
 
     @property
-    def name(self) -> str:
-        return text(self.folder.name, 200) or "run"
-
-    @property
     def start(self) -> dict[str, Any]:
         return self.starts[-1] if self.starts else {}
 
@@ -108,14 +104,19 @@ class RecordedRun:
         """Read new lines. Return whether there were any."""
         self.change += 1
         fresh = False
-        if self._events.restarted() or self.samples.restarted():
+        if self._events.restarted() or self.samples.tail.restarted():
             self._events, self.born, fresh = Tail(self.folder, EVENTS), self.change, True
             self._state_seen = None
             self._forget()
         for _, line in self._events.read():
             fresh = True
-            if (event := parse(line, b'{"kind"')) is not None:
-                self._take(event)
+            if (event := parse(line, b'{"kind"')) is None:
+                continue
+            time, step = number(event.get("time"), 14), whole(event.get("step"))
+            self.last_time = time if time is not None else self.last_time
+            if step is not None:
+                with contextlib.suppress(Exception):  # no run has written this line
+                    self._take(step, event)
         fresh = self.samples.refresh(self.change) or fresh
         if not self.steps.rows or self._state_seen is not None:
             fresh = self._refresh_state() or fresh
@@ -123,27 +124,62 @@ class RecordedRun:
             self.change -= 1
         return fresh
 
-    def _take(self, event: dict[str, Any]) -> None:
-        kind = event.get("kind")
-        handler = _HANDLERS.get(kind) if isinstance(kind, str) else None
-        step = whole(event.get("step"))
-        time = number(event.get("time"), 14)
-        self.last_time = time if time is not None else self.last_time
-        if handler is not None and step is not None:
-            handler(self, step, event)
-
-    def _take_start(self, step: int, event: dict[str, Any]) -> None:
-        if step == 0 and not event.get("resumed") and self.steps.rows:  # another run in the same folder
-            samples = self.samples
-            self._forget()
-            self.born, self.samples = self.change, samples
-        known = ("step", "max_steps", "resumed", "time")
-        self.starts.append({name: plain(event.get(name)) for name in known} | {"run": _described(event.get("run"))})
-        del self.starts[:-64]
-        self.end = None
-        self.memory = [_memory_row(row) for row in items(event.get("memory"))[:64] if isinstance(row, dict)]
-        for alarm in self.alarms:  # a resumed run raises an alarm again
-            alarm.setdefault("until", step)
+    def _take(self, step: int, event: dict[str, Any]) -> None:
+        """Take an event. Any error means that it isn't one of a recorder."""
+        match event["kind"]:
+            case "start":
+                if step == 0 and not event.get("resumed") and self.steps.rows:  # another run in the same folder
+                    samples = self.samples
+                    self._forget()
+                    self.born, self.samples = self.change, samples
+                known = {name: plain(event.get(name)) for name in ("step", "max_steps", "resumed", "time")}
+                self.starts.append(known | {"run": _described(event.get("run"))})
+                del self.starts[:-64]
+                self.end = None
+                rows = [mapping(row) for row in items(event.get("memory"))[:64]]
+                parts = [{name: number(row.get(name)) for name in ("sampling", "training")} for row in rows]
+                self.memory = [{"part": text(row.get("part"), 200), **of} for row, of in zip(rows, parts, strict=True)]
+                for alarm in self.alarms:  # a resumed run raises an alarm again
+                    alarm.setdefault("until", step)
+            case "log":
+                self.take_metrics(step, event["metrics"])
+            case "rollout":
+                of_rank: dict[str, Any] = {
+                    name: number(event.get(name)) for name in ("seconds", "preemptions", "tail", "until")
+                }
+                for name in ("running", "waiting", "kv"):
+                    of_rank[name] = [[number(at, 4), number(value, 4)] for at, value in event[name][:100]]
+                for name in ("rewards", "tools", "trained"):
+                    calls = items(event.get(name))[:64]
+                    of_rank[name] = [[text(function, 100), *map(number, span)] for function, *span in calls]
+                if (rank := whole(event["rank"])) is not None and rank < 4096:
+                    packed = zlib.compress(json.dumps(of_rank, separators=(",", ":")).encode(), 6)
+                    self.rollouts[step][rank] = packed
+                    self.touched["rollouts"][step] = self.change
+            case "spread":
+                found: dict[str, Any] = {"functions": {}}
+                for name in ("rewards", "lengths"):
+                    given = mapping(event.get(name))
+                    edges, counts = ([number(each, 4) for each in items(given.get(at))] for at in ("edges", "counts"))
+                    if counts and len(edges) == len(counts) + 1 <= 129 and None not in (*edges, *counts):
+                        found[name] = {"edges": edges, "counts": counts}
+                for name, (least, most) in [*mapping(event.get("functions")).items()][:MOST_LIMITS]:
+                    found["functions"][str(name)] = [number(least, 4), number(most, 4)]
+                self.spreads[step] = {name: value for name, value in found.items() if value}
+                self.touched["spreads"][step] = self.change
+            case "groups":
+                self._take_groups(step, event["groups"])
+            case "alarm" if len(self.alarms) < MOST_ALARMS:
+                texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
+                severity = event["severity"] if event["severity"] in ("severe", "note") else "warning"
+                self.alarms.append({"step": step, "severity": severity, **texts_of})
+            case "calm":
+                for alarm in self.alarms:
+                    if alarm["rule"] == event["rule"]:
+                        alarm.setdefault("until", step)
+            case "end":
+                status = event["status"] if event["status"] in ("finished", "stopped", "failed") else "stopped"
+                self.end = {"step": step, "status": status, "error": text(event.get("error"))}
 
     def take_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
@@ -155,91 +191,51 @@ class RecordedRun:
         elif any(name in rest for name in TRAINING):
             self.steps.put(step, rest, self.change)
 
-    def _take_rollout(self, step: int, event: dict[str, Any]) -> None:
-        rank = whole(event.get("rank"))
-        if rank is not None and rank < 4096:
-            self.rollouts[step][rank] = zlib.compress(json.dumps(_rollout(event), separators=(",", ":")).encode(), 6)
-            self.touched["rollouts"][step] = self.change
-
-    def _take_spread(self, step: int, event: dict[str, Any]) -> None:
-        found: dict[str, Any] = {name: _histogram(event.get(name)) for name in ("rewards", "lengths")}
-        found["functions"] = _limits(event.get("functions"))
-        self.spreads[step] = {name: value for name, value in found.items() if value}
-        self.touched["spreads"][step] = self.change
-
-    def _take_groups(self, step: int, event: dict[str, Any]) -> None:
+    def _take_groups(self, step: int, rows: list[list[Any]]) -> None:
         found = array("d")
-        for row in items(event.get("groups"))[:512]:
-            if not isinstance(row, list) or len(row) < GROUP_WIDTH or not isinstance(row[0], str):
+        for key, position, size, mean, spread, truncated, signal, *beginning in rows[:512]:
+            prompt = text(key[:64])
+            if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
                 continue
-            known = self.prompts.get(row[0][:64])
-            if known is None:
-                if len(self.prompts) >= MOST_PROMPTS:
-                    continue
-                known = self.prompts[text(row[0][:64])] = len(self.prompts)
-            if len(row) > GROUP_WIDTH and (beginning := text(row[GROUP_WIDTH], BEGINNING)):
-                self.texts[text(row[0][:64])] = beginning
-            numbers = [number(value) for value in row[1:GROUP_WIDTH]]
+            if beginning:
+                self.texts[prompt] = text(beginning[0], BEGINNING)
+            numbers = map(number, (position, size, mean, spread, truncated, signal))
+            known = self.prompts.setdefault(prompt, len(self.prompts))
             found.extend([known, *(math.nan if value is None else value for value in numbers)])
         self.groups[step] = found
         self.touched["groups"][step] = self.change
 
-    def _take_alarm(self, step: int, event: dict[str, Any]) -> None:
-        if len(self.alarms) < MOST_ALARMS:
-            texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
-            given = event.get("severity")
-            severity = given if given in ("severe", "note") else "warning"
-            self.alarms.append({"step": step, "severity": severity, **texts_of})
-
-    def _take_calm(self, step: int, event: dict[str, Any]) -> None:
-        for alarm in self.alarms:
-            if alarm["rule"] == event.get("rule"):
-                alarm.setdefault("until", step)
-
-    def _take_end(self, step: int, event: dict[str, Any]) -> None:
-        status = event.get("status")
-        self.end = {
-            "step": step,
-            "status": status if status in ("finished", "stopped", "failed") else "stopped",
-            "error": text(event.get("error")),
-        }
-
     def _refresh_state(self) -> bool:
         """Read the `log_history` of the run's trainer_state.json, or of its newest checkpoint's."""
-        for name in self._state_names():
+        names = [STATE]
+        with contextlib.suppress(OSError):
+            found = [match for path in self.folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
+            names += [f"{match.group()}/{STATE}" for match in sorted(found, key=lambda match: -int(match.group(1)))]
+        for name in names:
             if (file := open_inside(self.folder, name)) is None:
                 continue
             with file:
-                found = os.fstat(file.fileno())
-                seen = (name, found.st_mtime_ns, found.st_size)
+                about = os.fstat(file.fileno())
+                seen = (name, about.st_mtime_ns, about.st_size)
                 if seen == self._state_seen:
                     return False
                 state = None
                 with contextlib.suppress(ValueError, RecursionError):
-                    state = json.load(file) if found.st_size <= MOST_STATE else None
-            if isinstance(state, dict):
-                self._state_seen = seen
-                self._take_state(state, finished=name == STATE)
-                return True
+                    state = json.load(file) if about.st_size <= MOST_STATE else None
+            if not isinstance(state, dict):
+                continue
+            self._state_seen = seen
+            for entry in items(state.get("log_history")):
+                step = whole(mapping(entry).get("step"))
+                if step is not None:
+                    self.take_metrics(step, entry)
+            if not self.starts or "run" not in self.starts[0]:
+                limit = plain(state.get("max_steps"))
+                self.starts = [{"step": 0, "max_steps": limit, "resumed": False, "time": None, "run": _described(None)}]
+            if name == STATE and self.totals:
+                self.end = {"step": self.last_step, "status": "finished", "error": ""}
+            return True
         return False
-
-    def _state_names(self) -> Iterator[str]:
-        yield STATE
-        with contextlib.suppress(OSError):
-            found = [match for path in self.folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
-            for match in sorted(found, key=lambda match: -int(match.group(1))):
-                yield f"{match.group()}/{STATE}"
-
-    def _take_state(self, state: dict[str, Any], finished: bool) -> None:
-        for entry in items(state.get("log_history")):
-            step = whole(mapping(entry).get("step"))
-            if step is not None:
-                self.take_metrics(step, entry)
-        if not self.starts or "run" not in self.starts[0]:
-            limit = plain(state.get("max_steps"))
-            self.starts = [{"step": 0, "max_steps": limit, "resumed": False, "time": None, "run": _described(None)}]
-        if finished and self.totals:
-            self.end = {"step": self.last_step, "status": "finished", "error": ""}
 
     def groups_of(self, step: int) -> list[list[float]]:
         """Return a step's groups, GROUP_WIDTH numbers each."""
@@ -250,18 +246,6 @@ class RecordedRun:
         """Return a round's "rollout" events, in the order of the ranks."""
         of_step = self.rollouts.get(step, {})
         return [{"rank": rank, **json.loads(zlib.decompress(of_step[rank]))} for rank in sorted(of_step)]
-
-
-_HANDLERS: dict[str, Callable[[RecordedRun, int, dict[str, Any]], None]] = {
-    "start": RecordedRun._take_start,
-    "log": lambda run, step, event: run.take_metrics(step, mapping(event.get("metrics"))),
-    "rollout": RecordedRun._take_rollout,
-    "spread": RecordedRun._take_spread,
-    "groups": RecordedRun._take_groups,
-    "alarm": RecordedRun._take_alarm,
-    "calm": RecordedRun._take_calm,
-    "end": RecordedRun._take_end,
-}
 
 
 # The fields of a start's `run` that a page shows, each with the function that bounds it.
@@ -278,54 +262,3 @@ _DESCRIPTION: dict[str, Callable[[Any], Any]] = {
 
 def _described(run: Any) -> dict[str, Any]:
     return {name: bounded(mapping(run).get(name)) for name, bounded in _DESCRIPTION.items()}
-
-
-def _memory_row(row: Any) -> dict[str, Any]:
-    numbers = {name: number(row.get(name)) for name in ("sampling", "training")}
-    return {"part": text(row.get("part"), 200), **numbers}
-
-
-def _rollout(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **{name: number(event.get(name)) for name in ("seconds", "preemptions", "tail", "until")},
-        **{name: _points(event.get(name)) for name in ("running", "waiting", "kv")},
-        "rewards": _calls(event.get("rewards"), 4),
-        "tools": _calls(event.get("tools"), 3),
-        "trained": _calls(event.get("trained"), 4),
-    }
-
-
-def _numbers(values: Any, most: int, digits: int) -> list[Any] | None:
-    """Return a list's finite numbers; None if it has other values."""
-    found = [number(value, digits) for value in items(values)[:most]]
-    return None if None in found else found
-
-
-def _points(value: Any) -> list[list[float]]:
-    pairs = [_numbers(pair, 2, 4) for pair in items(value)[:100]]
-    return [pair for pair in pairs if pair is not None and len(pair) == 2]
-
-
-def _calls(value: Any, width: int) -> list[list[Any]]:
-    """Read [[name, start, end, ...], ...], each at most ``width`` long."""
-    found = []
-    for row in map(items, items(value)[:64]):
-        numbers = _numbers(row[1:], width - 1, 5)
-        if len(row) >= 3 and isinstance(row[0], str) and numbers is not None:
-            found.append([text(row[0], 100), *numbers])
-    return found
-
-
-def _limits(value: Any) -> dict[str, list[float]]:
-    """Read the least and the greatest reward, by function."""
-    pairs = {str(name): _numbers(pair, 3, 4) for name, pair in [*mapping(value).items()][:MOST_LIMITS]}
-    return {name: pair for name, pair in pairs.items() if pair is not None and len(pair) == 2}
-
-
-def _histogram(value: Any) -> dict[str, list[float]]:
-    """Read edges and counts that match; empty if they don't."""
-    given = mapping(value)
-    edges, counts = _numbers(given.get("edges"), 129, 4), [whole(count) for count in items(given.get("counts"))[:128]]
-    if edges is None or len(edges) != len(counts) + 1 or not counts or None in counts:
-        return {}
-    return {"edges": edges, "counts": counts}

@@ -16,14 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...extensions.recording.completions import (
-    FOLDER,
-    IMAGES,
-    TEXT,
-    CompletionFile,
-    data_url,
-    prompt_of,
-)
+from ...extensions.recording.completions import FOLDER, IMAGES, TEXT, CompletionFile, data_url, prompt_of
 from ...rollout.group_table import shown, steps_of
 from ...rollout.record_file import positions as record_positions
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
@@ -53,51 +46,31 @@ class Samples:
         self.stored: dict[int, set[str]] = defaultdict(set)  # names of the store's files
         self.changed: dict[int, int] = {}
         self._read: dict[str, int] = {}  # bytes already read of each file of the store
-        self._tail = Tail(folder, SAMPLES)
+        self.tail = Tail(folder, SAMPLES)
         self._folder_seen = -1
 
     @property
     def steps(self) -> list[int]:
         return sorted({*self.lines, *self.stored, *self.files})
 
-    def restarted(self) -> bool:
-        return self._tail.restarted()
-
     def refresh(self, change: int) -> bool:
         """Find new lines and files. Return whether there are any."""
-        fresh = self._refresh_files(change) | self._refresh_store(change)
-        for offset, line in self._tail.read():
-            step = _step_of(line)
-            if step is not None:
-                self.lines[step].append((offset, len(line)))
-                self.changed[step] = change
-                fresh = True
-        return fresh
-
-    def _refresh_files(self, change: int) -> bool:
-        fresh = False
+        touched = []
         with contextlib.suppress(OSError):
             folder = self.folder / FOLDER
-            if (now := folder.stat().st_mtime_ns) == self._folder_seen:
-                return False
-            for path in os.scandir(folder):
-                match = _FILE.fullmatch(path.name)
-                if match and match.group(1) not in self.files[int(match.group(2))]:
-                    step, name = int(match.group(2)), match.group(1)
-                    self.files[step][name] = path.name
-                    self.changed[step] = change
-                    fresh = True
-            self._folder_seen = now
-        return fresh
-
-    def _refresh_store(self, change: int) -> bool:
+            if (now := folder.stat().st_mtime_ns) != self._folder_seen:
+                for path in os.scandir(folder):
+                    match = _FILE.fullmatch(path.name)
+                    if match and match.group(1) not in self.files[int(match.group(2))]:
+                        touched.append(int(match.group(2)))
+                        self.files[touched[-1]][match.group(1)] = path.name
+                self._folder_seen = now
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
-            for folder in os.scandir(self.folder / STORE):
-                for name in STORED if _ROUND.fullmatch(folder.name) else ():
+            for entry in os.scandir(self.folder / STORE):
+                for name in STORED if _ROUND.fullmatch(entry.name) else ():
                     with contextlib.suppress(OSError):
-                        found[f"{STORE}/{folder.name}/{name}"] = os.stat(f"{folder.path}/{name}").st_size
-        fresh = False
+                        found[f"{STORE}/{entry.name}/{name}"] = os.stat(f"{entry.path}/{name}").st_size
         for name, size in found.items():
             if size == self._read.get(name) or (file := open_inside(self.folder, name)) is None:
                 continue
@@ -106,18 +79,23 @@ class Samples:
                 positions, end = record_positions(file, start if start <= size else 0)
             self._read[name] = end
             for step in steps_of(positions):
-                if whole(step) is None:
-                    continue
-                self.stored[step].add(name)
-                self.changed[step] = change
-                fresh = True
-        return fresh
+                if whole(step) is not None:
+                    self.stored[step].add(name)
+                    touched.append(step)
+        for offset, line in self.tail.read():
+            begun = _STEP.match(line)
+            at = int(begun.group(1)) if begun else whole((parse(line, b'{"step"') or {}).get("step"))
+            if at is not None:
+                self.lines[at].append((offset, len(line)))
+                touched.append(at)
+        self.changed |= dict.fromkeys(touched, change)
+        return bool(touched)
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """Return a step's completions in order, whole groups while their JSON fits into about ``most_bytes``, and the
-        number of completions that don't fit.
-        """
-        groups = _by_group(self._recorded(step))
+        """Return a step's completions in order, whole groups of about ``most_bytes``, and the number of others."""
+        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (purpose, position) -> index -> completion
+        for found in self._recorded(step):  # the last recorded one counts
+            groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
         for found in self._logged(step):
             groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
@@ -153,21 +131,6 @@ class Samples:
                     yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
 
 
-def _step_of(line: bytes) -> int | None:
-    if match := _STEP.match(line):
-        return int(match.group(1))
-    entry = parse(line, b'{"step"')
-    return None if entry is None else whole(entry.get("step"))
-
-
-def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """Map (purpose, position) -> index -> completion; the last recorded one counts."""
-    groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
-    for entry in found:
-        groups.setdefault((entry["purpose"], entry["position"]), {})[entry["index"]] = entry
-    return groups
-
-
 def _size(found: dict[str, Any]) -> int:
     return 400 + len(found["text"]) + 16 * len(found.get("tokens", ())) + sum(map(len, found.get("images", ())))
 
@@ -187,7 +150,8 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
         "advantage": number(entry.get("advantage"), 4),
         "extra": plain(mapping(entry.get("extra"))),
     }
-    pictures = _pictures(entry.get("images"))
+    images = items(entry.get("images"))[: 2 * THUMBNAILS]
+    pictures = [image for image in images if isinstance(image, str) and _PICTURE.fullmatch(image)]
     return found | ({"images": pictures} if pictures else {})
 
 
@@ -216,11 +180,6 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "tokens": [text(token, 200) for token in tokens],
         **{name: value for name, value in optional.items() if value is not None},
     }
-
-
-def _pictures(values: Any) -> list[str] | None:
-    found = [value for value in items(values)[: 2 * THUMBNAILS] if isinstance(value, str) and _PICTURE.fullmatch(value)]
-    return found or None
 
 
 def _milli(values: Any, many: int) -> list[int | None] | None:
@@ -254,9 +213,8 @@ def _prompt(value: Any) -> Any:
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
     """Return an agent's answers, each with the number of its preceding answer (null: none)."""
-    turns = [mapping(turn) for turn in items(value)[:MOST_TURNS]]
     found = []
-    for number_of_turn, turn in enumerate(turns):
+    for number_of_turn, turn in enumerate(map(mapping, items(value)[:MOST_TURNS])):
         after = whole(turn.get("after"))
         found.append(
             {
@@ -282,30 +240,13 @@ def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
         if position is None:
             position = prompts.setdefault(json.dumps(_prompt(prompt)), at)
         rewards = dict(zip(file.reward_names, file.rewards(row), strict=True))
+        pictures = [mapping(value).get("bytes") for value in items(row.get(IMAGES))] if file.has_images else []
+        small = [each for each in pictures if isinstance(each, bytes) and len(each) <= THUMBNAIL_BYTES]
+        contents = (str(message.get("content") or "") for message in items(_prompt(written)))
         known = [value for value in map(number, rewards.values()) if value is not None]
-        yield _checked(
-            {
-                "position": position,
-                "index": places[position],
-                "purpose": purpose,
-                "prompt": prompt,
-                "text": written if isinstance(written, str) else _joined(_prompt(written)),
-                "length": row.get("completion_tokens"),
-                "finish": row.get("finish_reason"),
-                "reward": math.fsum(known) if len(known) == 1 else None,
-                "rewards": rewards,
-                "advantage": row.get("advantage"),
-                "extra": file.extra(row),
-                "images": [*map(data_url, _files(row.get(IMAGES)))] if file.has_images else None,
-            }
-        )
+        found = {"position": position, "index": places[position], "purpose": purpose, "prompt": prompt}
+        found |= {"length": row.get("completion_tokens"), "finish": row.get("finish_reason")}
+        found |= {"reward": math.fsum(known) if len(known) == 1 else None, "advantage": row.get("advantage")}
+        found |= {"rewards": rewards, "extra": file.extra(row), "images": [*map(data_url, small)]}
+        yield _checked(found | {"text": written if isinstance(written, str) else "\n".join(contents)})
         places[position] += 1
-
-
-def _files(values: Any) -> list[bytes]:
-    found = [mapping(value).get("bytes") for value in items(values)]
-    return [file for file in found if isinstance(file, bytes) and len(file) <= THUMBNAIL_BYTES]
-
-
-def _joined(messages: list[dict[str, Any]]) -> str:
-    return "\n".join(str(message.get("content") or "") for message in messages)

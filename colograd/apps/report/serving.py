@@ -6,6 +6,7 @@ path. It answers GET requests that name this machine as their host, and refuses 
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import ipaddress
 import re
@@ -13,6 +14,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,14 +22,43 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ... import __version__
-from .page import compact, document
-from .payload import of_step, overview
+from .page import compact, document, of_step, overview
 from .recorded_run import RecordedRun
 
 STEP_BYTES = 8_000_000  # approximate bytes of a step's completions as JSON
+PORT = 8765
 LOOK_SECONDS = 1.0  # seconds between two reads of the files, however many pages request data
 REQUEST_SECONDS = 20  # seconds until a request must have arrived
 _NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+def watch(argv: Sequence[str] | None = None) -> int:
+    """Run ``colograd watch RUN`` until Ctrl-C. Return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="colograd watch", description="The page of a run, live. It reads the run's folder, and writes nothing."
+    )
+    add = parser.add_argument
+    add("run", type=Path, help="the run's output_dir; it needn't be there yet")
+    add("--port", type=int, default=PORT, help=f"default {PORT}; 0 takes a free one")
+    host = "address to listen at, default 127.0.0.1; there is no password: whoever reaches another can read the run"
+    add("--host", default="127.0.0.1", help=host)
+    options = parser.parse_args(argv)
+    if options.run.exists() and not options.run.is_dir():
+        raise ValueError(f"{options.run} is a file: give the run's output_dir.")
+    try:
+        server = Server(options.run, options.host, options.port)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"can't listen at {options.host}:{options.port} ({error}): try --port 0.") from error
+    where = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"http://{where}:{server.server_port}/  shows {options.run}; Ctrl-C ends it", flush=True)
+    if not options.run.exists():
+        print(f"{options.run} isn't there yet: the page waits for it", flush=True)
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0
 
 
 class Watched:
@@ -94,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             arguments = {}
         if self.path == "/":
-            self._answer(self._page(), "text/html; charset=utf-8")
+            data = {"live": True, "version": __version__, "runs": [self.server.watched.data(0)]}
+            self._answer(document(data, connect="'self'"), "text/html; charset=utf-8")
         elif path == "/data" and (after := _number(arguments, "after")) is not None:
             self._answer(compact(self.server.watched.data(after)), "application/json")
         elif path == "/step" and (step := _number(arguments, "step")) is not None:
@@ -106,10 +138,6 @@ class Handler(BaseHTTPRequestHandler):
         self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET.")
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _only_get
-
-    def _page(self) -> str:
-        data = {"live": True, "version": __version__, "runs": [self.server.watched.data(0)]}
-        return document(data, connect="'self'")
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._answer(why + "\n", "text/plain; charset=utf-8", status)
@@ -140,9 +168,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a request's Host header names this machine: by a number, or a name that no foreign page can have.
-    Any port is accepted, because a tunnel's other end may have another one.
-    """
+    """Return whether a Host header names this machine: by a number, or a name that no foreign page can have."""
     if host is None:
         return False
     name = host.strip().lower()
@@ -150,17 +176,14 @@ def host_is_ours(host: str | None, served: str) -> bool:
     if name in ("localhost", served.lower()):
         return True
     try:
-        address = ipaddress.ip_address(name)
+        if ipaddress.ip_address(name).is_loopback:
+            return True
     except ValueError:
         return False
-    return address.is_loopback or not _only_here(served)
-
-
-def _only_here(served: str) -> bool:
     try:
-        return ipaddress.ip_address(served).is_loopback
+        return not ipaddress.ip_address(served).is_loopback
     except ValueError:
-        return served == "localhost"
+        return served != "localhost"
 
 
 def _number(arguments: dict[str, list[str]], name: str) -> int | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LONGEST_LINE = 64 * 2**20  # bytes; no run writes longer ones
 BLOCK = 2**20
 LARGEST_STEP = 2**53  # a number that JavaScript holds exactly
 LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
@@ -23,9 +22,7 @@ LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a regular file of a folder. None: there is no such file, or it is a link that leads out. The call never
-    waits, not even for named pipes.
-    """
+    """Open a regular file of a folder without ever waiting; None if there is none, or it is a link that leads out."""
     root = folder.resolve()
     try:
         path = (root / name).resolve()
@@ -66,25 +63,16 @@ class Tail:
         with file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self.offset)
-            rest, skipping = b"", False
+            rest = b""
             while block := file.read(BLOCK):
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
-                    begin = self.offset
+                    yield self.offset, line
                     self.offset += len(line) + 1
-                    if not skipping:
-                        yield begin, line
-                    skipping = False
-                if len(rest) > LONGEST_LINE:
-                    self.offset, rest, skipping = self.offset + len(rest), b"", True
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object; None if it has none.
-
-    Args:
-        beginning: the beginning of each object. A killed run may leave a torn object before the next one, on one line.
-    """
+    """Return a line's JSON object, also behind a torn one that a killed run left; each has this ``beginning``."""
     for begin in (0, line.rfind(beginning)):
         if begin < 0:
             continue

@@ -26,14 +26,7 @@ OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
 def check_best_metric(
     args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, others: bool = False
 ) -> None:
-    """Check that evaluations can have ``metric_for_best_model``.
-
-    Args:
-        others: whether the user's code may add metrics of any name.
-
-    Raises:
-        ValueError: no evaluation can have it.
-    """
+    """Check that evaluations can have ``metric_for_best_model``; ``others``: the user's code may add any."""
     best = args.metric_for_best_model
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
     if best is None or not evaluates or others or args.loss_type not in LOSSES:
@@ -50,14 +43,7 @@ def check_best_metric(
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return why an evaluation can't choose the best model; empty: it can.
-
-    Args:
-        earlier: whether an earlier evaluation had the metric.
-
-    Raises:
-        ValueError: no evaluation can have a metric of this name.
-    """
+    """Return why an evaluation can't choose the best model, or nothing; ``earlier``: another one had the metric."""
     if (name := best_metric(args)) in metrics:
         return ""
     if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):
@@ -87,7 +73,6 @@ def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction],
 
 
 def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
-    """Yield the most common names, without `eval_`."""
     if isinstance(prompts, dict):
         for part, of_part in prompts.items():
             yield from (f"{part}_{name}" for name in _names(args, rewards, of_part))

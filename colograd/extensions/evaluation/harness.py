@@ -8,7 +8,7 @@ import functools
 import io
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ class Request:
     prompt: tuple[int, ...] = ()  # token ids to continue
     sampling: Sampling | None = None  # None: log-probabilities of `parts` are wanted
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
+
+    @property
+    def tokens(self) -> int:
+        return max(len(self.prompt), *(len(context) + len(target) for context, target in self.parts), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +90,12 @@ class HarnessBenchmark:
     """A task, group or tag of the harness."""
 
     def __init__(self, text: str, rules: Rules) -> None:
-        """Load and tokenise it.
-
-        Raises:
-            ValueError: no such task, its data or packages are missing, or it asks for images or no room is left.
-        """
         check_harness()
         self.text, self.spec, self.rules = text, TaskSpec.parse(text), rules
         with _as_the_harness():
             loaded = _load(self.spec.name, rules.include)
             self.groups: dict[str, Any] = loaded["groups"]
             self.tasks = [_questions(name, task, self.spec, rules) for name, task in loaded["tasks"].items()]
-
         self.dropped = any(task.cut for task in self.tasks)
 
     def dropped_line(self) -> str:
@@ -113,13 +111,13 @@ class HarnessBenchmark:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt, or of the longest scored text."""
-        return max(_tokens(request) for task in self.tasks for each in task.questions for request in each.requests)
+        return max(request.tokens for task in self.tasks for each in task.questions for request in each.requests)
 
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt with its longest completion, or of the longest scored text."""
         requests = [request for task in self.tasks for each in task.questions for request in each.requests]
-        return max(_tokens(each) + (each.sampling.max_tokens if each.sampling else 0) for each in requests)
+        return max(each.tokens + (each.sampling.max_tokens if each.sampling else 0) for each in requests)
 
     @property
     def generations(self) -> int:
@@ -168,9 +166,9 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. Indexing all of the harness's tasks takes long, so this
-    looks into ``include`` and for a file of the name first."""
+    """Load a task, group or tag by its name or YAML file. Indexing all of the harness's takes long."""
     import lm_eval.tasks
+    from lm_eval.tasks._index import Kind, TaskIndex
 
     try:
         if name.endswith(YAML):
@@ -179,9 +177,10 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
             return _manager((str(Path(name).resolve().parent), *include), False).load([name])
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
-        files = [file for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml") if _name_in(file) == name]
-        if files:
-            return own.load([str(files[0])])
+        for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml"):
+            entry = TaskIndex.entry_from_path(file)  # a group's tasks need the whole index
+            if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) and entry.name == name:
+                return own.load([str(file)])
         whole = _manager(include, True)
         if name in whole.task_index:
             return whole.load([name])
@@ -194,14 +193,6 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         ) from error
     meant = f" Did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"lm-evaluation-harness has no task {name!r}, and no folder of --include-path has one.{meant}")
-
-
-def _name_in(file: Path) -> str:
-    """Return the name of the task in a YAML file; empty: it has a group, and its tasks need the whole index."""
-    from lm_eval.tasks._index import Kind, TaskIndex
-
-    entry = TaskIndex.entry_from_path(file)
-    return str(entry.name) if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) else ""
 
 
 def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask:
@@ -241,28 +232,18 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
 
 
 def _chat(rules: Rules, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    def text(messages: Sequence[dict[str, str]]) -> str:
-        return str(
-            rules.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **rules.template_kwargs,
-            )
-        )
-
+    ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+    text = functools.partial(rules.tokenizer.apply_chat_template, tokenize=False, **ends, **rules.template_kwargs)
     try:
-        return text(messages)
+        return str(text(messages))
     except jinja2.TemplateError:  # many templates refuse a system message; the harness leaves it out too
-        return text([message for message in messages if message["role"] != "system"])
+        return str(text([message for message in messages if message["role"] != "system"]))
 
 
 # -- requests as tokens
 
 
 def _encoder(tokenizer: Any) -> Any:
-    """Return the harness's own rules for tokens of a context and its continuation."""
     from lm_eval.api.model import TemplateLM
 
     class Encoder(TemplateLM):
@@ -310,7 +291,6 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
 
 
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
-    """Convert the arguments of a task's generation."""
     if unknown := [key for key in kwargs if key not in (*NO_SAMPLING, *SHAPING)]:
         raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, which the engine doesn't have.")
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
@@ -342,7 +322,3 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 def thinks(tokenizer: Any) -> bool:
     """Return whether the model thinks before it answers. Strings that end an answer may stand in its thought."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")
-
-
-def _tokens(request: Request) -> int:
-    return max(len(request.prompt), *(len(context) + len(target) for context, target in request.parts), 0)

@@ -42,12 +42,8 @@ class Judge:
     def __call__(
         self, doc: Any, requests: Sequence[tuple[str, tuple[Any, ...]]], responses: Sequence[list[Any]]
     ) -> dict[tuple[str, str], Any]:
-        """Return the metrics by (metric, filter).
-
-        Args:
-            requests: kind and arguments of the document's requests.
-            responses: responses to each request, one per repeat: a text, or (log-probability, is greedy).
-        """
+        """Return the metrics by (metric, filter) of requests (kind, arguments) and responses to each, one per repeat:
+        a text, or (log-probability, is greedy)."""
         from lm_eval.api.instance import Instance
 
         instances = [

@@ -36,12 +36,7 @@ class Ended:
 
 
 def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
-    """Run ``program`` to its end.
-
-    Args:
-        seconds: maximum wall-clock time. Then the program is killed with all processes of its group.
-        memory: maximum bytes of address space.
-    """
+    """Run ``program`` to its end, or kill it with all processes of its group after so many ``seconds``."""
     reader, writer = os.pipe()
     token = secrets.token_hex(16)
     try:
@@ -93,7 +88,6 @@ def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memor
 
 
 def _limit(seconds: float, memory: int) -> None:
-    """Set the limits in the new process, before the interpreter starts."""
     for kind, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, FILE_BYTES),

@@ -7,6 +7,7 @@ their number. So the completions of a question count once, because they are not 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -63,19 +64,12 @@ class TaskResult:
     aggregates: dict[Key, float] = field(default_factory=dict)  # the harness's values
 
     @property
-    def name(self) -> str:
-        return self.loaded.name
-
-    @property
     def completions(self) -> int:
         sampling = self.loaded.sampling
         return 0 if sampling is None else len(self.answered) * sampling.n
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return by metric each question's values, one per verdict.
-
-        A failed check counts as a wrong answer: 0 where more is better and all values are numbers, else left out.
-        """
+        """Return by metric each question's values, one per verdict. A failed check counts as a wrong answer."""
         found: dict[Key, list[list[Any]]] = defaultdict(list)
         keys = list(dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict))
         better = self.loaded.task.higher_is_better()
@@ -87,13 +81,6 @@ class TaskResult:
                 if values:
                     found[key].append(values)
         return dict(found)
-
-    def raw(self) -> dict[Key, list[Any]]:
-        """Return each metric's values for the harness to aggregate: a question's mean if they are numbers."""
-        return {
-            key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [each for v in values for each in v]
-            for key, values in self.values().items()
-        }
 
     @property
     def primary(self) -> Key | None:
@@ -138,7 +125,7 @@ class TaskResult:
         """Return the whole result with its settings."""
         sampling, task = self.loaded.sampling, self.loaded.task
         found = {
-            "task": self.name,
+            "task": self.loaded.name,
             "version": str(task.VERSION),
             "num_fewshot": task.get_config("num_fewshot"),
             "questions": len(self.answered),
@@ -166,12 +153,16 @@ class SuiteResult:
         """Let the harness aggregate the verdicts."""
         from lm_eval.evaluator_utils import _process_results
 
-        gathered = {
-            each.name: {"task": each.loaded.task, "raw_metrics": each.raw(), "logged_samples": []} for each in tasks
-        }
+        gathered = {}
+        for each in tasks:
+            raw = {  # a question's mean if the values are numbers
+                key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [*itertools.chain(*values)]
+                for key, values in each.values().items()
+            }
+            gathered[each.loaded.name] = {"task": each.loaded.task, "raw_metrics": raw, "logged_samples": []}
         whole = _process_results(gathered, benchmark.groups, bootstrap_iters=0).metrics
         for each in tasks:
-            each.aggregates = dict(_numbers(whole[each.name]))
+            each.aggregates = dict(_numbers(whole[each.loaded.name]))
         return cls(list(tasks), {name: dict(_numbers(whole[name])) for name in benchmark.groups})
 
     def metrics(self) -> dict[str, float]:
@@ -184,7 +175,7 @@ class SuiteResult:
                 found["accuracy"] = next(iter(values.values()))
                 found |= {_name(key): value for key, value in values.items()}
         for each in self.tasks:
-            found |= {f"{each.name}_{name}": value for name, value in each.metrics().items()}
+            found |= {f"{each.loaded.name}_{name}": value for name, value in each.metrics().items()}
         return found | {"completions": float(sum(each.completions for each in self.tasks))}
 
 
@@ -199,20 +190,14 @@ def table(results: Sequence[SuiteResult]) -> list[str]:
             shown = accuracy.percent() + " %" if first and accuracy is not None else f"{value:.4g}"
             count = result.completions
             each = f"@{result.loaded.n} " if result.loaded.n else ""
-            rows.append(
-                (
-                    result.name,
-                    str(len(result.answered)),
-                    f"{each}{_name(key)}",
-                    shown,
-                    (", ".join(f"@{k} {e.percent()}" for k, e in passes.items()) if first else "") or "-",
-                    f"{sum(a.tokens for a in result.answered) / count:.0f}" if count else "-",
-                    f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %" if count else "-",
-                )
-            )
+            of_k = ", ".join(f"@{k} {e.percent()}" for k, e in passes.items()) if first else ""
+            tokens = f"{sum(a.tokens for a in result.answered) / count:.0f}" if count else "-"
+            cut = f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %" if count else "-"
+            cells = (f"{each}{_name(key)}", shown, of_k or "-", tokens, cut)
+            rows.append((result.loaded.name, str(len(result.answered)), *cells))
         if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts.items())):
             about = f": {result.example}" if result.example else ""
-            lines.append(f"{result.name}: checks that judged nothing count as wrong answers: {wrong}{about}")
+            lines.append(f"{result.loaded.name}: checks that judged nothing count as wrong answers: {wrong}{about}")
     for suite in results:
         for group, values in suite.groups.items():
             rows += [(group, "", _name(key), f"{value:.4g}", "-", "-", "-") for key, value in values.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +28,6 @@ from .results import Answered, SuiteResult, TaskResult
 
 MOST_WORKERS = 8  # default limit
 CHECK_SECONDS = 120.0  # limit of one call: all filters and metrics of a question
-
-
-Submit = Callable[[LoadedTask, dict[str, Any]], WorkerCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +53,7 @@ class Sat:
 
 
 def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
-    """Start the worker processes that judge these benchmarks' questions.
-
-    Raises:
-        ValueError: the checks of a task can't run in another process.
-    """
+    """Start the worker processes that judge these benchmarks' questions."""
     judges = {f"{each.text}: {task.name}": Judge(task.task) for each in benchmarks for task in each.tasks}
     pool = WorkerPool("benchmarks", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
     if lost := [name for name in judges if name not in pool]:
@@ -71,30 +64,36 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[tuple[Sat, list[dict[Any, Any]]]]]:
-    """Sample or score all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective.
-
-    Args:
-        pool: see `checkers`.
-        turn: a context that gives the engine its memory.
-    """
+    """Take all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective."""
     started, mine = time.perf_counter(), host.config.layout
-
-    def submit(task: LoadedTask, keywords: dict[str, Any]) -> WorkerCall:
-        return pool.submit(f"{benchmark.text}: {task.name}", keywords)
-
     with turn, on_all_ranks("the benchmark"):
         sat: list[Sat] = host.engine.on_engine_leader(
             lambda: [
                 each
                 for task in benchmark.tasks
-                for each in _sit(task, task.questions[mine.data_rank :: mine.data_size], host, submit)
+                for each in _sit(task, task.questions[mine.data_rank :: mine.data_size], host, pool, benchmark.text)
             ],
             others=[],
         )
     counts: dict[str, Counter[str]] = {task.name: Counter() for task in benchmark.tasks}
     examples: dict[str, str] = {}
-    judged = [(each, [_verdict(each.task, call, counts, examples) for call in each.calls]) for each in sat]
-    parts = gather(([(each.task, _answered(each, verdicts)) for each, verdicts in judged], counts, examples))
+    judged, answers = [], []
+    for each in sat:
+        verdicts = []
+        for call in each.calls:
+            watchdog.progress(f"the checks of {each.task}")
+            outcome = call.result()
+            verdicts.append(dict(outcome.value) if outcome.kind == "value" else {})
+            if outcome.kind != "value":
+                counts[each.task][outcome.kind] += 1
+            if outcome.kind == "raised":
+                examples.setdefault(each.task, outcome.value[0])
+        rollouts = [rollout for group in each.groups for rollout in group.rollouts]
+        tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+        cut_off = sum(rollout.finish_reason is not FinishReason.STOP for rollout in rollouts)
+        judged.append((each, verdicts))
+        answers.append((each.task, Answered(each.question.row, verdicts, tokens, cut_off)))
+    parts = gather((answers, counts, examples))
     results = []
     for task in benchmark.tasks:
         answered = sorted((a for rows, _, _ in parts for name, a in rows if name == task.name), key=lambda a: a.row)
@@ -107,21 +106,37 @@ def take(
         return SuiteResult.of(benchmark, results), judged
 
 
-def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, submit: Submit) -> list[Sat]:
+def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool, text: str) -> list[Sat]:
     """Answer this engine's questions of a task: log-probabilities first, then samples, judged as they finish."""
     sat = {each.row: Sat(task.name, each, [], [], [[] for _ in each.requests]) for each in questions}
     responses: dict[int, list[list[Any]]] = {each.row: [[] for _ in each.requests] for each in questions}
 
     def answer(row: int, index: int, found: list[Any]) -> None:
         responses[row][index] = found
-        if all(responses[row]):
-            sat[row].calls = [submit(task, each) for each in _calls(task, sat[row].question, responses.pop(row))]
+        if not all(responses[row]):
+            return
+        question, of_requests = sat[row].question, responses.pop(row)
+        asked = [(request.kind, request.arguments) for request in question.requests]
+        # One call of `Judge`, or one per completion that is judged alone.
+        alone = [[[each] for each in of_one] for of_one in zip(*of_requests, strict=True)] if task.n else [of_requests]
+        keywords = [{"doc": question.doc, "requests": asked, "responses": of_call} for of_call in alone]
+        sat[row].calls = [pool.submit(f"{text}: {task.name}", of_call) for of_call in keywords]
 
-    _score(questions, host, answer)
+    scored = [(each.row, i, r) for each in questions for i, r in enumerate(each.requests) if r.parts]
+    scores = iter(score(host.engine, [part for _, _, request in scored for part in request.parts]))
+    for row, index, request in scored:
+        of_parts = [next(scores) for _ in request.parts]
+        total = sum(logprob for logprob, _ in of_parts)
+        answer(row, index, [total if request.kind.endswith("rolling") else (total, of_parts[0][1])])
     wanted: dict[int, tuple[Question, int, Request]] = {}
     for each in questions:
         wanted |= {each.row * len(each.requests) + i: (each, i, r) for i, r in enumerate(each.requests) if r.prompt}
-    for prompts in _by_sampling(wanted):
+    by_sampling: dict[str, list[Prompt]] = {}  # one entry for nearly all tasks
+    for position, (question, _, request) in wanted.items():
+        example = {"prompt": request.arguments[0], "answer": question.target}
+        prompt = Prompt(example, ModelInput(request.prompt), position)
+        by_sampling.setdefault(repr(request.sampling), []).append(prompt)
+    for prompts in by_sampling.values():
         bar = host.console.progress(len(prompts), task.name, "question")
         sampling, seed = wanted[prompts[0].position][2].sampling, host.config.seed
         generated = host.engine.generate(prompts, sampling, version=host.version, seed=seed, purpose="eval")
@@ -136,24 +151,6 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, submit: Su
     return [*sat.values()]
 
 
-def _score(questions: Sequence[Question], host: Host, answer: Any) -> None:
-    asked = [(each.row, i, r) for each in questions for i, r in enumerate(each.requests) if r.parts]
-    scores = iter(score(host.engine, [part for _, _, request in asked for part in request.parts]))
-    for row, index, request in asked:
-        found = [next(scores) for _ in request.parts]
-        total = sum(logprob for logprob, _ in found)
-        answer(row, index, [total if request.kind.endswith("rolling") else (total, found[0][1])])
-
-
-def _by_sampling(wanted: dict[int, tuple[Question, int, Request]]) -> list[list[Prompt]]:
-    """Group a task's prompts by their sampling, which is one for nearly all tasks."""
-    found: dict[str, list[Prompt]] = {}
-    for position, (question, _, request) in wanted.items():
-        example = {"prompt": request.arguments[0], "answer": question.target}
-        found.setdefault(repr(request.sampling), []).append(Prompt(example, ModelInput(request.prompt), position))
-    return [*found.values()]
-
-
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
     """Return the completions as the task's filters want them: without a thought, and up to its `until`."""
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
@@ -164,30 +161,6 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
     for stop in stops(request.arguments[1]):
         texts = [text.partition(stop)[0] for text in texts]
     return texts
-
-
-def _calls(task: LoadedTask, question: Question, responses: Sequence[list[Any]]) -> list[dict[str, Any]]:
-    """Return the arguments of `Judge`: of one call, or of one per completion that is judged alone."""
-    asked = [(request.kind, request.arguments) for request in question.requests]
-    alone = [[[each] for each in of_one] for of_one in zip(*responses, strict=True)] if task.n else [responses]
-    return [{"doc": question.doc, "requests": asked, "responses": of_call} for of_call in alone]
-
-
-def _verdict(task: str, call: WorkerCall, counts: dict[str, Counter[str]], examples: dict[str, str]) -> dict[Any, Any]:
-    watchdog.progress(f"the checks of {task}")
-    outcome = call.result()
-    if outcome.kind == "value":
-        return dict(outcome.value)
-    counts[task][outcome.kind] += 1
-    if outcome.kind == "raised":
-        examples.setdefault(task, outcome.value[0])
-    return {}
-
-
-def _answered(sat: Sat, verdicts: list[dict[Any, Any]]) -> Answered:
-    rollouts = [rollout for group in sat.groups for rollout in group.rollouts]
-    tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
-    return Answered(sat.question.row, verdicts, tokens, sum(r.finish_reason is not FinishReason.STOP for r in rollouts))
 
 
 class RunBenchmark(HarnessBenchmark, Benchmark):
@@ -205,7 +178,14 @@ class RunBenchmark(HarnessBenchmark, Benchmark):
                 weakref.finalize(self, self.pool.close)
         result, judged = take(self, host, self.pool, sampler.device_turns.sampling(trainer.optimizer))
         if trainer.completion_log is not None:
-            groups = [*_scored(result, judged)]
+            groups = []  # the sampled ones, with the primary metric as their reward
+            primary = {each.loaded.name: each.primary for each in result.tasks}
+            for sat, verdicts in judged:
+                values = [float(verdict.get(primary[sat.task], 0.0)) for verdict in verdicts]
+                for group in sat.groups:
+                    size = len(group.rollouts)
+                    rewards = torch.tensor(values if len(values) == size else values[:1] * size).reshape(-1, 1)
+                    groups.append(ScoredGroup(group, rewards, torch.zeros(size)))
             trainer.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [name])
         seconds = time.perf_counter() - started
         times = {"runtime": seconds, "samples_per_second": len(self) / seconds}
@@ -224,14 +204,3 @@ def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> RunB
         template_kwargs=dict(args.chat_template_kwargs or {}),
     )
     return RunBenchmark(text, rules)
-
-
-def _scored(result: SuiteResult, judged: Sequence[tuple[Sat, list[dict[Any, Any]]]]) -> Iterator[ScoredGroup]:
-    """Yield the sampled groups with the primary metric as their reward."""
-    primary = {each.name: each.primary for each in result.tasks}
-    for sat, verdicts in judged:
-        values = [float(verdict.get(primary[sat.task], 0.0)) for verdict in verdicts]
-        for group in sat.groups:
-            size = len(group.rollouts)
-            rewards = torch.tensor(values if len(values) == size else values[:1] * size).reshape(-1, 1)
-            yield ScoredGroup(group, rewards, torch.zeros(size))

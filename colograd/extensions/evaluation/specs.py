@@ -25,11 +25,7 @@ class TaskSpec:
 
     @classmethod
     def parse(cls, text: str) -> TaskSpec:
-        """Read ``gsm8k``, ``mmlu[:100]``, ``aime24@16``, ``tasks/mine.yaml`` or a mixture of these.
-
-        Raises:
-            ValueError: another form, or no rows or completions.
-        """
+        """Read ``gsm8k``, ``mmlu[:100]``, ``aime24@16``, ``tasks/mine.yaml`` or a mixture of these."""
         match = _FORM.fullmatch(text)
         if match is None:
             own = (
@@ -47,11 +43,7 @@ class TaskSpec:
 
 
 def names_of(texts: Sequence[str]) -> Mapping[str, str]:
-    """Map each task's name in the log to its text.
-
-    Raises:
-        ValueError: lm_eval is missing, a text has another form, or a task is named twice.
-    """
+    """Map each task's name in the log to its text."""
     check_harness()
     names: dict[str, str] = {}
     for text in texts:

@@ -37,11 +37,7 @@ class Launched:
 
 
 def take_launcher() -> None:
-    """Move the launcher's request from its variables to `KEPT`. Called first.
-
-    Raises:
-        ValueError: the request has no counterpart here.
-    """
+    """Move the launcher's request from its variables to `KEPT`. Called first."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
@@ -98,11 +94,7 @@ def _deepspeed() -> Launched:
 
 
 def from_deepspeed(source: str | dict[str, Any]) -> Launched:
-    """Convert a DeepSpeed configuration, a file or a mapping.
-
-    Raises:
-        ValueError: it can't be read, or has settings that belong to other keys or aren't supported.
-    """
+    """Convert a DeepSpeed configuration, a file or a mapping."""
     config, origin = (source, "deepspeed") if isinstance(source, dict) else (_read(source), source)
     for section, key in OWN_KEYS.items():
         if config.get(section):

@@ -45,39 +45,39 @@ class History:
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # reward by the metrics' prefix
     rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.steps.append((step, metrics))
-        if len(self.first) < WINDOW:
-            self.first.append(metrics)
-        if _is_number(reward := metrics.get("reward")):
-            self.rewards.append((step, float(reward)))
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
-                self.evaluations.setdefault(found[1], []).append((step, float(value)))
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add a step's or an evaluation's metrics."""
+        if any(name.startswith("eval") for name in metrics):
+            for name, value in metrics.items():
+                if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
+                    self.evaluations.setdefault(found[1], []).append((step, float(value)))
+        elif "reward" in metrics or "step_time" in metrics:
+            self.steps.append((step, metrics))
+            if len(self.first) < WINDOW:
+                self.first.append(metrics)
+            if _is_number(reward := metrics.get("reward")):
+                self.rewards.append((step, float(reward)))
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
         """Return a metric's values in the last ``count`` steps that logged it."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
-    def at_first(self, name: str) -> float | None:
+    def at_first(self, name: str) -> float:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
-    def recently(self, name: str) -> float | None:
-        """Return a metric's mean over the last steps; None if there are too few."""
+    def recently(self, name: str) -> float:
+        """Return a metric's mean over the last steps; NaN, which no comparison holds for, if there are too few."""
         values = self.last(name)
-        return _mean(values) if len(values) >= LEAST else None
+        return _mean(values) if len(values) >= LEAST else math.nan
 
     @property
     def is_solved(self) -> bool:
         """Whether the reward has risen to the pass threshold: low entropy is then wanted."""
-        at_first, now = self.at_first("reward"), self.recently("reward")
-        wanted = self.settings.get("pass_threshold_eval", 1.0)
-        if at_first is None or now is None or not _is_number(wanted):
+        now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
+        if not _is_number(wanted) or not now >= wanted - 0.1 * abs(wanted):
             return False
-        return now >= wanted - 0.1 * abs(wanted) and now - at_first >= 0.5 * (self.at_first("reward_std") or 0.0) > 0
+        return now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
 
     @property
     def reward_names(self) -> list[str]:
@@ -89,8 +89,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +127,19 @@ def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | N
     return look
 
 
-# -- rewards
-
-
 @rule
 def no_reward_difference(history: History) -> Seen | None:
-    share, taught = history.recently("frac_reward_zero_std"), history.last("teacher_kl")
-    if share is None or share < 0.7 or history.is_solved or taught:  # a teacher gives each token a signal
+    share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
+    if not share >= 0.7 or history.is_solved or history.last("teacher_kl"):  # a teacher gives each token a signal
         return None
-    reward = history.recently("reward")
-    shown = "" if reward is None else f", at a mean reward of {reward:.3g}"
+    shown = "" if math.isnan(reward) else f", at a mean reward of {reward:.3g}"
     return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
 
 
 @rule
 def solved(history: History) -> Seen | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
-    if share is None or share < 0.7 or not history.is_solved:
+    if not share >= 0.7 or not history.is_solved:
         return None
     seen = f"{share:.0%} of the last steps' groups have no reward difference, at a mean reward of {reward:.3g}"
     return Seen(f"{seen}: the task is nearly solved", good=True)
@@ -179,12 +175,10 @@ def failing_reward(history: History) -> Seen | None:
 @rule
 def slow_rewards(history: History) -> Seen | None:
     waited, whole = history.recently("time/reward"), history.recently("step_time")
-    if waited is None or not whole or waited < 0.4 * whole or waited < 0.2:
+    if not waited >= max(0.4 * whole, 0.2) or not whole:
         return None
-    names = history.reward_names
-    seconds = {name: history.recently(f"rewards/{name}/seconds") or 0.0 for name in names}
-    slowest = max(names, key=lambda name: seconds[name], default="")
-    most = f", most of it for {slowest!r}" if len(names) > 1 else ""
+    seconds = {name: sum(history.last(f"rewards/{name}/seconds")) for name in history.reward_names}
+    most = f", most of it for {max(seconds, key=seconds.__getitem__)!r}" if len(seconds) > 1 else ""
     return Seen(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
 
 
@@ -195,11 +189,12 @@ def reward_hacked(history: History) -> Seen | None:
             continue
         best_step, best = max(values, key=lambda entry: entry[1])
         later = [value for step, value in values if step > best_step]
-        before, now = _reward_around(history.rewards, best_step), _reward_around(history.rewards, values[-1][0])
-        if len(later) < 2 or before is None or now is None:
-            continue
-        drop, rise = max(0.05 * abs(best), 0.01), max(0.02 * abs(before), 0.01)
-        if all(best - value >= drop for value in later[-2:]) and now - before >= rise:
+        before, now = (
+            _mean([reward for at, reward in history.rewards if at <= step][-WINDOW:])
+            for step in (best_step, values[-1][0])
+        )
+        drop, rise = max(0.05 * abs(best), 0.01), max(0.01, 0.02 * abs(before))
+        if len(later) >= 2 and all(best - value >= drop for value in later[-2:]) and now - before >= rise:
             return Seen(
                 f"{prefix}_reward fell from {best:.3g} at step {best_step} to {later[-1]:.3g}, while the training "
                 f"reward rose from {before:.3g} to {now:.3g}"
@@ -207,18 +202,11 @@ def reward_hacked(history: History) -> Seen | None:
     return None
 
 
-def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | None:
-    return _mean([reward for at, reward in rewards if at <= step][-WINDOW:])
-
-
-# -- completions
-
-
 @rule
 def all_truncated(history: History) -> Seen | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
-    if share is None or share < 0.7 or longest == 1:  # a completion of one token needs no end
+    if not share >= 0.7 or longest == 1:  # a completion of one token needs no end
         return None
     return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
@@ -227,32 +215,27 @@ def all_truncated(history: History) -> Seen | None:
 def length_running_away(history: History) -> Seen | None:
     name = "completions/mean_length"
     before, now = history.at_first(name), history.recently(name)
-    if len(history.steps) < 2 * WINDOW or not before or now is None or now < max(2 * before, before + 16):
+    if len(history.steps) < 2 * WINDOW or not before or not now >= max(2 * before, before + 16):
         return None
     at_first, recently, spread = history.at_first("reward"), history.recently("reward"), history.at_first("reward_std")
-    if at_first is not None and recently is not None and recently - at_first > 0.5 * (spread or 0.0):
+    if recently - at_first > 0.5 * (0.0 if math.isnan(spread) else spread):
         return None
-    paid = "" if recently is None else f", while the reward went from {at_first or 0.0:.3g} to {recently:.3g}"
+    paid = "" if math.isnan(recently) else f", while the reward went from {at_first:.3g} to {recently:.3g}"
     return Seen(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
 
 
 @rule
 def duplicates(history: History) -> Seen | None:
-    share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std") or 0.0
-    if share is None or share < (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
+    share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std")
+    if not share >= (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
         return None
     return Seen(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
-
-
-# -- the policy
 
 
 @rule
 def entropy_collapse(history: History) -> Seen | None:
     before, now = history.at_first("entropy"), history.recently("entropy")
-    if len(history.steps) < 2 * WINDOW or before is None or now is None or now >= min(0.1 * before, 0.1):
-        return None
-    if history.is_solved:
+    if len(history.steps) < 2 * WINDOW or not now < min(0.1 * before, 0.1) or history.is_solved:
         return None
     return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
 
@@ -273,13 +256,11 @@ def sampler_trainer_gap(history: History) -> Seen | None:
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
         return None  # shaped sampling renormalises over kept tokens, another cause of a difference
     before, now = history.at_first(name), history.recently(name)
-    if before is None or now is None:
-        return None
-    if (share := history.recently("carry_over/old_tokens_share")) is not None:  # `stale_tokens` judges old tokens
-        old = history.recently("carry_over/old_logp_difference") or 0.0
+    share, old = (history.recently(f"carry_over/{old}") for old in ("old_tokens_share", "old_logp_difference"))
+    if not math.isnan(share * old):  # `stale_tokens` judges old tokens
         now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
-    if now <= 0.1 and not grown:
+    if not now > 0.1 and not grown:
         return None
     since = f", {before:.2g} in the first steps" if grown else ""
     text = f"the sampler's and the trainer's log-probabilities differ by {now:.2g} nats on average{since}"
@@ -288,26 +269,24 @@ def sampler_trainer_gap(history: History) -> Seen | None:
 
 @rule
 def stale_tokens(history: History) -> Seen | None:
-    share, age = (history.recently(f"carry_over/{name}") for name in ("old_tokens_share", "mean_age"))
-    difference = history.recently("carry_over/old_logp_difference")
-    if share is None or age is None or (share <= 0.5 and (difference or 0.0) <= 0.2):
+    share, age, difference = (
+        history.recently(f"carry_over/{name}") for name in ("old_tokens_share", "mean_age", "old_logp_difference")
+    )
+    if math.isnan(share + age) or not (share > 0.5 or difference > 0.2):
         return None
-    apart = "" if difference is None else f"; of these the log-probabilities have moved by {difference:.2g} nats"
-    text = f"{share:.0%} of the last steps' tokens were carried over, {age:.2g} optimizer steps old on average{apart}"
-    return Seen(text, severe=(difference or 0.0) > 0.5)
+    moved = f"; of these the log-probabilities have moved by {difference:.2g} nats"
+    text = f"{share:.0%} of the last steps' tokens were carried over, {age:.2g} optimizer steps old on average"
+    return Seen(text + ("" if math.isnan(difference) else moved), severe=difference > 0.5)
 
 
 @rule
 def clipped_away(history: History) -> Seen | None:
-    shares = {
-        "clipped": history.recently("clip_ratio/region_mean"),
-        "masked away by the sampler's correction": history.recently("sampling/masked_tokens_share")
-        or history.recently("sampling/masked_share"),
-    }
-    name, share = max(shares.items(), key=lambda entry: entry[1] or 0.0)
-    if share is None or share <= 0.3:
-        return None
-    return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6)
+    clipped, masked = history.recently("clip_ratio/region_mean"), history.recently("sampling/masked_tokens_share")
+    if not masked > 0:
+        masked = history.recently("sampling/masked_share")
+    shares = [(clipped, "clipped"), (masked, "masked away by the sampler's correction")]
+    share, name = max((each for each in shares if each[0] > 0.3), default=(0.0, ""))
+    return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6) if name else None
 
 
 @rule
@@ -315,23 +294,19 @@ def no_effect(history: History) -> Seen | None:
     rates = history.last("learning_rate")
     if len(rates) >= LEAST and not any(rates):
         return Seen(f"the learning rate was 0 in the last {len(rates)} steps", severe=True)
-    if len(history.rewards) < 50 or (history.recently("frac_reward_zero_std") or 0.0) > 0.9:
+    if len(history.rewards) < 50 or history.recently("frac_reward_zero_std") > 0.9:
         return None
-    spread = history.at_first("reward_std")
     before, now = (_mean([reward for _, reward in part]) for part in (history.rewards[:20], history.rewards[-20:]))
-    if not spread or before is None or now is None or abs(now - before) > 0.02 * spread:
+    if not abs(now - before) <= 0.02 * history.at_first("reward_std") > 0:
         return None
     for name, change in (("entropy", 0.01), ("completions/mean_length", 0.02)):
         at_first, recently = history.at_first(name), _mean(history.last(name, 20))
-        if not at_first or recently is None or abs(recently - at_first) > change * at_first:
+        if not at_first or not abs(recently - at_first) <= change * at_first:
             return None
     return Seen(
         f"after {len(history.rewards)} steps reward ({now:.3g}), entropy and length are where they were, at a learning "
         f"rate of {rates[-1] if rates else 0.0:.2g}"
     )
-
-
-# -- the engine
 
 
 @rule
@@ -343,19 +318,15 @@ def engine_waits(history: History) -> Seen | None:
     preempted = [sum(rollout.get("preemptions") or 0 for rollout in ranks) for ranks in of_rounds]
     if all(preempted):
         return Seen(f"the engine preempted {sum(preempted)} sequences in the last {LEAST} rollouts")
-    if all(any(map(_waits, ranks)) for ranks in of_rounds):
+    full = set()  # rounds in which, in half of a rank's samples, as many sequences waited as ran in a full cache
+    for rollout in history.rollouts:
+        looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
+        waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
+        if looks and waits >= len(looks) / 2:
+            full.add(rollout.get("step"))
+    if full.issuperset(rounds):
         return Seen(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
     return None
-
-
-def _waits(rollout: Mapping[str, Any]) -> bool:
-    """Return whether, in at least half of the samples, as many sequences waited as ran while the cache was full."""
-    looks = list(zip(rollout.get("running") or [], rollout.get("waiting") or [], rollout.get("kv") or [], strict=False))
-    full = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
-    return bool(looks) and full >= len(looks) / 2
-
-
-# -- a run's alarms
 
 
 class Advisor:
@@ -370,7 +341,7 @@ class Advisor:
             if not isinstance(step, int) or step > last:
                 continue
             if kind == "log" and isinstance(metrics := event.get("metrics"), Mapping):
-                self._add(step, metrics)
+                self.history.add(step, metrics)
             elif kind == "rollout":
                 self.history.rollouts.append(event)
             elif kind == "alarm" and isinstance(name, str):
@@ -378,34 +349,25 @@ class Advisor:
             elif kind == "calm":
                 self._raised.pop(str(name), None)
 
-    def _add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if any(name.startswith("eval") for name in metrics):
-            self.history.evaluation(step, metrics)
-        elif "reward" in metrics or "step_time" in metrics:
-            self.history.step(step, metrics)
-
     def rollout(self, event: Mapping[str, Any]) -> None:
         self.history.rollouts.append(event)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
         """Add a step's or an evaluation's metrics. Return new alarms, and the rules with ended alarms."""
-        self._add(step, metrics)
+        self.history.add(step, metrics)
         begin, end = [], []
         for each in RULES:
             seen, last = each.look(self.history), self._raised.get(each.name)
             if seen is not None:
                 if last is None:
-                    begin.append(self._alarm(each, seen))
+                    severity = "note" if seen.good else "severe" if seen.severe else "warning"
+                    remedy = with_values(each.remedy, self.history.settings)
+                    begin.append(Alarm(each.name, severity, seen.text, each.why, remedy, each.source))
                 self._raised[each.name] = step
             elif last is not None and step - last > QUIET:
                 del self._raised[each.name]
                 end.append(each.name)
         return begin, end
-
-    def _alarm(self, each: Rule, seen: Seen) -> Alarm:
-        remedy = with_values(each.remedy, self.history.settings)
-        severity = "note" if seen.good else "severe" if seen.severe else "warning"
-        return Alarm(each.name, severity, seen.text, each.why, remedy, each.source)
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:

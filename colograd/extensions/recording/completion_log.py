@@ -21,17 +21,11 @@ from .group_views import as_utf8, completion_rows
 from .trackers import Trackers
 
 UPLOAD_MINUTES = 2  # TRL's interval
-
-
 PROBLEM = "log_completions: some completions can't be logged"
 
 
 class CompletionLog:
-    """One file per step and per evaluation, and a table of some of its rows.
-
-    Args:
-        warn: gets one line, once, if a file or table can't be written.
-    """
+    """One file per step and per evaluation, and a table of some of its rows."""
 
     def __init__(
         self,
@@ -47,7 +41,13 @@ class CompletionLog:
         self._texts: dict[int, list[bytes]] = {}  # texts of groups by position, until they are logged
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
-            self._uploads = _start_uploads(Path(str(config.output_dir)) / FOLDER, config)
+            from huggingface_hub import CommitScheduler
+
+            folder = Path(str(config.output_dir)) / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            hub = {"repo_id": config.log_completions_hub_repo, "repo_type": "dataset", "token": config.hub_token}
+            hub |= {"private": config.hub_private_repo, "allow_patterns": ["*.parquet"]}
+            self._uploads = CommitScheduler(folder_path=folder, every=UPLOAD_MINUTES, **hub)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
         """Keep texts that were decoded for the rewards: decoding takes longer than the rest of the log."""
@@ -56,13 +56,7 @@ class CompletionLog:
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
-        """Log the completions of a round, of all ranks: a collective.
-
-        Args:
-            steps: this rank's groups for each optimizer step of the round.
-            decode: decodes a group's texts, if `keep` didn't get them.
-            state: the trainer's state before the round.
-        """
+        """Log the completions of a round's steps, of all ranks: a collective. ``decode`` makes the texts not kept."""
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
@@ -83,13 +77,8 @@ class CompletionLog:
         name: str,
         reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions, which have no advantages, in a file of its name: a collective.
-
-        Args:
-            reward_names: names of a benchmark's own values; None: the run's reward functions.
-        """
-        names = self.names if reward_names is None else reward_names
-        step = state.global_step
+        """Log an evaluation's completions, with a benchmark's own ``reward_names`` or the run's: a collective."""
+        names, step = self.names if reward_names is None else reward_names, state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
         if self.config.layout.is_main and rows:
@@ -132,19 +121,3 @@ def log_of(trainer: Any) -> CompletionLog | None:
     log = CompletionLog(trainer.args, names, trainer.recorder.trackers, images, trainer.console.warn)
     trainer.closing.callback(log.close)
     return log
-
-
-def _start_uploads(folder: Path, config: GRPOConfig) -> Any:
-    """Send the complete files to ``log_completions_hub_repo`` every two minutes, from a thread."""
-    from huggingface_hub import CommitScheduler
-
-    folder.mkdir(parents=True, exist_ok=True)
-    return CommitScheduler(
-        repo_id=str(config.log_completions_hub_repo),
-        repo_type="dataset",
-        folder_path=folder,
-        every=UPLOAD_MINUTES,
-        private=config.hub_private_repo,
-        token=config.hub_token,
-        allow_patterns=["*.parquet"],
-    )

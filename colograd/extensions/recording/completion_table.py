@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import math
 import os
 import shutil
 import sys
@@ -36,12 +35,12 @@ def completions_table(
     unique_prompts: bool,
     width: int = DEFAULT_WIDTH,
 ) -> Table:
-    """Build a table of completions with their rewards and advantages, and their steps if these differ.
+    """Build a table of completions with their rewards and advantages, and their steps if these differ. Long texts are
+    shortened in the middle.
 
     Args:
         limit: rows at most, one of each group before the second of any; None is all.
         unique_prompts: show one completion per group.
-        width: characters. Long texts are shortened in the middle to fit.
     """
     extra, several = extra_names(rows), len({row.step for row in rows}) > 1
     # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
@@ -61,9 +60,9 @@ def completions_table(
             *([str(row.step)] if several else []),
             Text(_shorten(prompt_text(row.prompt, row.sizes), prompt_limit)),
             Text(_shorten(row.completion, completion_limit)),
-            *(_number_text(value) for value in row.rewards),
-            *(_extra_cell(row.extra.get(name)) for name in extra),
-            _number_text(row.advantage),
+            *(_cell(value) for value in row.rewards),
+            *(_cell(row.extra.get(name)) for name in extra),
+            _cell(row.advantage),
             str(row.completion_tokens),
             Text(_shorten(row.finish_reason, EXTRA_CHARACTERS)),
         )
@@ -78,24 +77,19 @@ def print_table(
     unique_prompts: bool,
     width: int | None = None,
 ) -> None:
-    """Write `completions_table` to standard output; ``width`` defaults to the terminal's."""
+    """Write `completions_table` to standard output; ``width`` defaults to the terminal's, also in a pager."""
     terminal = sys.stdout.isatty()
-    width = width or terminal_width()
+    if not width and terminal:
+        width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
+    elif not width:  # piped into a pager, or a log
+        with contextlib.suppress(OSError):
+            width = os.get_terminal_size(STDERR).columns
+    width = width or DEFAULT_WIDTH
     table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
     buffer = io.StringIO()
     Console(file=buffer, width=width, force_terminal=terminal).print(table)
     sys.stdout.write(printable(buffer.getvalue()))
     sys.stdout.flush()
-
-
-def terminal_width() -> int:
-    """Return the width in characters of the terminal of standard output, or of standard error if output is piped into a
-    pager; 120 for a log."""
-    if sys.stdout.isatty():
-        return shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size(STDERR).columns or DEFAULT_WIDTH
-    return DEFAULT_WIDTH
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
@@ -114,31 +108,20 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
     users = [place for place, message in enumerate(messages) if message.get("role") == "user"]
     marks = iter([f"[image {size}]" for size in sizes])
     before = ""
-    if len(users) == 1 and not any(_is_image(part) for message in messages for part in _parts(message)):
+    contents = [message.get("content") for message in messages]
+    # Each content as parts: texts, and None for an image.
+    parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
+    if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
         before = "".join(marks)  # TRL puts the images before the first user message then
-    texts = [_content_text(message, marks) for message in messages]
+    texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
     return before + texts[users[-1] if users else -1]
 
 
-def _content_text(message: dict[str, Any], marks: Iterator[str]) -> str:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return "" if content is None else str(content)
-    return "".join(next(marks, "[image]") if _is_image(part) else _part_text(part) for part in content)
-
-
-def _parts(message: dict[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
-
-
-def _part_text(part: Any) -> str:
-    text = part.get("text") if isinstance(part, dict) else None
-    return str(part if text is None else text)
+def _part_text(part: Any) -> str | None:
+    """Return the text of a part of a message; None for an image."""
+    if not isinstance(part, dict):
+        return str(part)
+    return None if part.get("type") == "image" else str(part if part.get("text") is None else part["text"])
 
 
 def _shorten(text: str, limit: int) -> str:
@@ -150,11 +133,7 @@ def _shorten(text: str, limit: int) -> str:
     return f"{text[:head]} … {text[len(text) - max(limit - head - 3, 0) :]}"
 
 
-def _extra_cell(value: Any) -> Text:
-    if isinstance(value, float):
-        return Text(_number_text(value))
-    return Text("–" if value is None else _shorten(str(value), EXTRA_CHARACTERS))
-
-
-def _number_text(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.2f}"
+def _cell(value: Any) -> Text:
+    if value is None or value != value:
+        return Text("–")
+    return Text(f"{value:.2f}" if isinstance(value, float) else _shorten(str(value), EXTRA_CHARACTERS))

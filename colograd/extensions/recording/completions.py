@@ -121,14 +121,7 @@ def write_log(
     kind: str = "completions",
     images: bool = False,
 ) -> Path:
-    """Write the completions of a step, or of an evaluation after it. A file is either complete or absent.
-
-    Prompts that parquet has no type for (messages of different shapes) are written as JSON.
-
-    Args:
-        kind: ``completions``, or the evaluation's name.
-        images: write the columns of images, empty for a row without one.
-    """
+    """Write the completions of a step, or of the evaluation ``kind`` after it. A file is either complete or absent."""
     data = columns(rows, reward_names, images)
     data[TEXT] = pa.array(data[TEXT], pa.string())
     table = pa.table(data)
@@ -141,11 +134,16 @@ def write_log(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}_{step:05d}.parquet"
     aside = path.with_suffix(".partial")
+    schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE)) if images else table.schema
     try:
-        if images:
-            _write_with_images(table, rows, aside)
-        else:
-            pq.write_table(table, aside, row_group_size=ROWS, write_page_checksum=True)
+        with pq.ParquetWriter(aside, schema, write_page_checksum=True) as file:
+            for first in range(0, max(len(rows), 1), ROWS):  # Arrow repeats the pictures for each row
+                part = table.slice(first, ROWS)
+                if images:
+                    chosen = rows[first : first + ROWS]
+                    small = [[{"bytes": each, "path": None} for each in row.thumbnails] for row in chosen]
+                    part = part.append_column(schema.field(IMAGES), pa.array(small, IMAGE_TYPE))
+                file.write_table(part)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)  # a full disk has room again
@@ -153,26 +151,13 @@ def write_log(
     return path
 
 
-def _write_with_images(table: pa.Table, rows: Sequence[CompletionRow], path: Path) -> None:
-    """Write ROWS rows at a time, because Arrow repeats the pictures for each row."""
-    schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE))
-    with pq.ParquetWriter(path, schema, write_page_checksum=True) as file:
-        for first in range(0, max(len(rows), 1), ROWS):
-            small = [[{"bytes": each, "path": None} for each in row.thumbnails] for row in rows[first : first + ROWS]]
-            part = table.slice(first, ROWS).append_column(schema.field(IMAGES), pa.array(small, IMAGE_TYPE))
-            file.write_table(part)
-
-
 # -- reading
 
 
 class CompletionFile:
-    """A file of completions, written here or by TRL. TRL's names no rewards.
+    """A file of completions of ``size`` bytes, written here or by TRL. TRL's names no rewards.
 
-    Rows that unpack to more than PACKING times ``size``, the file's bytes, or to half of the free memory, are an error.
-
-    Raises:
-        pyarrow.ArrowException, or one of `NONSENSE`: it is damaged, or no parquet file. `rows` may raise them, too.
+    Rows that unpack to more than PACKING times its size, or to half of the free memory, are an error.
     """
 
     def __init__(self, source: Path | BinaryIO, size: int) -> None:
@@ -213,36 +198,32 @@ def _names(json_list: bytes) -> list[str]:
 
 
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
-    """Read the rows of a file, without their small pictures, and the names of their rewards.
-
-    Raises:
-        ValueError: the file is damaged, is no completions log, or takes too much memory.
-    """
+    """Read the rows of a file, without their small pictures, and the names of their rewards."""
     try:
         file = CompletionFile(path, path.stat().st_size)
-        return [_row(row, file) for row in file.rows(pictures=False)], file.reward_names
+        rows = [
+            CompletionRow(
+                step=int(row["step"]),
+                position=int(row["position"]),
+                prompt_tokens=int(row["prompt_tokens"]),
+                completion_tokens=int(row["completion_tokens"]),
+                prompt=prompt_of(row["prompt"]),
+                text=row[TEXT].encode(),
+                finish_reason=str(row["finish_reason"]),
+                advantage=float(row["advantage"]),
+                rewards=tuple(math.nan if value is None else float(value) for value in file.rewards(row)),
+                extra=file.extra(row),
+                sizes=tuple(map(str, row[SIZES] or ())) if file.has_images else (),
+            )
+            for row in file.rows(pictures=False)
+        ]
+        return rows, file.reward_names
     except (pa.ArrowException, *NONSENSE) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{path} can't be read ({type(error).__name__}: {reason}): it is damaged, or no completions log. Show "
             "another step, or bring it back from a copy."
         ) from None
-
-
-def _row(row: dict[str, Any], file: CompletionFile) -> CompletionRow:
-    return CompletionRow(
-        step=int(row["step"]),
-        position=int(row["position"]),
-        prompt_tokens=int(row["prompt_tokens"]),
-        completion_tokens=int(row["completion_tokens"]),
-        prompt=prompt_of(row["prompt"]),
-        text=row[TEXT].encode(),
-        finish_reason=str(row["finish_reason"]),
-        advantage=float(row["advantage"]),
-        rewards=tuple(math.nan if value is None else float(value) for value in file.rewards(row)),
-        extra=file.extra(row),
-        sizes=tuple(map(str, row[SIZES] or ())) if file.has_images else (),
-    )
 
 
 def prompt_of(logged: Any) -> Any:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ BEGINNING = 160  # characters of a prompt in a line
 
 
 class EventLog:
-    """A writer that appends events to a run's record, in one process. ``warn`` gets one line, once, if writing
-    fails."""
+    """A writer of a run's events. ``warn`` gets one line, once, if writing fails."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER
@@ -60,20 +59,11 @@ class EventLog:
     def _open(self) -> None:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / EVENTS
-            torn = path.is_file() and not _ends_whole(path)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - until `close`
-            if torn:
-                self._file.write(b"\n")
-
-
-def _ends_whole(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(0, 2)
-        if not file.tell():
-            return True
-        file.seek(-1, 2)
-        return file.read() == b"\n"
+            self._file = open(self.folder / EVENTS, "a+b", buffering=0)  # noqa: SIM115 - until `close`
+            if end := self._file.seek(0, 2):
+                self._file.seek(end - 1)
+                if self._file.read() != b"\n":  # a torn line
+                    self._file.write(b"\n")
 
 
 def json_line(entry: Mapping[str, Any]) -> bytes:
@@ -116,31 +106,14 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return a run's events in order, without the events of steps that a resumed run took again."""
     found: list[dict[str, Any]] = []
-    for entry in entries(Path(run_dir) / FOLDER / EVENTS):
-        if entry.get("kind") == "start":
-            found = [earlier for earlier in found if _step(earlier) <= _step(entry)]
-        found.append(entry)
+    with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):  # a line that isn't an event's
+                entry = json.loads(line)
+                if entry["kind"] == "start":
+                    found = [earlier for earlier in found if earlier.get("step", 0) <= entry["step"]]
+                found.append(entry)
     return found
-
-
-def _step(entry: Mapping[str, Any]) -> float:
-    step = entry.get("step")
-    return step if isinstance(step, int | float) else 0
-
-
-def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; other lines are skipped."""
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(entry, dict):
-                    yield entry
-    except OSError:
-        return
 
 
 def prompt_beginning(prompt: Any) -> str:

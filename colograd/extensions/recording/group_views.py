@@ -19,7 +19,6 @@ LEAST_TOKENS = 256  # tokens of a completion, however many completions there are
 
 
 def _prompt(group: Group) -> Any:
-    """Return the prompt as the dataset has it, without pictures."""
     prompt = group.example.get("prompt", "")
     return text_of(prompt) if any(rollout.input.media is not None for rollout in group.rollouts) else prompt
 
@@ -32,10 +31,6 @@ def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
     return list(scored.advantages.split(lengths))
 
 
-def _logged(scored: ScoredGroup, index: int) -> dict[str, Any]:
-    return {name: values[index] for name, values in scored.logged.columns.items()}
-
-
 # -- the completions log
 
 
@@ -46,11 +41,7 @@ def as_utf8(texts: Sequence[str]) -> list[bytes]:
 def completion_rows(
     groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
 ) -> list[CompletionRow]:
-    """Make the rows of a step's groups.
-
-    Args:
-        texts: ``texts[g][i]`` is completion i of group g, as UTF-8.
-    """
+    """Make the rows of a step's groups; ``texts[g][i]`` is completion i of group g, as UTF-8."""
     rows = []
     small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object
     for scored, of_group in zip(groups, texts, strict=True):
@@ -71,7 +62,7 @@ def completion_rows(
                     finish_reason=rollout.finish_reason.value,
                     rewards=tuple(scored.rewards[i].tolist()),
                     advantage=float(advantages[i].mean()),
-                    extra=_logged(scored, i),
+                    extra={name: values[i] for name, values in scored.logged.columns.items()},
                     thumbnails=() if media is None else small[media.digest],
                     sizes=() if media is None else media.sizes,
                 )
@@ -122,10 +113,9 @@ def shown_notes(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> dict[str, Any]:
-    """Make notes on some groups (`rollout.group_table`), for the report to show them token by token.
+    """Make notes on groups with the weighted sums of their rewards [G], for the report to show them token by token.
 
     Args:
-        groups: each with the weighted sums of its rewards [G].
         purpose: ``train``, or the evaluation's name.
         trainer: log-probabilities of the completions that were trained on this rank.
         mask_truncated: whether truncated completions are left out of the loss.
@@ -140,10 +130,11 @@ def shown_notes(
         found = []
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
             advantage, known = advantages[identity.index], trainer.get(identity)
+            shares = [round(value, 3) for value in advantage[:most].tolist()] if advantage.dim() else []
             note: dict[str, Any] = {
                 "key": rollout.input.key,
-                "trainer": None if known is None else _rounded(known[:most]),
-                "advantage": _rounded(advantage[:most]) if advantage.dim() else round(float(advantage), 4),
+                "trainer": None if known is None else [round(value, 3) for value in known[:most].tolist()],
+                "advantage": shares if advantage.dim() else round(float(advantage), 4),
                 "mask": loss_tokens(rollout, mask_truncated)[:most].int().tolist(),
                 "reward": total,
             }
@@ -173,17 +164,12 @@ def _picture_urls(*media: Media | None) -> list[str]:
     return [*map(data_url, parts[0].thumbnails(*parts[1:]))] if parts else []
 
 
-def _rounded(values: torch.Tensor) -> list[float]:
-    return [round(value, 3) for value in values.tolist()]
-
-
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose ``number`` groups to show. They alternate between the largest difference of rewards and the largest
-    difference of sampler and trainer; equal groups are taken in order.
-    """
-    spreads = [_spread(totals) for _, totals in groups]
+    """Choose ``number`` groups to show: by turns the largest difference of rewards, and of sampler and trainer."""
+    known = [[total for total in totals if total == total] for _, totals in groups]
+    spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = [_difference(scored, trainer) for scored, _ in groups]
     chosen: list[int] = []
     for turn in range(min(number, len(groups))):
@@ -193,13 +179,8 @@ def chosen_groups(
     return [groups[index] for index in sorted(chosen)]
 
 
-def _spread(totals: Sequence[float]) -> float:
-    known = [total for total in totals if total == total]
-    return max(known) - min(known) if known else 0.0
-
-
 def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
-    """Compute the mean over the group's tokens of |trainer - sampler|; 0 if unknown."""
+    """Average |trainer - sampler| over the group's tokens; 0 if unknown."""
     total, count = 0.0, 0
     for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
         if (known := trainer.get(identity)) is not None:

@@ -63,13 +63,7 @@ class RunFacts:
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
-    """Write ``README.md`` into the model's folder, with ``recipe.yaml`` (a copy) and ``reward.png``.
-
-    The network isn't used. Paths are shown relative to the current directory; other paths only by name.
-
-    Returns:
-        The card's path.
-    """
+    """Write ``README.md`` into the model's folder, with a copy of the recipe and ``reward.png``; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
@@ -80,6 +74,17 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
     kept = [*(["teacher_kl"] if run.teachers else []), *(["reward", "reward_std"] if run.reward_names else [])]
     columns = {"teacher_kl": "Teacher KL", "reward": "Reward", "reward_std": "Std"}
     header = ("Step", *(columns[key] for key in kept), *(f"`{name}`" for name in several))
+    keys = [*kept, *(f"rewards/{name}/mean" for name in several)]
+    points = _points(run.history, keys[0]) if keys else []
+    rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
+    if len(rows) > 2 * TABLE_ROWS:
+        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
+    exams = {}  # by benchmark: name, step of its last evaluation, and the logged accuracy with half its interval
+    for entry in run.history:
+        for key, value in entry.items():
+            if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
+                half = _cell(entry.get(f"{key}_ci95"))
+                exams[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
     text = TEMPLATE.render(
         run=run,
         front_matter=_front_matter(run),
@@ -102,8 +107,8 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         plot=plot,
         report=REPORT if (folder / REPORT).is_file() else None,
         log_header=header,
-        log=_log_rows(run.history, [*kept, *(f"rewards/{name}/mean" for name in several)]),
-        exams=_exam_rows(run.history),
+        log=rows,
+        exams=[*exams.values()],
         versions=versions(),
     )
     path = folder / "README.md"
@@ -126,23 +131,16 @@ def license_of(base: str) -> str:
 def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return a base's precision for people, and the arguments of transformers' `BitsAndBytesConfig`."""
     bits = 4 if settings.get("load_in_4bit") else 8
-    given = {name: settings[name] for name in QUANTIZATION if bits == 4 and settings.get(name)}
-    arguments = {f"load_in_{bits}bit": True} | {name: _shown_value(value) for name, value in given.items()}
-    named = str(given.get("bnb_4bit_quant_type", "fp4")).upper() if bits == 4 else "int8"
+    arguments: dict[str, Any] = {f"load_in_{bits}bit": True}
+    for name in QUANTIZATION:
+        if bits == 4 and (value := settings.get(name)):  # "float32" is torch.float32 to `BitsAndBytesConfig`, too
+            arguments[name] = value if isinstance(value, bool) else str(value).removeprefix("torch.")
+    named = str(arguments.get("bnb_4bit_quant_type", "fp4")).upper() if bits == 4 else "int8"
     return f"{named} ({bits} bits, bitsandbytes)", ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-def _shown_value(value: Any) -> Any:
-    """Convert torch.float32 into "float32", which `BitsAndBytesConfig` takes too."""
-    return value if isinstance(value, bool) else str(value).removeprefix("torch.")
-
-
 def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
-    """Draw ``reward`` against ``step``, with a band of ``reward_std`` and a moving mean over a tenth of the run.
-
-    Returns:
-        ``path``, or None if matplotlib is missing or fewer than two entries have a finite reward.
-    """
+    """Draw ``reward`` by step, a band of ``reward_std`` and a moving mean. Return the path; None for too few points."""
     points = _points(history, "reward")
     try:
         # Not pyplot: a separate figure changes neither the backend nor the figures of a notebook. Agg draws it.
@@ -185,7 +183,6 @@ def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 
 def _on_hub(name: str) -> bool:
-    """Return whether ``name`` reads like ``organisation/name`` and isn't a local path."""
     return _HUB_ID.fullmatch(name) is not None and not is_local(name)
 
 
@@ -209,26 +206,6 @@ def _front_matter(run: RunFacts) -> str:
     data["tags"] = list(dict.fromkeys([*own, *(["lora"] if run.adapter_rank else []), *run.tags]))
     data["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-
-
-def _exam_rows(history: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Make a row per benchmark: name, step of its last evaluation, and the logged accuracy with half its interval."""
-    found = {}
-    for entry in history:
-        for key, value in entry.items():
-            if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
-                half = _cell(entry.get(f"{key}_ci95"))
-                found[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
-    return [*found.values()]
-
-
-def _log_rows(history: list[dict[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """Make rows of the step and ``keys``' values, for the first and last entries that have the first key."""
-    points = _points(history, keys[0]) if keys else []
-    rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
-    if len(rows) > 2 * TABLE_ROWS:
-        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
-    return rows
 
 
 def _cell(value: Any) -> str:

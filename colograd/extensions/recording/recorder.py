@@ -26,8 +26,7 @@ from ...parallel.ranks import rank, world_size
 from ...policy.packing import has_signal
 from ...reporting.events import NoRecord
 from ...reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ...rollout.group_records import RewardedGroup, group_bytes
-from ...rollout.group_table import entries
+from ...rollout.group_records import RewardedGroup
 from ...rollout.statistics import Combine, RolloutStatistics
 from ...rollout.store import RolloutStore
 from ...runtime import registry
@@ -52,8 +51,14 @@ def _never_fails(method: M) -> M:
     def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
         try:
             method(self, *args, **kwargs)
+        except OSError as error:  # the disk may have room again
+            self.file.warn(error)
         except Exception as error:
-            self.give_up(error)
+            self.records = self.writes = self._is_open = False
+            self._kept, self.trackers = None, Trackers(())
+            self._groups.clear()
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
 
     return run  # type: ignore[return-value]
 
@@ -82,16 +87,6 @@ class Recorder(NoRecord):
         self._advisor = Advisor({})
         self._told: set[str] = set()  # rules with a printed alarm
         self._named: set[str] = set()  # keys of prompts with their text in the record
-
-    def give_up(self, error: Exception) -> None:
-        if isinstance(error, OSError):  # the disk may have room again
-            self.file.warn(error)
-            return
-        self.records = self.writes = self._is_open = False
-        self._kept, self.trackers = None, Trackers(())
-        self._groups.clear()
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
 
     # -- the run
 
@@ -154,10 +149,7 @@ class Recorder(NoRecord):
             ],
         )
 
-        self.trackers.overview(overview(facts))
-
     def _writer(self) -> Any:
-        """Return TensorBoard's writer, once transformers' callback has made it."""
         found = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
         return next((writer for writer in found if writer is not None), None)
 
@@ -209,8 +201,12 @@ class Recorder(NoRecord):
     def sampled(self, whole: RolloutStatistics) -> None:
         """Record all ranks' statistics of the round's next step."""
         step, self._next = self._next, self._next + 1
+        by_function = dict(zip(self.trainer.learner.reward_names, zip(*whole.rewards, strict=True), strict=False))
         if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
-            self.trackers.histograms(step, self._distributions(whole))
+            found = {"train/completions/lengths": [*map(float, whole.lengths)], "train/rewards": whole.totals}
+            if len(by_function) > 1:
+                found |= {f"train/rewards/{name}/values": list(values) for name, values in by_function.items()}
+            self.trackers.histograms(step, found)
         if not self._is_open:
             return
         for note in whole.notes:
@@ -225,23 +221,9 @@ class Recorder(NoRecord):
                 self._named.add(row[0])
         self.file.event("groups", step=step, groups=rows)
         spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
-        self.file.event("spread", step=step, **spread, functions=self._limits(whole))
-
-    def _limits(self, whole: RolloutStatistics) -> dict[str, list[float]]:
-        names, columns = self.trainer.learner.reward_names, zip(*whole.rewards, strict=True)
-        finite = {n: [v for v in column if math.isfinite(v)] for n, column in zip(names, columns, strict=False)}
-        return {name: [min(values), max(values)] for name, values in finite.items() if values}
-
-    def _distributions(self, whole: RolloutStatistics) -> dict[str, list[float]]:
-        found = {
-            "train/completions/lengths": [float(length) for length in whole.lengths],
-            "train/rewards": whole.totals,
-        }
-        names = self.trainer.learner.reward_names
-        if len(names) > 1:
-            columns = zip(*whole.rewards, strict=True)
-            found |= {f"train/rewards/{n}/values": list(c) for n, c in zip(names, columns, strict=False)}
-        return found
+        finite = {name: [*filter(math.isfinite, values)] for name, values in by_function.items()}
+        limits = {name: [min(values), max(values)] for name, values in finite.items() if values}
+        self.file.event("spread", step=step, **spread, functions=limits)
 
     # -- a step
 
@@ -280,7 +262,6 @@ class Recorder(NoRecord):
 
     @_never_fails
     def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
-        """Keep a micro-batch's log-probabilities, (N,)."""
         if self._kept is not None:
             self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
 
@@ -337,14 +318,7 @@ class Recorder(NoRecord):
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
         recorded = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
-        try:
-            self._store.show(notes, recorded)
-        except OSError as error:
-            self.file.warn(error)
-        every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
-        if self.trackers and self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
-            contents = {each.group.position: group_bytes(each) for each in recorded}
-            self.trackers.traces(list(entries(notes, contents)))
+        self._store.show(notes, recorded)
 
 
 def recorder_of(trainer: Any) -> Recorder | None:
@@ -378,9 +352,16 @@ def run_facts(trainer: Any) -> dict[str, Any]:
     """Describe a run for its report, without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
-    settings, changed = shown_settings(args)
-    known = versions()
-    on_gpu = args.device.type == "cuda"
+    settings, changed = {}, []  # all settings as JSON values; the names of the changed ones
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.init and not is_secret(field.name, value):
+            value = getattr(value, "value", value)  # value of an enum
+            settings[field.name] = shown(plain(value))
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if getattr(default, "value", default) != value:
+                changed.append(field.name)
+    known, on_gpu = versions(), args.device.type == "cuda"
     return {
         "model": shown(policy.path),
         "datasets": [shown(name) for name in ([datasets] if isinstance(datasets, str) else datasets)],
@@ -397,36 +378,6 @@ def run_facts(trainer: Any) -> dict[str, Any]:
         "settings": settings,
         "changed": changed,
     }
-
-
-def overview(facts: Mapping[str, Any]) -> str:
-    rewards = zip(facts["reward_names"], facts["reward_weights"], strict=True)
-    rows = {
-        "Model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['trained_parameters']:,} trained",
-        "Data": ", ".join(facts["datasets"]),
-        "Rewards": ", ".join(f"{name} x {weight:g}" for name, weight in rewards),
-        "Ranks": f"{facts['ranks']} x {facts['device']}",
-        "Command": facts["command"],
-        "Settings": ", ".join(f"{name}: {facts['settings'].get(name)}" for name in facts["changed"]),
-        "Versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
-    }
-    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value]
-    return "\n".join(["| | |", "| --- | --- |", *lines])
-
-
-def shown_settings(args: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return all settings as JSON values, and the names of the changed ones."""
-    settings, changed = {}, []
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if not field.init or is_secret(field.name, value):
-            continue
-        value = getattr(value, "value", value)  # value of an enum
-        settings[field.name] = shown(plain(value))
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if getattr(default, "value", default) != value:
-            changed.append(field.name)
-    return settings, changed
 
 
 def shown(value: Any) -> Any:

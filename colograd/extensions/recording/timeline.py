@@ -32,7 +32,7 @@ class Timeline:
         self._last: tuple[float, Load] | None = None
         self._every, self._steps = 1, 0  # engine steps per kept sample, and engine steps so far
         self._rewards: list[tuple[str, float, float, int]] = []
-        self._tools: list[tuple[str, float, float]] = []
+        self._tools: list[tuple[str, float, float, int]] = []
 
     def begin(self) -> None:
         self._forget()
@@ -57,7 +57,7 @@ class Timeline:
 
     def tool(self, name: str, started: float, ended: float) -> None:
         if (began := self._began) is not None:
-            self._tools.append((name, started - began, ended - began))
+            self._tools.append((name, started - began, ended - began, 1))
 
     def early(self, started: float, ended: float, tokens: int) -> None:
         """Record that finished groups were trained while other ranks sampled."""
@@ -65,7 +65,6 @@ class Timeline:
             self._early.append(("train", started - began, ended - began, tokens))
 
     def all_sampled(self) -> None:
-        """Record that no rank samples any more."""
         if self._last_began is not None:
             self._until = time.perf_counter() - self._last_began
 
@@ -73,7 +72,7 @@ class Timeline:
         """Return the early training, and when all ranks had sampled, for the rollout's event."""
         trained, self._early = self._early, []
         until = None if self._until is None else round(self._until, 3)
-        return {"trained": [[n, *_span(a, b), k] for n, a, b, k in merged(trained)], "until": until}
+        return {"trained": _shown(trained), "until": until}
 
     def take(self, preemptions: int | None) -> dict[str, Any]:
         """End the rollout, and return the contents of its "rollout" event."""
@@ -88,15 +87,15 @@ class Timeline:
             "kv": curve([(at, load.cache) for at, load in self._looks]),
             "preemptions": preemptions,
             "tail": tail([(at, load.running) for at, load in self._looks]),
-            "rewards": [[n, *_span(a, b), k] for n, a, b, k in merged(self._rewards)],
-            "tools": [[n, *_span(a, b)] for n, a, b, _ in merged([(n, a, b, 1) for n, a, b in self._tools])],
+            "rewards": _shown(self._rewards),
+            "tools": [call[:3] for call in _shown(self._tools)],
         }
         self._forget()
         return found
 
 
-def _span(started: float, ended: float) -> list[float]:
-    return [round(max(started, 0.0), 3), round(max(ended, started, 0.0), 3)]
+def _shown(calls: Sequence[tuple[str, float, float, int]]) -> list[list[Any]]:
+    return [[n, round(max(a, 0.0), 3), round(max(b, a, 0.0), 3), count] for n, a, b, count in merged(calls)]
 
 
 def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[list[float]]:
@@ -117,9 +116,7 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
-    """Sort calls by their starts. If there are more than ``most``, neighbours of one name become one call that sums
-    their completions.
-    """
+    """Sort calls by their starts. Of more than ``most``, neighbours of one name become one, with all completions."""
     found = sorted(calls, key=lambda call: call[1])
     names = list(dict.fromkeys(call[0] for call in found))
     each = max(1, most // max(len(names), 1))

@@ -1,9 +1,8 @@
-"""Tables, histograms, traces and alarms for the trackers of ``report_to``. transformers' callbacks start the trackers
+"""Tables, histograms and alarms for the trackers of ``report_to``. transformers' callbacks start the trackers
 and send metrics.
 
-    wandb         Table, Histogram, alert
-    trackio       Table, Histogram, Trace, alert, and the run in a few lines of Markdown
-    tensorboard   histograms, alarms and the run's lines as texts
+    wandb, trackio   Table, Histogram, alert
+    tensorboard      histograms, alarms as texts
 
 wandb and trackio count their own steps; nothing here begins one. For wandb `commit=False` joins the metrics' step; for
 trackio the data waits until transformers' callback has sent the metrics (`flush`).
@@ -21,17 +20,10 @@ from typing import Any
 from ...reporting.spare import Spare
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
-TRACES = 8  # traces of a step, at most
 
 
 class Trackers:
-    """The running trackers of a run.
-
-    Args:
-        report_to: names of the trackers.
-        writer: returns TensorBoard's writer, once transformers' callback has made it.
-        warn: receives one line, once, if something couldn't be sent.
-    """
+    """The running trackers of ``report_to``; ``writer`` returns TensorBoard's, ``warn`` gets one line on errors."""
 
     def __init__(
         self,
@@ -62,7 +54,11 @@ class Trackers:
 
         for name, tracker in self._running("wandb", "trackio"):
             with self._sending(name):
-                seen = {column: [_images(tracker, files) for files in rows] for column, rows in pictures.items()}
+                seen = {}
+                for column, rows in pictures.items():
+                    from PIL import Image
+
+                    seen[column] = [[tracker.Image(Image.open(io.BytesIO(file))) for file in files] for files in rows]
                 self._log(name, {key: tracker.Table(dataframe=pd.DataFrame({**columns, **seen}))})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
@@ -77,22 +73,6 @@ class Trackers:
             with self._sending("tensorboard"):
                 for key, of_name in finite.items():
                     writer.add_histogram(key, np.asarray(of_name), step)
-
-    def traces(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Send completions (`group_table.entries`) as conversations."""
-        for name, tracker in self._running("trackio"):
-            with self._sending(name):
-                traces = [tracker.Trace(conversation(entry), trace_facts(entry)) for entry in samples[:TRACES]]
-                if traces:
-                    self._log(name, {"completions/trace": traces})
-
-    def overview(self, text: str) -> None:
-        for name, tracker in self._running("trackio"):
-            with self._sending(name):
-                self._log(name, {"overview": tracker.Markdown(text)})
-        if (writer := self._tensorboard()) is not None:
-            with self._sending("tensorboard"):
-                writer.add_text("overview", text)
 
     def alarm(self, step: int, title: str, text: str, severity: str) -> None:
         for name, tracker in self._running("wandb", "trackio"):
@@ -122,26 +102,7 @@ class Trackers:
         return self._spare(f"trackers: {name} didn't take all that was sent")
 
 
-def _images(tracker: Any, files: Sequence[bytes]) -> list[Any]:
-    from PIL import Image
-
-    return [tracker.Image(Image.open(io.BytesIO(file))) for file in files]
-
-
 def _current_run(tracker: Any) -> Any:
     if hasattr(tracker, "context_vars"):
         return tracker.context_vars.current_run.get()
     return getattr(tracker, "run", None)
-
-
-def conversation(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    asked = entry.get("prompt")
-    prompt = list(asked) if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
-    written = entry.get("messages") or [{"role": "assistant", "content": "".join(entry.get("tokens") or [])}]
-    return [*prompt, *written]
-
-
-def trace_facts(entry: Mapping[str, Any]) -> dict[str, Any]:
-    rewards = {f"rewards/{name}": value for name, value in entry["rewards"].items()}
-    facts = {name: entry[name] for name in ("step", "purpose", "position", "index", "key", "reward", "finish")}
-    return facts | rewards | {"tokens": len(entry["tokens"])}

@@ -27,13 +27,8 @@ from ...runtime.sizes import num_experts
 
 # FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
 PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,  # SXM
-    "H200": 989e12,
-    "A100": 312e12,
-}
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
+}  # fmt: skip
 SECONDS = 0.2  # limit of the measurement for other devices
 SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices in that measurement
 
@@ -44,10 +39,7 @@ def peak_of(device: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return a device's peak FLOP/s and the number's source.
-
-    The source is the maker's data sheet if it has the device, else the fastest of some matrix products in ``dtype``.
-    """
+    """Return a device's peak FLOP/s, from its data sheet or measured, and the number's source."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
@@ -76,9 +68,7 @@ class Work:
 
     @classmethod
     def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
-        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch]).
-
-        Own tokens see themselves causally."""
+        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch])."""
         tokens = predicted = pairs = 0
         for prompt, completions in groups:
             own = sum(c for _, c in completions)

@@ -24,11 +24,8 @@ def remedies(run: RunDescription, strategy: str) -> str:
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Yield the single changes that make the run fit, the least costly first.
-
-    Extensions offer further changes at the seam "host_remedies": functions of (run, strategy, fit). ``fit`` tells
-    whether the run fits with some fields of `RunDescription` changed.
-    """
+    """Yield the single changes that make the run fit, the least costly first. Extensions offer further ones at the seam
+    "host_remedies": functions of (run, strategy, fit), where ``fit`` tells whether it fits with changed fields."""
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
@@ -52,7 +49,10 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         more_sharded = ORDER[ORDER.index(strategy) + 1 :]
         if other := next((other for other in more_sharded if other in run.strategies and fit(other)), ""):
             yield f"sharding: {other} over the {ranks} ranks"
-        if size := next((size for size in _row_sizes(run, strategy) if fit(ranks_per_sequence=size)), 0):
+        parts = run.ranks_per_engine if strategy in TENSOR else 1
+        sizes = range(run.ranks_per_sequence + 1, ranks + 1) if strategy != "fsdp" and run.can_share_rows else ()
+        able = (size for size in sizes if run.devices.takes_rows_of(size * parts))
+        if size := next((size for size in able if fit(ranks_per_sequence=size)), 0):
             yield f"sequence_parallel_size: {size} ({size} ranks share out each row's tokens)"
         if larger := next(_in_larger_engines(run), None):
             yield larger
@@ -66,14 +66,6 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield more
 
 
-def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
-    """List the larger numbers of ranks that could share out a row's tokens."""
-    parts = run.ranks_per_engine if strategy in TENSOR else 1
-    able = range(run.ranks_per_sequence + 1, run.devices.ranks + 1)
-    possible = strategy != "fsdp" and run.can_share_rows
-    return [size for size in able if run.devices.takes_rows_of(size * parts)] if possible else []
-
-
 def adapter_elements(shape: Shape, rank: int) -> int:
     """Count the elements of a LoRA (A and B) on all linear layers."""
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
@@ -81,8 +73,7 @@ def adapter_elements(shape: Shape, rank: int) -> int:
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """Return the longest context that fits: a half, a quarter ... of the run's. None: no such context of at least
-    256."""
+    """Return the longest context that fits: a half, a quarter ... of the run's, at least 256."""
     length = run.length // 2
     while length >= 256:
         part = length / run.length
@@ -96,7 +87,12 @@ def _shorter(run: RunDescription, strategy: str) -> int | None:
 
 def _in_larger_engines(run: RunDescription) -> Iterator[str]:
     """Yield the settings of larger engines that make the run fit, the fewest ranks first."""
-    for larger in _with_larger_engines(run):
+    for ranks, strategies in run.larger_engines.items():
+        if not run.devices.takes_rows_of(ranks * run.ranks_per_sequence):
+            continue
+        sequences, running = (n * ranks // run.ranks_per_engine for n in (run.sequences, run.running))
+        engines = {"ranks_per_engine": ranks, "strategies": strategies}
+        larger = dataclasses.replace(run, sequences=sequences, running=running, **engines)  # type: ignore[arg-type]
         if strategy := next((strategy for strategy in larger.strategies if fits(larger, strategy)), ""):
             yield f"vllm_tensor_parallel_size: {larger.ranks_per_engine} and sharding: {strategy}"
 
@@ -105,27 +101,12 @@ def _more_ranks(run: RunDescription) -> str:
     """Return the fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
-        more = _with_ranks(run, ranks)
+        share = run.devices.ranks / ranks
+        sequences, running = (max(1, int(count * share)) for count in (run.sequences, run.running))
+        devices = dataclasses.replace(run.devices, ranks=ranks)
+        more = dataclasses.replace(run, devices=devices, sequences=sequences, running=running)
         own = (f"sharding: {strategy}" for strategy in run.strategies[1:] if fits(more, strategy))
         if settings := next(itertools.chain(own, _in_larger_engines(more)), ""):
             return f"{ranks} ranks with {settings}"
         ranks *= 2
     return ""
-
-
-def _with_ranks(run: RunDescription, ranks: int) -> RunDescription:
-    """Return a run's work on ``ranks`` ranks."""
-    share = run.devices.ranks / ranks
-    sequences, running = (max(1, int(count * share)) for count in (run.sequences, run.running))
-    devices = dataclasses.replace(run.devices, ranks=ranks)
-    return dataclasses.replace(run, devices=devices, sequences=sequences, running=running)
-
-
-def _with_larger_engines(run: RunDescription) -> Iterator[RunDescription]:
-    """Yield a run's work with engines of more ranks, the fewest first."""
-    for ranks, strategies in run.larger_engines.items():
-        if run.devices.takes_rows_of(ranks * run.ranks_per_sequence):
-            sequences, running = (n * ranks // run.ranks_per_engine for n in (run.sequences, run.running))
-            yield dataclasses.replace(
-                run, ranks_per_engine=ranks, strategies=strategies, sequences=sequences, running=running
-            )

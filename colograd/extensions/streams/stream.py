@@ -24,9 +24,8 @@ ROWS_AT_ONCE = 64  # rows that are read and tokenised together
 class PromptStream(torch.utils.data.IterableDataset):
     """The prompts of a `datasets.IterableDataset`; each item is the list of this rank's prompts of one optimizer step.
 
-    As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass. A round takes
-    ``steps_per_generation`` steps of ``prompts_per_step`` prompts, ``num_iterations`` times. Rows that don't fill a
-    round are left out of the pass, and the next pass begins. Every rank reads all rows and takes its own.
+    As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass. Rows that don't fill a round
+    are left out of the pass, and the next pass begins. Every rank reads all rows and takes its own.
 
     A resumed run finds its place by reading the earlier rows again. A checkpoint holds a digest of the prompts read so
     far, which shows whether the rows are the same (see `saved` and `load`).
@@ -35,7 +34,6 @@ class PromptStream(torch.utils.data.IterableDataset):
     missing = "wasn't streamed"  # see `PromptDataset.choice`
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
-        """Raise ValueError if the first row isn't a prompt, there is no row, or the run has no `max_steps`."""
         check_columns(dataset, rules.name)
         if rules.reader is not None:
             raise ValueError(
@@ -68,11 +66,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         return StreamLoader(self)
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first prompts that fit, without taking them.
-
-        Raises:
-            ValueError: there is no prompt.
-        """
+        """Return the first prompts that fit, without taking them."""
         found = list(itertools.islice(self._pass(0, counts=False), count))
         if not found:
             raise ValueError(
@@ -98,7 +92,14 @@ class PromptStream(torch.utils.data.IterableDataset):
                 for step in [*range(self.round_steps)] * self.iterations:
                     items += 1
                     self.saved = {"items": items, "digest": digest.hexdigest()}
-                    self._compare()
+                    if self._expected.get("items") == items:
+                        if self._expected != self.saved:
+                            raise ValueError(
+                                f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first "
+                                f"{items} steps' prompts are others now, so that resuming can't go on where it "
+                                "stopped. Make its order repeatable, or set ignore_data_skip: true to begin it anew."
+                            )
+                        self._expected = {}
                     first = step * self.per_step + self.layout.data_rank * per_rank
                     yield prompts[first : first + per_rank]
             if not rounds:
@@ -107,24 +108,8 @@ class PromptStream(torch.utils.data.IterableDataset):
                     "prompts_per_step or steps_per_generation, or add prompts."
                 )
 
-    def _compare(self) -> None:
-        """Raise ValueError if the rows read again differ from the rows that the checkpoint was trained on."""
-        if self._expected.get("items") != self.saved["items"]:
-            return
-        expected, self._expected = self._expected, {}
-        if expected != self.saved:
-            raise ValueError(
-                f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first {expected['items']} "
-                "steps' prompts are others now, so that resuming can't go on where it stopped. Make its order "
-                "repeatable, or set ignore_data_skip: true to begin it anew."
-            )
-
     def _pass(self, epoch: int, counts: bool = True) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-        """Yield the rows of one pass over the dataset that fit, with their tokens.
-
-        Args:
-            counts: whether to count and report the rows that don't fit.
-        """
+        """Yield the rows of one pass over the dataset that fit, with their tokens."""
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
         while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
@@ -134,30 +119,23 @@ class PromptStream(torch.utils.data.IterableDataset):
             for row, ids in enumerate(self.rules.encode(columns, number), start=number):
                 if len(ids) <= self.rules.max_prompt_tokens:
                     yield block[row - number], ids
-                elif counts:
-                    self._count_dropped(f"row {row} of pass {epoch + 1} ({len(ids)} tokens)")
+                    continue
+                self.num_dropped += counts
+                if counts and str(self.num_dropped).rstrip("0") == "1":  # the first, tenth, hundredth ...
+                    self.rules.tell(
+                        f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were "
+                        f"dropped, with a limit of {self.rules.max_prompt_tokens} tokens: the latest is row {row} of "
+                        f"pass {epoch + 1} ({len(ids)} tokens)"
+                    )
             number += len(block)
-
-    def _count_dropped(self, row: str) -> None:
-        """Count a prompt that is too long, and report the first, the tenth, the hundredth and so on."""
-        self.num_dropped += 1
-        if str(self.num_dropped).rstrip("0") == "1":
-            self.rules.tell(
-                f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were dropped, with "
-                f"a limit of {self.rules.max_prompt_tokens} tokens: the latest is {row}"
-            )
 
 
 def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
-    """Convert rows with their tokens into prompts, at positions from ``first`` on."""
     return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]
 
 
 class StreamLoader(DataLoader):
-    """The training dataloader of a `PromptStream`: one item is this rank's prompts of one optimizer step.
-
-    A plain DataLoader, so that `accelerate.skip_first_batches` resumes it by reading.
-    """
+    """The training dataloader of a `PromptStream`: a plain one, so that `accelerate.skip_first_batches` resumes it."""
 
     def __init__(self, stream: PromptStream) -> None:
         # Its own generator, because starting would otherwise draw a number from the global one.

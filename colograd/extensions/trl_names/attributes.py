@@ -28,23 +28,16 @@ OF_ARGUMENTS = (
 )  # fmt: skip
 # TRL attributes that are constant in Colograd.
 ALWAYS = {
-    "chat_template": None,
-    "use_transformers_continuous_batching": False,
-    "continuous_batching_config": None,
+    "chat_template": None, "use_transformers_continuous_batching": False, "continuous_batching_config": None,
     "pad_to_multiple_of": None,
-}
+}  # fmt: skip
 # TRL attributes whose value a rollout source may have, with the value in other runs.
 OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
 ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
 LOOP = "reward functions and tools share the process's event loop, which no trainer has"
 ABSENT = {
-    "vllm_generation": ENGINE,
-    "vllm_client": ENGINE,
-    "llm": ENGINE,
-    "generation_config": ENGINE,
-    "async_loop": LOOP,
-    "async_loop_thread": LOOP,
-    "async_loop_ready_event": LOOP,
+    **dict.fromkeys(("vllm_generation", "vllm_client", "llm", "generation_config"), ENGINE),
+    **dict.fromkeys(("async_loop", "async_loop_thread", "async_loop_ready_event"), LOOP),
     "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
 }
 
@@ -62,25 +55,13 @@ DIFFERENT = {
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
 EVALUATE, DATA = "evaluate", "get_train_dataloader"
 HOOKS = {
-    "_generate_and_score_completions": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
-    "get_batch_samples": DATA,
-    "_run_epoch": DATA,
-    "_prepare_inputs": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
-    "_generate": GENERATE,
-    "_generate_single_turn": GENERATE,
-    "_tokenize_prompts": GENERATE,
-    "_tool_call_loop": GENERATE,
+    **dict.fromkeys(("_generate_and_score_completions", "_prepare_inputs"), f"{GENERATE}, {SCORE} and {ADVANTAGES}"),
+    **dict.fromkeys(("_generate", "_generate_single_turn", "_tokenize_prompts", "_tool_call_loop"), GENERATE),
     "_calculate_rewards": SCORE,
-    "_compute_loss": LOSS,
-    "_get_per_token_logps_and_entropies": LOSS,
-    "get_high_entropy_mask": LOSS,
-    "get_off_policy_mask": LOSS,
-    "get_gamma_weights": LOSS,
-    "_get_train_sampler": DATA,
-    "_get_eval_sampler": EVALUATE,
-    "get_eval_dataloader": EVALUATE,
-    "evaluation_loop": EVALUATE,
-    "prediction_step": EVALUATE,
+    **dict.fromkeys(("_compute_loss", "_get_per_token_logps_and_entropies"), LOSS),
+    **dict.fromkeys(("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"), LOSS),
+    **dict.fromkeys(("get_batch_samples", "_run_epoch", "_get_train_sampler"), DATA),
+    **dict.fromkeys(("_get_eval_sampler", "get_eval_dataloader", "evaluation_loop", "prediction_step"), EVALUATE),
 }
 
 
@@ -88,12 +69,7 @@ class TRLNames:
     """TRL's attributes that `transformers.Trainer` doesn't have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse overrides that can't work.
-
-        Raises:
-            TypeError: a replaced method is never called, so the override would silently have no effect.
-            ValueError: ``compute_loss`` has transformers' signature, so it would fail in the first step.
-        """
+        """Refuse overrides that can't work: of methods that are never called, and of transformers' ``compute_loss``."""
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
@@ -144,11 +120,6 @@ def _end_tokens(trainer: Any) -> list[int]:
     return named if own in named else [own, *named]
 
 
-def _of_source(name: str, default: Any, trainer: Any) -> Any:
-    value = trainer.feature.trl_attributes.get(name)
-    return default if value is None else value()
-
-
 _FOUND = {
     # As in TRL, an adapter's reference is no second model.
     "ref_model": lambda trainer: (
@@ -171,5 +142,8 @@ _FOUND = {
     "reward_processing_classes": lambda trainer: [
         reward.function.tokenizer if isinstance(reward.function, ModelReward) else None for reward in trainer.rewards
     ],
-    **{name: functools.partial(_of_source, name, default) for name, default in OF_SOURCES.items()},
+    **{
+        name: functools.partial(lambda n, d, trainer: trainer.feature.trl_attributes.get(n, lambda: d)(), name, default)
+        for name, default in OF_SOURCES.items()
+    },
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from colograd.apps.bus import bus_speed
+from colograd.apps.doctor import bus_speed
 
 
 def test_a_copy_each_way_has_a_speed() -> None:

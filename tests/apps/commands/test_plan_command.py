@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from paths import DOCS, RECIPES
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from colograd.apps import cli
 from colograd.apps import plan as command
@@ -230,17 +230,6 @@ def test_ranks_that_share_out_rows(qwen: Path, capsys: pytest.CaptureFixture[str
     assert "fsdp" not in shared and float(shared["gradients"][5]) < float(whole["gradients"][5]) / 6
     assert "finds none that fits" in none_fits and after == "sharding: auto takes 'gradients'"
     assert [shared[name][:5] for name in shared] == [whole[name][:5] for name in shared], "of weights each has as much"
-
-
-def test_what_expert_parallelism_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of Qwen3-30B-A3B: 48 layers of 128 experts, each of three matrices of 2048 x 768."""
-    shape = {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
-    experts = {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
-    Qwen3MoeConfig(vocab_size=151936, head_dim=128, **shape, **experts).save_pretrained(tmp_path)
-    before, _, _ = planned(capsys, tmp_path, "--gpus", "8", "--gpu-memory", "80", "--tensor-parallel", "2")
-    elements = 48 * 128 * 3 * 2048 * 768
-    assert f"{elements / 1e9:.2f} billion of the parameters are experts', {elements / GIB:.1f} GiB of weights" in before
-    assert before.endswith(f"isn't available in this version, would leave {elements / 4 / GIB:.1f}")
 
 
 def test_a_tiny_model_as_a_run_would_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from paths import ROOT
 
 from colograd.apps.cli import main
 from colograd.apps.report import page, samples, write_report
-from colograd.apps.report.payload import _half, of_step, overview, spread_out
+from colograd.apps.report.page import _half, of_step, overview, spread_out
 from colograd.apps.report.recorded_run import RecordedRun
 from colograd.apps.report.untrusted import Tail, open_inside, parse
 from colograd.batch import Group, Logged, ModelInput
@@ -127,9 +127,9 @@ def test_solved_mark_lies_between_means_without_passes(tmp_path: Path) -> None:
 
 
 def test_the_least_and_the_greatest_reward_of_each_function_are_read(tmp_path: Path) -> None:
-    spread = {"kind": "spread", "step": 1, "functions": {"right": [0, 1], "wrong": "x", "short": [1], "odd": [None, 2]}}
-    append(tmp_path, "events.jsonl", spread)
-    assert read(tmp_path).spreads == {1: {"functions": {"right": [0, 1]}}}
+    spread = {"kind": "spread", "step": 1, "functions": {"right": [0, 1], "short": [-0.5, 2]}}
+    append(tmp_path, "events.jsonl", spread, spread | {"step": 2, "functions": {"short": [1]}})
+    assert read(tmp_path).spreads == {1: {"functions": {"right": [0, 1], "short": [-0.5, 2]}}}
 
 
 def test_half_of_an_amount() -> None:
@@ -372,18 +372,6 @@ def test_what_is_new_is_read_once(tmp_path: Path) -> None:
     assert tail.restarted() and tail.offset == 0
 
 
-def test_a_line_without_end_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colograd.apps.report.untrusted.LONGEST_LINE", 3000)
-    monkeypatch.setattr("colograd.apps.report.untrusted.BLOCK", 1000)
-    append(tmp_path, "events.jsonl", log(1, reward=1), b"x" * 10_000 + b"\n", log(2, reward=2))
-    tail = Tail(tmp_path, "_report/events.jsonl")
-    lines = list(tail.read())
-    assert [json.loads(line)["step"] for _, line in lines] == [1, 2]
-    with (tmp_path / "_report" / "events.jsonl").open("rb") as file:
-        file.seek(lines[1][0])
-        assert json.loads(file.readline())["step"] == 2
-
-
 def test_nothing_outside_of_the_folder_is_opened(tmp_path: Path) -> None:
     run, outside = tmp_path / "run", tmp_path / "secret.jsonl"
     (run / "_report").mkdir(parents=True)
@@ -422,7 +410,7 @@ def test_a_folder_without_a_run_is_one_clear_error(tmp_path: Path, capsys: pytes
 
 def test_a_report_imports_neither_torch_nor_vllm(made_up: Path) -> None:
     script = (
-        "import sys; from colograd.apps.cli import main; import colograd.apps.pages\n"
+        "import sys; from colograd.apps.cli import main; import colograd.apps.report.serving\n"
         f"assert main(['report', {str(made_up)!r}]) == 0\n"
         "print([name for name in ('torch', 'vllm', 'transformers', 'pandas') if name in sys.modules])"
     )

@@ -104,7 +104,7 @@ def test_only_new_bytes_are_read(server: Server, folder: Path, monkeypatch: pyte
     taken: list[bytes] = []
     read = serving.RecordedRun._take
     monkeypatch.setattr(
-        serving.RecordedRun, "_take", lambda self, event: (taken.append(event["kind"]), read(self, event))
+        serving.RecordedRun, "_take", lambda self, step, event: (taken.append(event["kind"]), read(self, step, event))
     )
     append(folder, {"kind": "log", "time": 1.0, "step": 30, "metrics": {"reward": 1.0}})
     assert data(server, change)["steps"] == [30] and taken == ["log"]

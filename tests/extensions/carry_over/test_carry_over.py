@@ -19,8 +19,7 @@ from paths import SCRIPTS
 from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
-from colograd.apps.replaying.recorded import Replay
-from colograd.apps.replaying.replayer import Replayer
+from colograd.apps.replaying.replayer import Replay, Replayer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
@@ -302,7 +301,7 @@ def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"carry_over": 0.3}, "carry_over is 0.3, but must be a share from 0.5"),
+        ({"carry_over": 0.3}, r"carry_over is 0.3, but must be in \[0.5, 1\)"),
         ({"carry_over_max_age": 0}, "carry_over_max_age"),
         ({"dynamic_sampling": True}, "dynamic_sampling is true, but dynamic_sampling chooses"),
         ({"overlap": "auto"}, "overlap is 'auto', but overlap trains"),

@@ -33,8 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from colograd import GRPOTrainer, train
 from colograd.apps import cli
-from colograd.apps.replaying.recorded import Replay
-from colograd.apps.replaying.replayer import Replayer
+from colograd.apps.replaying.replayer import Replay, Replayer
 from colograd.config import ModelConfig
 from colograd.extensions.lora.weights import AdapterWeights
 from colograd.extensions.quantized import checkpoints as quantized

@@ -29,7 +29,6 @@ from colograd.extensions.recording.event_log import (
     EVENTS,
     FOLDER,
     EventLog,
-    entries,
     events_of,
     histogram,
     json_line,
@@ -50,7 +49,7 @@ def test_an_event_is_a_whole_line_when_it_is_written(tmp_path: Path) -> None:
     record.event("log", step=1, metrics={"reward": math.nan, "loss": math.inf, "text": "zwölf\n\u2028", "n": 2})
     line = (tmp_path / FOLDER / EVENTS).read_bytes()
     assert line.endswith(b"\n") and line.count(b"\n") == 1
-    (event,) = entries(tmp_path / FOLDER / EVENTS)
+    (event,) = events_of(tmp_path)
     assert event["metrics"] == {"reward": None, "loss": None, "text": "zwölf\n\u2028", "n": 2}
     assert event["kind"] == "log" and abs(event["time"] - time.time()) < 60
 
@@ -421,7 +420,7 @@ def test_how_a_run_ends_is_told_also_where_it_fails_or_is_stopped(recorded: Any,
                 record._is_open = True
                 if work:
                     raise work
-        return list(entries(tmp_path / FOLDER / EVENTS))[-1]
+        return events_of(tmp_path)[-1]
 
     assert ends(None)["status"] == "finished"
     failed = ends(ValueError(f"the file {tmp_path}/a is missing"))

@@ -78,12 +78,10 @@ def test_a_completions_log_that_fails_is_one_warning(tmp_path: Path) -> None:
 
 
 def test_a_torn_log_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(table: Any, path: Any, **kwargs: Any) -> None:
-        if isinstance(path, Path):
-            path.write_bytes(b"half")
-            raise FULL
+    def full(self: Any, table: Any) -> None:
+        raise FULL
 
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(OSError, match="No space left"):
         write_log(tmp_path, [a_row(1)], ["r"], 1)
     assert not any((tmp_path / "completions").iterdir())
@@ -116,9 +114,13 @@ def test_a_tracker_that_fails_later_is_one_warning() -> None:
 
 
 def test_a_report_on_a_full_disk_is_no_bug(tmp_path: Path) -> None:
+    def full() -> None:
+        raise FULL
+
     said: list[str] = []
     recorder = object.__new__(Recorder)
     recorder.file = EventLog(tmp_path, said.append)
-    recorder.give_up(FULL)
-    recorder.give_up(FULL)
+    recorder.trackers = SimpleNamespace(flush=full)  # type: ignore[assignment]
+    for _ in range(2):
+        recorder.on_log(None, None, None)
     assert len(said) == 1 and "No space left on device" in said[0] and "please report" not in said[0]

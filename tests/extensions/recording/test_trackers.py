@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from colograd import GRPOTrainer
-from colograd.extensions.recording.trackers import Trackers, conversation
+from colograd.extensions.recording.trackers import Trackers
 
 TRACKIO = importlib.util.find_spec("trackio") is not None
 
@@ -44,8 +44,6 @@ def test_only_trackers_that_run_and_are_asked_for_get_anything(monkeypatch: pyte
         trackers.histograms(3, {"train/rewards": [1.0, float("nan"), 0.0], "nothing": [float("nan")]})
         trackers.alarm(3, "all-truncated", "too long", severity="severe")
         trackers.alarm(4, "solved", "all is well", severity="note")
-        trackers.overview("| |")
-        trackers.traces([])
         trackers.flush()
     assert sent == [
         {"completions": ["prompt", "right"]},
@@ -78,22 +76,11 @@ def test_a_tracker_that_is_not_installed_is_an_error_with_a_remedy(tmp_path: Pat
         config.check_for_trainer()
 
 
-def test_a_sample_is_a_conversation() -> None:
-    plain = {"prompt": "2 + 2 =", "tokens": ["4", "<end>"]}
-    assert conversation(plain) == [
-        {"role": "user", "content": "2 + 2 ="},
-        {"role": "assistant", "content": "4<end>"},
-    ]
-    turns = [{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "4"}]
-    asked = [{"role": "user", "content": "?"}]
-    assert conversation({"prompt": asked, "tokens": ["x"], "messages": turns}) == asked + turns
-
-
 @pytest.mark.engine
 def test_a_run_reports_to_trackers_of_this_machine_without_a_network(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also to trackio, as it is out of the box; histograms, alarms, traces and the run's lines arrive."""
+    """Also to trackio, as it is out of the box; histograms and alarms arrive."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
     asked: list[Any] = []
@@ -132,9 +119,7 @@ def _check_tensorboard(folder: Path) -> None:
     found.Reload()
     tags = found.Tags()
     histograms = {"train/rewards", "train/completions/lengths", "train/rewards/one/values"}
-    assert histograms <= set(tags["histograms"]) and {"overview/text_summary", "alarms/text_summary"} <= set(
-        tags["tensors"]
-    )
+    assert histograms <= set(tags["histograms"]) and "alarms/text_summary" in tags["tensors"]
     assert [(event.step, event.histogram_value.num) for event in found.Histograms("train/rewards")] == [
         (step, 16.0) for step in (1, 2, 3)
     ]
@@ -146,10 +131,7 @@ def _check_trackio() -> None:
     logs = SQLiteStorage.get_logs("tiny", "first")
     found = {name: value for entry in logs for name, value in entry.items()}
     assert found["train/rewards"]["_type"] == "trackio.histogram" and sum(found["train/rewards"]["values"]) == 16
-    assert found["overview"]["_type"] == "trackio.markdown" and "vowels x 1" in found["overview"]["_value"]
     assert found["completions"]["_type"] == "trackio.table" and 0 <= found["train/reward"] <= 2
     assert {alert["title"] for alert in SQLiteStorage.get_alerts("tiny")} >= {"all-truncated", "constant-reward"}
     for name in ("train/reward", "train/rewards"):
         assert [entry["step"] for entry in logs if name in entry] == [0, 1, 2], "trackio's count is that of the metrics"
-    first, *_ = SQLiteStorage.get_traces("tiny", "first")
-    assert first["messages"][0]["role"] == "user" and first["messages"][-1]["role"] == "assistant"

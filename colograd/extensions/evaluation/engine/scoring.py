@@ -12,14 +12,8 @@ SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM wants to sample a t
 
 
 def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score continuations on the engine's first rank.
-
-    Args:
-        parts: (context, continuation) as token ids. Both have tokens, and together fewer than the engine's context.
-
-    Returns:
-        Per part the sum of the continuation's log-probabilities, and whether greedy decoding would write it.
-    """
+    """Score continuations of contexts on the engine's first rank, both as token ids: the sum of each one's
+    log-probabilities, and whether greedy decoding would write it."""
     scores: dict[int, tuple[float, bool]] = {}
     waiting = {engine.submit([*context, *target], SCORED, seed=0): i for i, (context, target) in enumerate(parts)}
     names = [*waiting]
@@ -29,15 +23,12 @@ def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> 
             for output in engine.core.step():
                 if output.finished:
                     index = waiting.pop(output.request_id)
-                    scores[index] = _sum(output, len(parts[index][0]))
+                    start = len(parts[index][0])
+                    pairs = zip(output.prompt_logprobs[start:], output.prompt_token_ids[start:], strict=True)
+                    found = [entry[token] for entry, token in pairs]
+                    scores[index] = float(sum(each.logprob for each in found)), all(each.rank == 1 for each in found)
             for listener in engine.after_step:
                 listener()
     finally:
         engine.abort(names)
     return [scores[index] for index in range(len(parts))]
-
-
-def _sum(output: Any, start: int) -> tuple[float, bool]:
-    ids, entries = output.prompt_token_ids[start:], output.prompt_logprobs[start:]
-    found = [entry[token] for entry, token in zip(entries, ids, strict=True)]
-    return float(sum(each.logprob for each in found)), all(each.rank == 1 for each in found)
