@@ -26,7 +26,7 @@ from ...parallel.ranks import gather
 from ...policy.packing import PackingRules, has_signal, plan_rows
 from ...policy.second_models import fill
 from ...reporting.metrics import Metrics, PhaseTimes
-from ...rollout.rounds import PlainRound, SamplesOnLeader, Steps
+from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from ...rollout.statistics import RolloutStatistics
 from ...rollout.store import RewardedGroup
@@ -74,6 +74,8 @@ class OverlappedRound(PlainRound):
         self.recorded: Partition | None = None  # micro-batches of the next step's first training
         self._is_shared = False  # whether this round's groups may be trained while ranks sample
         self._is_first = False  # whether the round's first step isn't packed yet
+        self._sampled: list[SampledStep] = []  # this round's, on the first rank of an engine
+        self.around = self._train_meanwhile
         self.beside_decoding = BesideDecoding(
             self._rows_of, self.train_rows, self.learner.free_gradients, trainer.recorder.early_arrived,
             trainer.args.device,
@@ -93,35 +95,38 @@ class OverlappedRound(PlainRound):
 
     # -- sampling
 
-    def sample(self, steps: Steps, sampler: SamplesOnLeader) -> list[SampledStep]:
-        """See `PlainRound.sample`. Train finished groups until no rank samples or trains any more."""
-        self.early, self.recorded, self._is_first = None, self._recorded_partition(), True
+    @contextlib.contextmanager
+    def _train_meanwhile(self, steps: Steps) -> Iterator[None]:
+        """Wrap a round's sampling: train finished groups until no rank samples or trains any more."""
+        self.early, self.recorded, self._is_first, self._sampled = None, self._recorded_partition(), True, []
         finished = self.finished if self.recorded is None else None
         self._is_shared = finished is not None
         if finished is None:
-            return super().sample(steps, sampler)
+            yield
+            return
         try:
             finished.begin(prompt.position for prompt in steps[0])
             self.learner.model.train()
             self.beside_decoding.begin()
-            sampled = super().sample(steps, sampler)
+            yield
         finally:
             finished.finish()
-        for scored in sampled[0].kept:
+        for scored in self._sampled[0].kept if self._sampled else ():
             finished.add(scored)
         self.early = self._train_early(finished)
-        return sampled
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         """See `PlainRound.draw`."""
         if self._is_shared:
             stages = dataclasses.replace(stages, scoring=functools.partial(_SharedScoring, self))
-        return super().draw(steps, stages)
+        self._sampled = super().draw(steps, stages)
+        return self._sampled
 
     def share(self, recorded: RewardedGroup, stages: Stages) -> None:
         """Share a group that has its rewards: it may be trained from here on."""
         if self.finished is not None and self.finished.wants(recorded.group.position):
-            self.finished.add(stages.add_advantages(recorded.group, recorded.rewards))
+            advantages = stages.compute_advantages(recorded.group, recorded.rewards.clone())
+            self.finished.add(ScoredGroup(recorded.group, recorded.rewards, advantages))
 
     @contextlib.contextmanager
     def between_steps(self, work: Callable[[], None]) -> Iterator[None]:
@@ -261,8 +266,8 @@ class _SharedScoring(InScoring):
         with self._round.between_steps(self.take):
             yield from super().sample(prompts)
 
-    def take(self, position: int | None = None) -> None:
+    def take(self, group: Group | None = None, position: int | None = None) -> None:
         earlier = set(self.rewarded)
-        super().take(position)
+        super().take(group, position)
         for at in [at for at in self.rewarded if at not in earlier]:
             self._round.share(self.rewarded[at], self.stages)
