@@ -101,8 +101,12 @@ class _Asked:
     input: ModelInput
 
     def __post_init__(self) -> None:
-        if not isinstance(self.input, ModelInput):  # plain ids, as users write them
+        """Convert plain ids, as users write them."""
+        if not isinstance(self.input, ModelInput):
             object.__setattr__(self, "input", ModelInput(tuple(self.input)))
+        ids = getattr(self, "completion_ids", None)
+        if ids is not None and not isinstance(ids, array):
+            object.__setattr__(self, "completion_ids", array("i", ids))
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -166,11 +170,6 @@ class Rollout(_Asked):
     columns: Mapping[str, Any] = field(default_factory=dict)  # this completion's keywords for reward functions
     branches: tuple[Branch, ...] = ()  # branches of a tree; (): each token sees the prompt and all tokens before it
     riders: tuple[Rider, ...] = ()  # further data of extensions
-
-    def __post_init__(self) -> None:
-        _Asked.__post_init__(self)
-        if not isinstance(self.completion_ids, array):
-            object.__setattr__(self, "completion_ids", array("i", self.completion_ids))
 
     def get(self, kind: type[T]) -> T | None:
         """Return the first rider of a class, or None."""

@@ -19,7 +19,6 @@ Callbacks get the same events in the same order. A round is sampled before its f
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -88,11 +87,23 @@ class Loop:
         trainer.model.zero_grad()
 
     def _run_epoch(self, epoch: int) -> None:
+        """Train the rounds of an epoch, from the first one that the checkpoint hasn't trained.
+
+        An epoch consists of whole rounds (`StepOrder` in data/order.py). As in TRL it counts optimizer steps, so the
+        loader yields a round's prompts `num_iterations` times.
+        """
         trainer, learner, times = self.trainer, self.trainer.learner, self.trainer.times
+        length = self.args.round_length  # optimizer steps: steps_per_generation x num_iterations
+        self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+        prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
         times.begin_step()
-        for prompts in self._rounds(epoch):
+        for _ in range((self.steps_per_epoch - trained) // length):
+            # This rank's prompts of a round, a list per optimizer step. `Learner.schedule` repeats these itself.
+            prompts: list[list[Prompt]] = [next(prompts_of_steps) for _ in range(length)]
             trainer.publish()
-            sampled = trainer.sampler.collect(prompts)
+            sampled = trainer.sampler.collect(prompts[: self.args.steps_per_generation])
             for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
                 # `Learner.train(step)`, under transformers' name, which subclasses may wrap.
@@ -107,23 +118,6 @@ class Loop:
                     return
             if trainer.control.should_epoch_stop:
                 return
-
-    def _rounds(self, epoch: int) -> Iterator[list[list[Prompt]]]:
-        """Yield this rank's prompts of each round of an epoch, a list per optimizer step.
-
-        Rounds that the checkpoint has trained are skipped. An epoch consists of whole rounds (`StepOrder` in
-        data/order.py). As in TRL it counts optimizer steps, so the loader yields a round's prompts `num_iterations`
-        times.
-        """
-        length = self.args.round_length  # optimizer steps: steps_per_generation x num_iterations
-        trained = self.steps_trained if epoch == self.first_epoch else 0
-        self.step_of_epoch = trained
-        if hasattr(self.loader, "set_epoch"):
-            self.loader.set_epoch(epoch)
-        prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
-        for _ in range((self.steps_per_epoch - trained) // length):
-            of_round = [next(prompts_of_steps) for _ in range(length)]
-            yield of_round[: self.args.steps_per_generation]  # `Learner.schedule` repeats these itself
 
     def _update(self, epoch: int) -> None:
         """Clip the gradient's norm, let the optimizer change the weights, and count the step."""

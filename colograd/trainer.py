@@ -47,6 +47,7 @@ from .training.step_batches import packing_rules
 from .training.transformers_seam import SeamTrainer
 
 S = TypeVar("S", bound=Sampler)
+STAGES = ("generate", "score", "compute_advantages", "compute_loss")
 
 
 def _add_metrics(callbacks: Sequence[Any] | None) -> bool:
@@ -90,6 +91,7 @@ class GRPOTrainer(TrainerBase):
     """
 
     samples = True  # False: groups are read from a record, and there is no engine
+    replaced: frozenset[str] = frozenset()  # stages that a subclass or this object overrides, and `evaluate`
 
     @closes_if_it_fails
     @ends_together("the start")
@@ -115,7 +117,8 @@ class GRPOTrainer(TrainerBase):
     ) -> None:
         started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
-        replaced = frozenset(filter(self.replaces, ("generate", "score", "compute_loss", "evaluate")))
+        stages = {name: getattr(getattr(self, name), "__func__", None) for name in (*STAGES, "evaluate")}
+        self.replaced = frozenset(name for name, own in stages.items() if own is not getattr(GRPOTrainer, name))
         given = TrainerArguments(
             model, reward_funcs, reward_processing_classes, train_dataset, eval_dataset, processing_class,
             quantization_config, peft_config, optimizers[0],
@@ -124,8 +127,8 @@ class GRPOTrainer(TrainerBase):
                 "agent": agent,
             },
             samples=self.samples,
-            replaced=replaced,
-            adds_metrics=bool(replaced & {"evaluate", "compute_loss"}) or _add_metrics(callbacks),
+            replaced=self.replaced,
+            adds_metrics=bool(self.replaced & {"evaluate", "compute_loss"}) or _add_metrics(callbacks),
         )  # fmt: skip
         task = prepare(given, args, self.closing)
         self.policy, self.rewards, self.feature = task.policy, task.scorer.rewards, task.feature
@@ -215,7 +218,7 @@ class GRPOTrainer(TrainerBase):
             self.console.say(line)
         for line in built.warnings(args, task):
             self.console.warn(line)
-        if (size := args.sequence_parallel_size) > 1 and self.replaces("compute_loss"):
+        if (size := args.sequence_parallel_size) > 1 and "compute_loss" in self.replaced:
             self.console.warn(
                 f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "
                 f"policy_logprobs counts {size} times: divide it by {size}"
@@ -250,9 +253,12 @@ class GRPOTrainer(TrainerBase):
         self.recorder.keep(micro_batch, logprobs)
         return self.loss(logprobs, entropy, micro_batch, values)
 
-    def replaces(self, stage: str) -> bool:
-        """Return whether a subclass or this object overrides a stage."""
-        return getattr(getattr(self, stage), "__func__", None) is not getattr(GRPOTrainer, stage)
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name in STAGES:  # this object overrides a stage
+                self.replaced |= {name}
 
     @property
     def loss(self) -> Objective:

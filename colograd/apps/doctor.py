@@ -265,6 +265,7 @@ def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
     """Score the groups as training does, and print some of their completions. Each error fails the check."""
     import torch
 
+    from ..batch import ScoredGroup
     from ..extensions.recording.completion_table import print_table
     from ..extensions.recording.group_views import as_utf8, completion_rows
     from ..rewards import RewardError
@@ -278,7 +279,8 @@ def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
         rewards = torch.cat([sampler.begin_scoring(call).result() for call in calls])
     except RewardError as error:
         problem = str(error).partition(" Its traceback:")[0]
-    scored = [sampler.add_advantages(*pair) for pair in zip(groups, rewards.split(sizes), strict=True)]
+    pairs = zip(groups, rewards.split(sizes), strict=True)
+    scored = [ScoredGroup(group, own, trainer.compute_advantages(group, own.clone())) for group, own in pairs]
     if trainer.args.layout.is_main:
         rows = completion_rows(scored, [as_utf8(trainer.decode(group)) for group in groups], 0)
         print_table(rows, names, f"Completions, of {TOKENS} tokens at most", PROMPTS, unique_prompts=False)

@@ -317,8 +317,8 @@ def check_file_system(run_dir: str | Path) -> None:
             raise OSError("the file has other bytes than were written")
     except OSError as error:
         raise ValueError(
-            f"output_dir is {str(run_dir)!r}, where {need} ({error.strerror or error}). Checkpoints and the rollout log "
-            "need both. Set output_dir to a local folder, and copy checkpoints to a bucket from there."
+            f"output_dir is {str(run_dir)!r}, where {need} ({error.strerror or error}). Checkpoints and the rollout "
+            "log need both. Set output_dir to a local folder, and copy checkpoints to a bucket from there."
         ) from None
     finally:
         for path in (trial, renamed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -23,26 +23,19 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1000  # rows that are tokenised together
 NAMED = 5  # largest number of too long prompts that a message lists
-PROMPTS_IN_MEMORY = 64  # prompts that keep their media in memory,
-BYTES_IN_MEMORY = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
 COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # columns that a prompt's tokens may depend on
 
 
 class PromptReader(Protocol):
-    """Reads rows with media. An extension makes the reader of a policy."""
+    """Reads the rows of one dataset with media. An extension makes the reader of a policy."""
 
     most: int  # largest number of a prompt's media so far
 
-    def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
-        """Convert a row into its prompt.
+    def prompt(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
+        """Convert a row into its prompt. Raises ValueError if it can't be read."""
 
-        Args:
-            arguments: of the chat template.
-            where: the row's name in messages.
-
-        Raises:
-            ValueError: the row can't be read.
-        """
+    def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
+        """Return `prompt`, made once for steps that take the row soon after each other."""
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
         """Return the number of tokens of each row's prompt."""
@@ -68,11 +61,8 @@ class PromptDataset(torch.utils.data.Dataset):
         With a reader there are no token_ids; it reads a row when the row's prompt is requested.
         """
         assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
-        assert token_ids is None or (rules.reader is None and ends[-1] == len(token_ids))
-        self.dataset = dataset
-        self.dropped = dropped
+        self.dataset, self.dropped = dataset, dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
-        self._latest: dict[int, ModelInput] = {}  # by row, with their media
         # Chooses the prompts of each step in place of `StepOrder`, in an extension: `order(config)`, and with the state
         # that a checkpoint holds `saved`, `load(state)` and `missing`, why a checkpoint may have none.
         self.choice: Any = None
@@ -106,24 +96,10 @@ class PromptDataset(torch.utils.data.Dataset):
             return self.dataset[key]
         row, position = key
         example = self.dataset[row]
-        if self._token_ids is None:
-            return Prompt(example, self._with_media(row, example), position)
-        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
-        return Prompt(example=example, input=ModelInput(tuple(ids.tolist())), position=position)
-
-    def _with_media(self, row: int, example: dict[str, Any]) -> ModelInput:
-        """Return the row's prompt with its media. It is made once for steps that take it soon after each other."""
-        found = self._latest.pop(row, None) or self._rules.read(example, row)
-        if len(found.ids) > self._rules.max_prompt_tokens:
-            raise ValueError(
-                f"{self._rules.name}, row {row}: with its images the prompt has {len(found.ids)} tokens, over the "
-                f"limit of {self._rules.max_prompt_tokens}, though fewer were counted at start: remove it."
-            )
-        self._latest[row] = found
-        size = 1 if found.media is None else max(1, found.media.nbytes)
-        while len(self._latest) > min(PROMPTS_IN_MEMORY, max(1, BYTES_IN_MEMORY // size)):
-            del self._latest[next(iter(self._latest))]
-        return found
+        if self._rules.reader is not None:
+            return Prompt(example, self._rules.reader.of_row(example, row, self._rules), position)
+        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]  # type: ignore[index]
+        return Prompt(example, ModelInput(tuple(ids.tolist())), position)
 
     @property
     def most_images(self) -> int:
@@ -132,11 +108,7 @@ class PromptDataset(torch.utils.data.Dataset):
 
     def first(self, count: int) -> list[Prompt]:
         """Return the prompts of the first rows."""
-        return [*self.first_ones(count)]
-
-    def first_ones(self, count: int) -> Iterator[Prompt]:
-        """Yield the prompts of the first rows, each made when it is requested."""
-        return (self[row, row] for row in range(min(count, len(self))))
+        return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
         """Return every ``step``-th row from ``first`` on, at its own position (evaluation)."""
@@ -161,19 +133,6 @@ class PromptRules:
     tell: Callable[[str], None] = lambda line: None  # receives progress lines
     rows: int = 0  # number of rows of the model's embedding; 0: unknown
 
-    def read(self, example: dict[str, Any], row: int) -> ModelInput:
-        """Convert a row into its prompt with its media."""
-        assert self.reader is not None
-        if is_text(example):
-            return ModelInput(tuple(text_ids(self.tokenizer, [example["prompt"]])[0]))
-        return self.reader.read(example, self.arguments(example, row), self.where(row))
-
-    def arguments(self, example: dict[str, Any], row: int) -> dict[str, Any]:
-        """Return the chat template's arguments for one row with media."""
-        _check_prompt(example["prompt"], self.where(row), self.tools is not None, images=True)
-        columns = {name: [value] for name, value in example.items()}
-        return _template_arguments(columns, 0, self) if isinstance(example["prompt"], list) else {}
-
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
@@ -183,12 +142,27 @@ class PromptRules:
         Raises:
             ValueError: a row that isn't a prompt, is empty or (with ``error``) too long.
         """
-        found = [tuple(ids) for ids in _encode(columns, self, first)]
-        for row, ids in enumerate(found, start=first):
+        prompts = columns["prompt"]
+        # Rows with equal arguments go through the template together. Texts have no arguments (None), and go through the
+        # tokenizer together. Each value is (the arguments, the rows' places among the prompts).
+        alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
+        for index, prompt in enumerate(prompts):
+            check_prompt(prompt, self.where(first + index), self.tools is not None)
+            arguments = None if isinstance(prompt, str) else template_arguments(columns, index, self)
+            alike.setdefault(repr(sorted((arguments or {}).items())), (arguments, []))[1].append(index)
+        encoded: dict[int, tuple[int, ...]] = {}
+        for arguments, places in alike.values():
+            alike_prompts = [prompts[index] for index in places]
+            if arguments is None:
+                ids = text_ids(self.tokenizer, alike_prompts)
+            else:
+                ids = _apply_template(self, alike_prompts, arguments, [first + index for index in places])
+            encoded |= {index: tuple(own) for index, own in zip(places, ids, strict=True)}
+        for index, prompt in enumerate(prompts):
             if self.rows:
-                check_rows(ids, self.rows, self.tokenizer, f"{self.where(row)}: the prompt")
-            self.fits(len(ids), columns["prompt"][row - first], row)
-        return found
+                check_rows(encoded[index], self.rows, self.tokenizer, f"{self.where(first + index)}: the prompt")
+            self.fits(len(encoded[index]), prompt, first + index)
+        return [encoded[index] for index in range(len(prompts))]
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
         """Convert a row that isn't in the dataset, with its images in their parts; None if the prompt is too long.
@@ -197,10 +171,11 @@ class PromptRules:
             where: the prompt's name in messages.
         """
         if self.reader is not None:
-            asked = dataclasses.replace(self, name=where).read(example, 0)
-            return asked if len(asked) <= self.max_prompt_tokens else None
-        (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
-        return ModelInput(ids) if len(ids) <= self.max_prompt_tokens else None
+            prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
+        else:
+            (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
+            prompt = ModelInput(ids)
+        return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
         """Return whether a row's prompt isn't too long.
@@ -208,7 +183,6 @@ class PromptRules:
         Raises:
             ValueError: the prompt is too long (with ``error``), or has no tokens.
         """
-        assert self.overlong in ("drop", "error"), self.overlong
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens; remove it.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
@@ -271,33 +245,7 @@ def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     ]
 
 
-def is_text(example: dict[str, Any]) -> bool:
-    """Return whether a row is plain text without images."""
-    return isinstance(example["prompt"], str) and not any(example.get(name) for name in IMAGES)
-
-
-def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list[list[int]]:
-    """Return the token ids of each row of a batch; ``first`` is the number of its first row."""
-    prompts = batch["prompt"]
-    ids: dict[int, list[int]] = {}
-    # Rows with equal arguments go through the template together. Texts have no arguments (None), and go through the
-    # tokenizer together. Each value is (the arguments, the rows' places in the batch).
-    alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
-    for index, prompt in enumerate(prompts):
-        _check_prompt(prompt, f"{rules.name}, row {first + index}", rules.tools is not None)
-        arguments = None if isinstance(prompt, str) else _template_arguments(batch, index, rules)
-        alike.setdefault(repr(sorted((arguments or {}).items())), (arguments, []))[1].append(index)
-    for arguments, places in alike.values():
-        given = [prompts[i] for i in places]
-        if arguments is None:
-            encoded = text_ids(rules.tokenizer, given)
-        else:
-            encoded = _apply_template(rules, given, arguments, [first + i for i in places])
-        ids.update(zip(places, encoded, strict=True))
-    return [ids[index] for index in range(len(prompts))]
-
-
-def _template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRules) -> dict[str, Any]:
+def template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRules) -> dict[str, Any]:
     """Return the keyword arguments of the chat template for one row."""
     continues = batch["prompt"][index][-1]["role"] == "assistant"
     arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
@@ -334,7 +282,7 @@ def _apply_template(
         ) from error
 
 
-def _check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) -> None:
+def check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) -> None:
     if isinstance(prompt, str):
         if tools:
             raise ValueError(

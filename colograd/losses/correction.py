@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from ..batch import MicroBatch
-from .tokens import Extremes, Means, Tokens, bounded_exp, per_sequence_sum, sequence_mean_weights
+from .tokens import bounded_exp, per_sequence_sum, sequence_mean_weights
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 MASKED_TOKENS = "sampling/masked_tokens_share"  # for a mask of whole completions, which drops long ones first
 SIGNED, SQUARE = "/signed", "/square"  # suffixes of the moments for `/std`; not logged
 LARGEST = 30.0  # log-ratios are shown up to this, so that a ratio's square stays a float32
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The bounds of a correction's ratio; None: there is no bound."""
-
-    low: float | None = None
-    high: float | None = None
-
-    def outside(self, ratio: torch.Tensor) -> torch.Tensor:
-        """Return a mask of the ratios beyond the bounds, (N,) bool."""
-        outside = torch.zeros_like(ratio, dtype=torch.bool)
-        if self.low is not None:
-            outside |= ratio < self.low
-        if self.high is not None:
-            outside |= ratio > self.high
-        return outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +30,25 @@ class SamplerCorrection:
     """
 
     mode: str
-    low: float | None
+    low: float | None  # None: there is no bound
     high: float | None
 
-    @property
-    def bounds(self) -> Bounds:
-        return Bounds(self.low, self.high)
-
-    @property
-    def per_sequence(self) -> bool:
-        return not self.mode.startswith("token")
-
-    def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Compute (N,) weights from the trainer's detached log-probabilities (N,)."""
-        ratio = bounded_exp(log_ratio_of(known(trainer - batch.sampler_logprobs, batch.loss_mask), self.mode, batch))
+    def weights(self, log_ratio: torch.Tensor) -> torch.Tensor:
+        """Compute (N,) weights from the logarithms (N,) of `log_ratio_of`."""
+        ratio = bounded_exp(log_ratio)
         if self.mode.endswith("truncate"):
             return ratio.clamp(min=self.low, max=self.high)
         weights = torch.ones_like(ratio) if self.mode == "geometric_mask" else ratio
-        return weights.masked_fill(self.bounds.outside(ratio), 0.0)
+        return weights.masked_fill(self.outside(ratio), 0.0)
+
+    def outside(self, ratio: torch.Tensor) -> torch.Tensor:
+        """Return a mask of the ratios beyond the bounds, (N,) bool."""
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.low is not None:
+            outside |= ratio < self.low
+        if self.high is not None:
+            outside |= ratio > self.high
+        return outside
 
 
 def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
@@ -78,34 +61,10 @@ def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torc
     """Compute the (N,) logarithm of the ratio that a correction's mode bounds, from the tokens' own (N,).
 
     It is the token's own, or its completion's: the sum, or for `geometric_mask` the mean over its tokens in the loss.
+    Without a correction the mode is empty, and the ratio is the token's.
     """
     if mode.startswith("geometric"):
         difference = difference * sequence_mean_weights(batch)
     elif not mode.startswith("sequence"):
         return difference
     return per_sequence_sum(difference, batch)[batch.sequence]
-
-
-def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds) -> tuple[Means, Extremes, Extremes]:
-    """Sum the ratio before it is bounded, with counts, minima and maxima; for a micro-batch with a loss token.
-
-    Args:
-        difference: (N,) trainer less sampler, nats; 0 where it isn't known.
-        mode: the correction's mode; empty: there is no correction, and the ratios are per token.
-    """
-    batch, whole = tokens.batch, mode.startswith(("sequence", "geometric"))
-    ratio = log_ratio_of(difference, mode, batch).clamp(-LARGEST, LARGEST).exp()
-    sums: Means = {
-        f"{DIFFERENCE}{SIGNED}": tokens.mean(difference, False),
-        f"{DIFFERENCE}{SQUARE}": tokens.mean(difference.square(), False),
-        f"{RAW}/mean": tokens.mean(ratio, whole),
-        f"{RAW}{SQUARE}": tokens.mean(ratio.square(), whole),
-    }
-    if mode:
-        outside = bounds.outside(ratio).to(ratio.dtype)
-        sums[MASKED if mode.endswith("mask") else TRUNCATED] = tokens.mean(outside, whole)
-        if whole and mode.endswith("mask"):
-            sums[MASKED_TOKENS] = tokens.mean(outside, False)
-    counted = batch.loss_mask > 0
-    lowest, highest = ratio.where(counted, math.inf).min(), ratio.where(counted, -math.inf).max()
-    return sums, {f"{RAW}/min": lowest}, {f"{RAW}/max": highest}

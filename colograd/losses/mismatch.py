@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from ..config import GRPOConfig
-from .correction import DIFFERENCE, RAW, SIGNED, SQUARE, Bounds
+from .correction import DIFFERENCE, RAW, SIGNED, SQUARE, SamplerCorrection
 
 HALF = 0.5  # effective share of completions below which a line is due
 
 
-def effective_share(spread: float, tokens: float, bounds: Bounds, masks: bool) -> float:
+def effective_share(spread: float, tokens: float, correction: SamplerCorrection) -> float:
     """Estimate the share of completions of ``tokens`` tokens that counts: E[w]^2 / E[w^2], the effective sample size of
-    importance sampling (Kong 1992). w is the ratio; beyond the bounds it is 0 (``masks``) or the bound.
+    importance sampling (Kong 1992). w is the ratio; beyond the bounds it is 0 (a mask) or the bound.
 
     Tokens' log-ratios count as independent and normal, with standard deviation ``spread``; the ratio's mean counts as
     1.
@@ -22,8 +23,9 @@ def effective_share(spread: float, tokens: float, bounds: Bounds, masks: bool) -
     if not width:
         return 1.0
     centre = -width * width / 2
-    low = math.log(bounds.low) if bounds.low else -math.inf
-    high = math.log(bounds.high) if bounds.high else math.inf
+    low = math.log(correction.low) if correction.low else -math.inf
+    high = math.log(correction.high) if correction.high else math.inf
+    masks = correction.mode.endswith("mask")
 
     def moment(power: int) -> float:
         shift = centre + power * width * width
@@ -66,10 +68,8 @@ class SamplerMismatch:
         mode, longest = config.vllm_importance_sampling_mode, config.max_completion_length or 1
         if self._advised or not config.vllm_importance_sampling_correction or not mode.startswith("sequence"):
             return ""
-        bounds = Bounds(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
-
-        def share(tokens: int) -> float:
-            return effective_share(spread, tokens, bounds, mode.endswith("mask"))
+        bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+        share = functools.partial(effective_share, spread, correction=SamplerCorrection(mode, *bounds))
 
         if share(longest) >= HALF:
             return ""

@@ -13,7 +13,19 @@ import torch
 from ..batch import LossOutput, MicroBatch
 from ..config import GRPOConfig
 from ..runtime import registry
-from .correction import Bounds, SamplerCorrection, known, observe
+from .correction import (
+    DIFFERENCE,
+    LARGEST,
+    MASKED,
+    MASKED_TOKENS,
+    RAW,
+    SIGNED,
+    SQUARE,
+    TRUNCATED,
+    SamplerCorrection,
+    known,
+    log_ratio_of,
+)
 from .terms import LossTerm
 from .token_losses import LOSSES, find_loss
 from .tokens import (
@@ -26,6 +38,7 @@ from .tokens import (
     completion_mean,
     per_sequence_sum,
     sequence_mean_weights,
+    summed,
 )
 
 QUANTILE_LIMIT = 2**24  # numbers; torch.quantile fails for more
@@ -112,8 +125,10 @@ class Objective:
         log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
         of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
         of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
-        correction = None if self.correction is None else self.correction.weights(old, batch)
-        tokens = Tokens(logprobs, log_ratio, of_token, of_level, correction, whole, batch)
+        difference = known(old - batch.sampler_logprobs, batch.loss_mask)
+        to_sampler = log_ratio_of(difference, "" if self.correction is None else self.correction.mode, batch)
+        correction = None if self.correction is None else self.correction.weights(to_sampler)
+        tokens = Tokens(logprobs, log_ratio, of_token, of_level, batch.advantages, correction, whole, batch)
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
             raise ValueError(
@@ -140,7 +155,7 @@ class Objective:
             of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
-        sums, minima, maxima = self._observe(tokens, entropy.detach(), old, kl, chosen)
+        sums, minima, maxima = self._observe(tokens, entropy.detach(), old, difference, to_sampler, kl, chosen)
         for term in self.terms:
             if (of_row := term.of_row(batch, values)) is not None:
                 loss = loss + of_row
@@ -179,36 +194,53 @@ class Objective:
 
     @torch.no_grad()
     def _observe(
-        self, tokens: Tokens, entropy: torch.Tensor, old: torch.Tensor, kl: torch.Tensor | None, chosen: torch.Tensor
+        self,
+        tokens: Tokens,
+        entropy: torch.Tensor,
+        old: torch.Tensor,
+        difference: torch.Tensor,
+        to_sampler: torch.Tensor,
+        kl: torch.Tensor | None,
+        chosen: torch.Tensor,
     ) -> tuple[Means, Extremes, Extremes]:
-        """Compute TRL's metrics: sums with counts, minima, maxima. Completions without a loss token don't count."""
-        batch, correction = tokens.batch, tokens.correction
-        mask, count = batch.loss_mask, batch.loss_mask.sum()
-        difference = (old - batch.sampler_logprobs).abs()
-        scored = mask * ~difference.isnan()
-        difference = difference.where(scored > 0, 0.0)
-        sums: Means = {
-            "entropy": ((entropy * mask).sum(), count),
-            "sampling/sampling_logp_difference/mean": (difference.sum(), scored.sum()),
-        }
+        """Compute TRL's metrics: sums with counts, minima, maxima. Completions without a loss token don't count.
+
+        Args:
+            difference: (N,) log-probabilities of the trainer less the sampler's; 0 where the sampler gave none.
+            to_sampler: (N,) their sum or mean over the completion, or themselves, see `log_ratio_of`.
+        """
+        batch, mask = tokens.batch, tokens.batch.loss_mask
+        apart = (old - batch.sampler_logprobs).abs()
+        scored = mask * ~apart.isnan()
+        apart = apart.where(scored > 0, 0.0)
+        sums: Means = {"entropy": summed(entropy, mask), f"{DIFFERENCE}/mean": (apart.sum(), scored.sum())}
         for rider in batch.riders:
-            sums |= rider.metrics(difference, scored)
+            sums |= rider.metrics(apart, scored)
         if self.entropy_bonus:
-            sums[BONUS_ENTROPY] = ((entropy * chosen).sum(), chosen.sum())
+            sums[BONUS_ENTROPY] = summed(entropy, chosen)
         if kl is not None:
-            sums["kl"] = ((kl * mask).sum(), count)
+            sums["kl"] = summed(kl, mask)
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)
-        mode, bounds = ("", Bounds()) if self.correction is None else (self.correction.mode, self.correction.bounds)
-        raw, lowest, highest = observe(tokens, known(old - batch.sampler_logprobs, mask), mode, bounds)
-        sums, minima, maxima = sums | raw, {**minima, **lowest}, {**maxima, **highest}
-        maxima = {**maxima, "sampling/sampling_logp_difference/max": difference.max()}
-        if correction is not None and self.correction is not None:
-            name, counted = "sampling/importance_sampling_ratio", mask > 0
-            sums[f"{name}/mean"] = tokens.mean(correction, self.correction.per_sequence)
-            minima = {**minima, f"{name}/min": correction.where(counted, torch.inf).min()}
-            maxima = {**maxima, f"{name}/max": correction.where(counted, -torch.inf).max()}
+        mode = "" if self.correction is None else self.correction.mode
+        weights = sequence_mean_weights(batch) if mode.startswith(("sequence", "geometric")) else mask
+        ratio, counted = to_sampler.clamp(-LARGEST, LARGEST).exp(), mask > 0
+        sums[f"{DIFFERENCE}{SIGNED}"] = summed(difference, mask)
+        sums[f"{DIFFERENCE}{SQUARE}"] = summed(difference.square(), mask)
+        sums[f"{RAW}/mean"] = summed(ratio, weights)
+        sums[f"{RAW}{SQUARE}"] = summed(ratio.square(), weights)
+        minima = {**minima, f"{RAW}/min": ratio.where(counted, torch.inf).min()}
+        maxima = {**maxima, f"{RAW}/max": ratio.where(counted, -torch.inf).max(), f"{DIFFERENCE}/max": apart.max()}
+        if self.correction is not None and tokens.correction is not None:
+            outside = self.correction.outside(ratio).to(ratio.dtype)
+            sums[MASKED if mode.endswith("mask") else TRUNCATED] = summed(outside, weights)
+            if mode in ("sequence_mask", "geometric_mask"):
+                sums[MASKED_TOKENS] = summed(outside, mask)
+            name = "sampling/importance_sampling_ratio"
+            sums[f"{name}/mean"] = summed(tokens.correction, weights)
+            minima[f"{name}/min"] = tokens.correction.where(counted, torch.inf).min()
+            maxima[f"{name}/max"] = tokens.correction.where(counted, -torch.inf).max()
         return sums | of_loss, minima, maxima
 
 

@@ -36,6 +36,11 @@ def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
     return batch.loss_mask / lengths[batch.sequence]
 
 
+def summed(values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a metric's sum and count: of (N,) values with their weights."""
+    return (values * weights).sum(), weights.sum()
+
+
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     """Compute the ratio of a logarithm bounded by +-20; beyond the bounds there is no gradient."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
@@ -58,14 +63,10 @@ class Tokens:
     log_ratio: torch.Tensor  # (N,) log pi / pi_old of the token, differentiable; 0 outside the loss
     token_ratio: torch.Tensor  # (N,) pi / pi_old of the token, bounded, differentiable
     ratio: torch.Tensor  # (N,) pi / pi_old at `importance_sampling_level`, with each token's own gradient
+    advantages: torch.Tensor  # (N,)
     correction: torch.Tensor | None  # (N,) pi_old / sampler, bounded, a constant; None: it is off
     per_sequence: bool  # whether `ratio` is one number per completion
     batch: MicroBatch
-
-    @property
-    def advantages(self) -> torch.Tensor:
-        """(N,) advantages, one per token"""
-        return self.batch.advantages
 
     @property
     def log_ratio_to_sampler(self) -> torch.Tensor:
@@ -81,13 +82,7 @@ class Tokens:
         """Reduce (N,) values to a metric's sum and count: over tokens, or over completions with a loss token if the
         ratio is one number per completion."""
         whole = self.per_sequence if per_sequence is None else per_sequence
-        weights = sequence_mean_weights(self.batch) if whole else self.batch.loss_mask
-        return (values * weights).sum(), weights.sum()
-
-    def of_completions(self, values: torch.Tensor, otherwise: float) -> torch.Tensor:
-        """Average over each completion, (N,) -> (completions,); ``otherwise`` for one without a loss token."""
-        counted = per_sequence_sum(self.batch.loss_mask, self.batch) > 0
-        return per_sequence_sum(values * sequence_mean_weights(self.batch), self.batch).where(counted, otherwise)
+        return summed(values, sequence_mean_weights(self.batch) if whole else self.batch.loss_mask)
 
 
 class TokenLoss(ABC):
@@ -148,10 +143,14 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
     with a positive one (both (N,) bool)."""
     low = (below & (tokens.advantages < 0)).to(tokens.ratio.dtype)
     high = (above & (tokens.advantages > 0)).to(tokens.ratio.dtype)
+    batch, means = tokens.batch, sequence_mean_weights(tokens.batch)
+    weights = means if tokens.per_sequence else batch.loss_mask
     shares = {"low_mean": low, "high_mean": high, "region_mean": low + high}
-    means = {f"clip_ratio/{name}": tokens.mean(values) for name, values in shares.items()}
-    lowest, highest = tokens.of_completions(low, math.inf).min(), tokens.of_completions(high, -math.inf).max()
-    return means, {"clip_ratio/low_min": lowest}, {"clip_ratio/high_max": highest}
+    counted = per_sequence_sum(batch.loss_mask, batch) > 0  # completions with a loss token
+    lowest = per_sequence_sum(low * means, batch).where(counted, math.inf).min()
+    highest = per_sequence_sum(high * means, batch).where(counted, -math.inf).max()
+    sums: Means = {f"clip_ratio/{name}": summed(values, weights) for name, values in shares.items()}
+    return sums, {"clip_ratio/low_min": lowest}, {"clip_ratio/high_max": highest}
 
 
 @dataclass(frozen=True)

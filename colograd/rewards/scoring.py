@@ -10,28 +10,28 @@ A late call becomes an abstention. But a late call in this process ends the run,
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import functools
 import inspect
+import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..batch import Group, Logged, Rollout
 from ..parallel import watchdog
-from ..riders import Rider
 from ..runtime import process
-from ..runtime.registry import hooks, require
+from ..runtime.registry import hooks
 from ..usercode.calls import (
     GRACE,
     Late,
     Outcome,
-    PendingCalls,
     event_loop,
     raised_outcome,
     time_limit,
@@ -49,16 +49,22 @@ from .values import check_log, with_parts
 MOST_WORKERS = 4  # maximum number of workers by default
 
 
-class Scoring(PendingCalls[Future[Outcome]]):
+@dataclass(eq=False)
+class Scoring:
     """The pending rewards of some groups: `PendingRewards` of rollout/stages.py."""
 
-    def __init__(self, scorer: Scorer, groups: Sequence[Group], calls: Sequence[Future[Outcome]]) -> None:
-        super().__init__(calls)  # [R]
-        self._scorer = scorer
-        self._first = groups[0]
-        self._sizes = {group.position: len(group.rollouts) for group in groups}
-        self._rollouts = [rollout for group in groups for rollout in group.rollouts]
-        self._size = len(self._rollouts)
+    scorer: Scorer
+    groups: Sequence[Group]
+    calls: Sequence[Future[Outcome]]  # [R]
+
+    def done(self) -> bool:
+        """Return whether the result is available without waiting."""
+        return all(call.done() for call in self.calls)
+
+    def cancel(self) -> None:
+        """Cancel the calls, as nobody needs the result. Queued calls never begin, and nobody waits for running ones."""
+        for call in self.calls:
+            call.cancel()
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained.
@@ -69,99 +75,69 @@ class Scoring(PendingCalls[Future[Outcome]]):
             RewardError: a function raised, died, didn't return one number per completion, or logged invalid values.
                 With `on_error="abstain"` the function abstains instead.
         """
-        self._scorer.score_with_models()
-        rewards, columns, log = self._scorer.rewards, [], CallLog()
-        of_parts: dict[str, list[Any]] = {}  # by function, one per completion
-        for reward, call in zip(rewards, self._calls, strict=True):
+        scorer, log = self.scorer, CallLog()
+        scorer.score_with_models()
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        columns, of_parts = list[list[float]](), dict[str, list[Any]]()  # parts by function, one per completion
+        for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
             try:
-                column, parts = self._column(reward, call, log)
-                columns.append(column)
-                if any(each is not None for each in parts):
-                    of_parts[reward.name] = parts
+                column, parts = self._column(reward, call, rollouts, log)
             except RewardError:
-                self._scorer.counts[f"rewards/{reward.name}/errors"] += 1
-                if self._scorer.on_error == "raise":
+                scorer.counts[f"rewards/{reward.name}/errors"] += 1
+                if scorer.on_error == "raise":
                     self.cancel()
                     raise
-                columns.append([float("nan")] * self._size)
-        self._scorer.logged |= self._logged_by_group(log)
-        self._scorer.of_parts |= self._parts_by_group(of_parts)
-        return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), self._size).T.contiguous()
+                column, parts = [math.nan] * len(rollouts), []
+            columns.append(column)
+            if any(part is not None for part in parts):
+                of_parts[reward.name] = parts
+        start, metrics = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
+        for group in self.groups:  # the first one gets the metrics, which are of the whole call
+            own = slice(start, start + len(group.rollouts))
+            cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
+            scorer.logged[group.position] = Logged(cut, metrics)
+            if of_parts:
+                scorer.of_parts[group.position] = {name: [*parts[own]] for name, parts in of_parts.items()}
+            start, metrics = own.stop, {}
+        return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(rollouts)).T.contiguous()
 
-    def _logged_by_group(self, log: CallLog) -> dict[int, Logged]:
-        """Return the logged columns, cut by group. The first group gets the metrics, which are of the whole call."""
-        found, start = {}, 0
-        metrics = {name: (sum(values), len(values)) for name, values in log.metrics.items()}
-        for position, size in self._sizes.items():
-            cut = {
-                storable(name): tuple(map(storable, values[start : start + size]))
-                for name, values in log.columns.items()
-            }
-            found[position] = Logged(cut, metrics)
-            start, metrics = start + size, {}
-        return found
-
-    def _parts_by_group(self, of_parts: Mapping[str, Sequence[Any]]) -> dict[int, dict[str, list[Any]]]:
-        found, start = dict[int, dict[str, list[Any]]](), 0
-        for position, size in self._sizes.items() if of_parts else ():
-            found[position] = {name: [*parts[start : start + size]] for name, parts in of_parts.items()}
-            start += size
-        return found
-
-    def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> tuple[list[float], list[Any]]:
+    def _column(
+        self, reward: RewardFunction, call: Future[Outcome], rollouts: Sequence[Rollout], log: CallLog
+    ) -> tuple[list[float], list[Any]]:
         """Return one function's rewards and its rewards of parts of completions. Add its logged values to ``log``."""
-        timeout = self._scorer.timeout
+        scorer, position = self.scorer, self.groups[0].position
+        fail = functools.partial(RewardError, reward.name, position, None)
         # An async call ends itself in time, unless it blocks the event loop.
-        limit = None if isinstance(call, WorkerCall) or timeout is None else timeout + GRACE
+        limit = None if isinstance(call, WorkerCall) or scorer.timeout is None else scorer.timeout + GRACE
         try:
             outcome = call.result(limit)
         except futures.TimeoutError:
-            raise self._error(
-                reward,
-                f"it blocks the event loop: reward_timeout ({timeout:g} s) is long over. Await what takes time, or "
-                "make it a plain function and set reward_workers.",
+            raise fail(
+                f"it blocks the event loop: reward_timeout ({scorer.timeout:g} s) is long over. Await what takes time, "
+                "or make it a plain function and set reward_workers."
             ) from None
-        self._scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
+        scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
         if outcome.kind == "late":
-            self._scorer.note_late(reward.name, self._size)
-            return [float("nan")] * self._size, []
+            scorer.note_late(reward.name, len(rollouts))
+            return [math.nan] * len(rollouts), []
         if outcome.kind == "raised":
-            raise raised_error(reward, self._first, outcome)
+            raise raised_error(reward, self.groups[0], outcome)
         if outcome.kind == "died":
-            raise self._error(
-                reward,
+            raise fail(
                 f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
-                "reward_on_error: abstain to go on without its opinion.",
+                "reward_on_error: abstain to go on without its opinion."
             )
-        column, parts = checked_values(
-            reward, self._first.position, self._rollouts, outcome.value, self._scorer.split_parts
-        )
-        check_log(reward, self._first.position, self._size, outcome.logged)
+        column, parts = checked_values(reward, position, rollouts, outcome.value, scorer.split_parts)
         columns, metrics = outcome.logged
-        if "token_weights" in columns:  # without its extension they would have no effect
-            require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
-        for kind in self._scorer.logged_riders:
-            for index, value in enumerate(columns.get(kind.COLUMN, ())):
-                try:
-                    _rider_of(kind, value, self._rollouts[index])
-                except ValueError as error:
-                    problem = f"it logged {kind.COLUMN} of {error}"
-                    raise RewardError(reward.name, self._first.position, index, problem) from None
+        if columns or metrics:
+            check_log(reward, position, rollouts, columns, metrics)
         for name in columns.keys() & log.columns.keys():
-            raise self._error(reward, f"it logged the column {name!r}, as another reward function did: rename it.")
+            raise fail(f"it logged the column {name!r}, as another reward function did: rename it.")
         log.columns |= columns
         for name, values in metrics.items():
             log.metrics.setdefault(name, []).extend(values)
         return column, parts
-
-    def _error(self, reward: RewardFunction, problem: str) -> RewardError:
-        return RewardError(reward.name, self._first.position, None, problem)
-
-
-def _rider_of(kind: type[Rider], value: Any, rollout: Rollout) -> tuple[Rider, ...]:
-    """Return the rider that a reward function logged for a completion, or ()."""
-    return () if value is None else (kind.from_json(value, rollout),)
 
 
 class Lender(Protocol):
@@ -210,7 +186,6 @@ class Scorer:
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
         self.of_parts: dict[int, dict[str, list[Any]]] = {}  # by position and function, until `take_turns`
         self.split_parts: SplitParts | None = next(iter(hooks("part_rewards")), None)
-        self.logged_riders: list[type[Rider]] = [kind for kind in hooks("riders") if kind.COLUMN]
         # Called with a function's name, the start and the end of a call, and its number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self.environments: Lender | None = None  # takes a group's environments back once it is scored
@@ -238,28 +213,25 @@ class Scorer:
             RewardError: a function in this process failed, or a function needs a missing column.
         """
         calls: list[Future[Outcome]] = []
-        scoring = Scoring(self, groups, calls)
+        scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
         if self.environments is not None:
             self.environments.begin_scoring(groups)
         try:
             for reward in self.rewards:
                 calls.append(self._begin_call(reward, groups, texts, trainer_state))
-                self._watch(reward.name, calls[-1], sum(map(len, texts)))
+                if (tell := self.on_call) is not None:
+                    when_done(calls[-1], functools.partial(tell, reward.name), completions)
         except RewardError:
             scoring.cancel()
             raise
-        if (lender := self.environments) is not None:
-            here = [call for reward, call in zip(self.rewards, calls, strict=True) if self._runs_here(reward)]
+        if (lender := self.environments) is not None:  # environments live in this process
+            here = [
+                call
+                for reward, call in zip(self.rewards, calls, strict=True)
+                if reward.name not in self._pool and not isinstance(reward.function, ModelReward)
+            ]
             when_all_done(here, lambda: lender.end_scoring(groups))
         return scoring
-
-    def _runs_here(self, reward: RewardFunction) -> bool:
-        """Return whether the function runs in this process, where environments live."""
-        return reward.name not in self._pool and not isinstance(reward.function, ModelReward)
-
-    def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
-        if (tell := self.on_call) is not None:
-            when_done(call, lambda started, ended: tell(name, started, ended, completions))
 
     def note_late(self, name: str, completions: int) -> None:
         """Count a late call, and warn the first time, because the function abstains from its completions."""
@@ -284,14 +256,8 @@ class Scorer:
         return self.logged.pop(position, Logged({}, {}))
 
     def take_turns(self, group: Group) -> Group:
-        """Return the group with the functions' rewards of its completions' parts, and the riders that they logged."""
-        group, logged = with_parts(group, self.of_parts.pop(group.position, {})), self.logged.get(group.position)
-        for kind in self.logged_riders:
-            if logged is not None and (values := logged.columns.get(kind.COLUMN)) is not None:
-                pairs = zip(group.rollouts, values, strict=True)
-                rollouts = (rollout.carrying(*_rider_of(kind, value, rollout)) for rollout, value in pairs)
-                group = dataclasses.replace(group, rollouts=tuple(rollouts))
-        return group
+        """Return the group with the functions' rewards of its completions' parts. Its rewards must be computed."""
+        return with_parts(group, self.of_parts.pop(group.position, {}))
 
     def score_with_models(self) -> None:
         """Score all waiting completions with the reward models."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..batch import Group
+from ..batch import Group, Logged, Rollout
+from ..runtime.registry import hooks, require
 from .calling import PARTS
 from .functions import RewardError, RewardFunction
 
@@ -33,23 +34,37 @@ OWN_FAMILIES = (
 )
 
 
-def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Check the columns and metrics that a function logged for ``size`` completions.
+def check_log(
+    reward: RewardFunction,
+    position: int,
+    rollouts: Sequence[Rollout],
+    columns: Mapping[str, Sequence[Any]],
+    metrics: Mapping[str, Any],
+) -> None:
+    """Check the columns and metrics that a function logged for some completions.
 
     Raises:
-        RewardError: a column doesn't have one value per completion, or a metric is one of the trainer's own.
+        RewardError: a column doesn't have one value per completion or can't be read, or a metric is the trainer's own.
     """
-    columns, metrics = logged
-    fail = functools.partial(RewardError, reward.name, position, None)
+    fail = functools.partial(RewardError, reward.name, position)
     for name, values in columns.items():
-        if len(values) != size:
+        if len(values) != len(rollouts):
             raise fail(
-                f"it logged {len(values)} values in the column {name!r} for {size} completions: give log_extra exactly "
-                "one per completion, and None where there is none."
+                None,
+                f"it logged {len(values)} values in the column {name!r} for {len(rollouts)} completions: give "
+                "log_extra exactly one per completion, and None where there is none.",
             )
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
-            raise fail(f"it logged the metric {name!r}, which is the trainer's own: rename it.")
+            raise fail(None, f"it logged the metric {name!r}, which is the trainer's own: rename it.")
+    if "token_weights" in columns:  # without its extension they would have no effect
+        require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
+    for kind in (kind for kind in hooks("riders") if kind.COLUMN in columns):
+        for index, (rollout, value) in enumerate(zip(rollouts, columns[kind.COLUMN], strict=True)):
+            try:
+                _ = None if value is None else kind.from_json(value, rollout)
+            except ValueError as error:
+                raise fail(index, f"it logged {kind.COLUMN} of {error}") from None
 
 
 def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
@@ -63,6 +78,15 @@ def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
             columns[PARTS] = own
         rollouts.append(dataclasses.replace(rollout, columns=columns))
     return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def with_logged_riders(group: Group, logged: Logged) -> Group:
+    """Return the group with the riders that reward functions logged for its completions, e.g. token weights."""
+    for kind in (kind for kind in hooks("riders") if kind.COLUMN in logged.columns):
+        pairs = zip(group.rollouts, logged.columns[kind.COLUMN], strict=True)
+        riders = ((one, () if value is None else (kind.from_json(value, one),)) for one, value in pairs)
+        group = dataclasses.replace(group, rollouts=tuple(one.carrying(*own) for one, own in riders))
+    return group
 
 
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:

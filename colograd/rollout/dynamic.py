@@ -106,7 +106,7 @@ def roll_out_until(
             with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
                     started = time.perf_counter()
-                    scoring.begin(group)
+                    scoring.take(group)
                     extend_scored(wait=False)
                     times.move("generate", "reward", time.perf_counter() - started)
                     if signals >= enough:

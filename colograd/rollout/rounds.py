@@ -9,8 +9,9 @@ import contextlib
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..data import extra_prompts
@@ -20,13 +21,6 @@ from .stages import Stages
 Steps = Sequence[Sequence[Prompt]]  # a round's prompts, a list per optimizer step
 MorePrompts = Callable[[int, int], list[Prompt]]  # (number drawn so far, number wanted) -> further prompts
 Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # a round's groups -> metrics, summed over ranks
-
-
-class SamplesOnLeader(Protocol):
-    """The `Sampler`, as a round sees it."""
-
-    def stages(self) -> Stages: ...
-    def on_leader(self, draw: Callable[[], list[SampledStep]], steps: int) -> list[SampledStep]: ...
 
 
 class PlainRound:
@@ -43,10 +37,8 @@ class PlainRound:
     def __init__(self, times: PhaseTimes, one_call: bool = False) -> None:
         self.times, self.one_call = times, one_call
         self.tallies: list[Tally] = []  # add metrics after each round
-
-    def sample(self, steps: Steps, sampler: SamplesOnLeader) -> list[SampledStep]:
-        """Sample and score a round. All ranks call it; only the first rank of an engine gets groups."""
-        return sampler.on_leader(lambda: self.draw(steps, sampler.stages()), len(steps))
+        # A context around a round's sampling, entered on all ranks; the first rank of an engine draws inside.
+        self.around: Callable[[Steps], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         """Sample and score a round on the first rank of an engine, in one queue."""
@@ -91,7 +83,7 @@ def roll_out(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_c
             with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
                     started = time.perf_counter()
-                    scoring.begin(group)
+                    scoring.take(group)
                     times.move("generate", "reward", time.perf_counter() - started)
         with times.phase("reward"):
             return [scoring.scored(prompt.position) for prompt in prompts]

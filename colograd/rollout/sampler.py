@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from ..runtime import registry
 from .checks import checked_advantages, checked_rewards
 from .rounds import PlainRound, Steps, roll_out, unscored
 from .stages import PendingRewards, RolloutSource, Stages
-from .statistics import RolloutStatistics, round_statistics
+from .statistics import DIVIDED, RolloutStatistics
 from .store import RolloutStore
 from .texts import has_parser, with_messages, with_prompt_text
 
@@ -42,6 +42,7 @@ class SamplerHooks(Protocol):
     policy: Policy
     lengths: LengthHistory
     journal: RolloutStore | None
+    replaced: frozenset[str]  # stages that a subclass overrides
 
     def begin_records(self, evaluation: str = "") -> None: ...
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]: ...
@@ -49,7 +50,6 @@ class SamplerHooks(Protocol):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
     def decode(self, group: Group) -> list[str]: ...
-    def replaces(self, stage: str) -> bool: ...
 
 
 class Purpose(enum.StrEnum):
@@ -89,6 +89,8 @@ class Sampler:
         self._scales_steps = self.estimator.step_scores is not None
         offers = (offer(self) for offer in registry.hooks("stages"))
         self._changes: list[Callable[[Stages], Stages]] = [change for change in offers if change is not None]
+        if self.engine is not None:  # else a replay, which has its own
+            self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
     # -- a round, and an evaluation
 
@@ -97,8 +99,10 @@ class Sampler:
         self.hooks.begin_records()
         times, began = self.events.times, time.perf_counter()
         waited = times.seconds["wait"]
+        draw = self.events.recorder.watching()(lambda: self.round.draw(prompts, self.stages()))
         with on_all_ranks("the rollout"):
-            steps = self.round.sample(prompts, self)
+            with self.round.around(prompts), self.turn():
+                steps = self.on_leader(draw, [SampledStep((), ())] * len(prompts))
             idle_since = time.perf_counter() - (times.seconds["wait"] - waited)
         self.events.recorder.all_sampled()
         ended = time.perf_counter()
@@ -119,9 +123,14 @@ class Sampler:
                 f"for these rows of the model (said once; `{UNKNOWN_TOKENS}` counts on)",
             )
         with on_all_ranks("the statistics"):
-            statistics = round_statistics(steps, counts, self.hooks.combine, self.config.mask_truncated_completions)
-            self.events.recorder.note(steps, statistics, self.hooks.combine)
-        if any(map(math.isnan, itertools.chain.from_iterable(found.totals for found in statistics))):
+            combine, mask_truncated = self.hooks.combine, self.config.mask_truncated_completions
+            statistics = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
+            for name, number in counts.items():
+                among = statistics if name.startswith(DIVIDED) else statistics[:1]
+                for part in among:
+                    part.counts[name] += number / len(among)  # type: ignore[assignment]
+            self.events.recorder.note(steps, statistics, combine)
+        if any(math.isnan(total) for part in statistics for total in part.totals):
             self.events.warn_once("unscored", unscored(steps))  # of rank 0's completions; the metric counts all ranks'
         return SampledRound(tuple(steps), tuple(statistics))
 
@@ -131,10 +140,8 @@ class Sampler:
         together = self.config.reward_call == "all"
         self.purpose = Purpose.EVALUATION
         try:
-            with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the evaluation"):
-                return self.engine.on_engine_leader(
-                    lambda: roll_out(prompts, self.stages(), self.events.times, together), others=[]
-                )
+            with self.turn(), on_all_ranks("the evaluation"):
+                return self.on_leader(lambda: roll_out(prompts, self.stages(), self.events.times, together), [])
         finally:
             self.purpose = Purpose.TRAINING
 
@@ -144,11 +151,9 @@ class Sampler:
         parts = [part for part in (self.scorer, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
-    def on_leader(self, draw: Callable[[], list[SampledStep]], steps: int) -> list[SampledStep]:
-        """Call ``draw``, which samples a round, on the first rank of an engine. Other ranks get empty steps."""
-        others = [SampledStep((), ())] * steps
-        with self.device_turns.sampling(self.hooks.optimizer):
-            return self.engine.on_engine_leader(self.events.recorder.watching()(draw), others=others)
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the engine has the device's memory."""
+        return self.device_turns.sampling(self.hooks.optimizer)
 
     # -- the stages
 
@@ -158,15 +163,17 @@ class Sampler:
         An extension changes them at the seam ``stages``: a function from the sampler to a function (stages) -> stages,
         or None if the extension isn't in use.
         """
-        evaluates, hooks = self.purpose is Purpose.EVALUATION, self.hooks
+        hooks, replaced = self.hooks, self.hooks.replaced
+        compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
+        if self.purpose is Purpose.EVALUATION:  # its loss computes advantages later
+            compute_advantages = _no_advantages
         stages = Stages(
-            generate=hooks.generate if hooks.replaces("generate") else self.generate,
-            begin_score=self._begin_replaced if hooks.replaces("score") else self.begin_scoring,
-            # An evaluation's loss computes advantages later.
-            add_advantages=_without_advantages if evaluates else self.add_advantages,
+            generate=hooks.generate if "generate" in replaced else self.generate,
+            begin_score=self._begin_replaced if "score" in replaced else self.begin_scoring,
+            compute_advantages=compute_advantages,
             take_logged=self.scorer.take_logged,
             journal=hooks.journal if hooks.is_in_train else None,
-            checks=hooks.replaces("generate") or self.source is not self.engine,
+            checks="generate" in replaced or self.source is not self.engine,
         )
         for change in self._changes:
             stages = change(stages)
@@ -210,17 +217,14 @@ class Sampler:
     def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
         """Return an evaluation's groups with advantages, as one step. A collective."""
         with on_all_ranks("the advantages"):
-            groups = [self.add_advantages(scored.group, scored.rewards) for scored in groups]
-        (step,) = scale_over_steps([SampledStep(tuple(groups), ())], self.estimator)
+            advantages = [self._checked_advantages(one.group, one.rewards.clone()) for one in groups]
+        judged = [dataclasses.replace(one, advantages=own) for one, own in zip(groups, advantages, strict=True)]
+        (step,) = scale_over_steps([SampledStep(tuple(judged), ())], self.estimator)
         return step
 
-    def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        """Return the group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""
-        advantages = self.hooks.compute_advantages(group, rewards.clone())  # a copy, as a subclass may change it
-        if self.hooks.replaces("compute_advantages"):
-            advantages = checked_advantages(advantages, group)
-        return ScoredGroup(group, rewards, advantages)
+    def _checked_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+        return checked_advantages(self.hooks.compute_advantages(group, rewards), group)
 
 
-def _without_advantages(group: Group, rewards: torch.Tensor) -> ScoredGroup:
-    return ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
+def _no_advantages(group: Group, rewards: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(group.rollouts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import torch
 from ..batch import Group, Logged, Prompt, ScoredGroup
 from ..engine.sampling import Sampling
 from ..rewards import Ready
+from ..rewards.values import with_logged_riders
 from .checks import checked_groups
 from .store import RewardedGroup, RolloutStore
 
@@ -50,22 +50,17 @@ class PendingRewards(Protocol):
 BeginScore = Callable[[Sequence[Group]], PendingRewards]  # begins to score several groups in one call
 
 
-def _nothing(position: int) -> Logged:
-    return Logged({}, {})
-
-
+@dataclass(eq=False)
 class InScoring:
-    """The rewards of a round's groups: recorded rewards, and pending ones.
+    """The rewards of a round's groups: recorded rewards, and pending ones."""
 
-    Args:
-        prompts: the round's prompts. Their recorded groups are read.
-    """
+    stages: Stages
+    prompts: Sequence[Prompt]  # the round's; their recorded groups are read
 
-    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
-        self.stages = stages
-        journal = stages.journal
+    def __post_init__(self) -> None:
+        journal = self.stages.journal
         # By position, until they get advantages.
-        self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(prompts)
+        self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
@@ -79,11 +74,6 @@ class InScoring:
             with contextlib.closing(checked_groups(generated, rest) if self.stages.checks else generated) as groups:
                 yield from groups
 
-    def begin(self, group: Group) -> None:
-        """Begin to score a group, and `take`."""
-        self._pending[group.position] = (group, self.stages.begin_score([group]))
-        self.take()
-
     def score_together(self, groups: Sequence[Group]) -> None:
         """Score groups in one call, and wait for the rewards."""
         if groups:
@@ -91,24 +81,35 @@ class InScoring:
             self._pending |= {g.position: (g, Ready(own)) for g, own in zip(groups, rewards, strict=True)}
             self.take()
 
-    def take(self, position: int | None = None) -> None:
-        """Write the groups that have their rewards into the journal, after waiting for the one at ``position``."""
+    def take(self, group: Group | None = None, position: int | None = None) -> None:
+        """Begin to score a group, if there is one. Write the groups that have their rewards into the journal.
+
+        Args:
+            position: position of a group whose rewards to wait for.
+        """
         stages = self.stages
-        for at, (group, pending) in [*self._pending.items()]:
+        if group is not None:
+            self._pending[group.position] = (group, stages.begin_score([group]))
+        for at, (scored, pending) in [*self._pending.items()]:
             if at == position or pending.done():
                 del self._pending[at]
-                rewards = pending.result()
-                group = group if stages.take_turns is None else stages.take_turns(group)
-                self.rewarded[at] = RewardedGroup(group, rewards, stages.take_logged(at))
+                rewards, logged = pending.result(), stages.take_logged(at)
+                if logged.columns:
+                    scored = with_logged_riders(scored, logged)
+                if stages.take_turns is not None:
+                    scored = stages.take_turns(scored)
+                self.rewarded[at] = RewardedGroup(scored, rewards, logged)
                 if stages.journal is not None:
                     stages.journal.add(self.rewarded[at])
 
     def scored(self, position: int) -> ScoredGroup:
         """Wait for the rewards of the group at a position. Return the group with its advantages."""
         if position not in self.rewarded:
-            self.take(position)
+            self.take(position=position)
         recorded = self.rewarded.pop(position)
-        return dataclasses.replace(self.stages.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
+        # A copy of the rewards, as a subclass may change them.
+        advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
+        return ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged)
 
     def cancel(self) -> None:
         """Cancel the pending rewards."""
@@ -122,8 +123,9 @@ class Stages:
 
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
     begin_score: BeginScore
-    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # takes a group and its rewards [G, R]
-    take_logged: Callable[[int], Logged] = _nothing  # position -> logged values of the group with rewards
+    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # takes a group and its rewards [G, R]
+    # Position of a group with rewards -> the values that reward functions logged for it.
+    take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
     take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
     journal: RolloutStore | None = None
     checks: bool = True  # whether ``generate`` is the user's, so that its groups are checked

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, SampledStep, ScoredGroup
+from ..batch import FinishReason, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
@@ -133,20 +133,3 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
         return {}
     found = {"mean": values.mean(), "min": values.min(), "max": values.max()}
     return {name.format(key): float(value) for key, value in found.items()}
-
-
-def round_statistics(
-    steps: Sequence[SampledStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool
-) -> list[RolloutStatistics]:
-    """Return the statistics of all groups that were sampled for each step of a round.
-
-    Args:
-        counts: the round's counts. Those of `DIVIDED` belong to no step and are divided among all steps; other counts
-            are added to the first step.
-    """
-    found = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
-    for name, number in counts.items():
-        among = found if name.startswith(DIVIDED) else found[:1]
-        for part in among:
-            part.counts[name] += number / len(among)  # type: ignore[assignment]
-    return found

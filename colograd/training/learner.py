@@ -35,7 +35,7 @@ from ..rewards import RewardFunction
 from ..rollout.sampler import SampledRound
 from ..sharding import ShardingStrategy
 from .loss_pass import checked_loss, loss_pass
-from .step_batches import schedule, step_batch
+from .step_batches import step_batch
 
 
 class LearnerHooks(Protocol):
@@ -45,9 +45,9 @@ class LearnerHooks(Protocol):
     optimizer: Any
     rewards: list[RewardFunction]
     estimator: AdvantageEstimator
+    replaced: frozenset[str]  # stages that a subclass overrides
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
-    def replaces(self, stage: str) -> bool: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
 
 
@@ -86,41 +86,50 @@ class Learner:
         self.sharding.discard()
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack a round, and yield its optimizer steps in the order of their training."""
-        given = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
-        steps = [
-            self.pack(step, statistics, *given)
-            for step, statistics in zip(sampled.steps, sampled.statistics, strict=True)
-        ]
+        """Pack a round, and yield its optimizer steps in the order of their training, `num_iterations` times over."""
+        packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
+        steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
-        self.pending = self._add_logprobs(steps)
-        while self.pending:
-            yield self.pending.pop(0)
-
-    def _add_logprobs(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add the second models' log-probabilities, and old_logprobs to off-policy steps."""
-        config, autocast = self.config, self.hooks.compute_loss_context_manager
-
-        def add_old(step: StepBatch) -> StepBatch:
-            with self.events.times.phase("old_logprobs"), autocast():
-                return with_old_logprobs(self.model, step, config.temperature)
-
+        version, autocast = self.hooks.state.global_step, self.hooks.compute_loss_context_manager
         while True:
             try:
-                filled = steps
-                for field, second in self.second_models.items():
-                    phase = self.events.times.phase(field.partition(OF)[0])
-                    with on_all_ranks("the second models' log-probabilities"), phase, autocast():
-                        filled = with_second_logprobs({field: second}, filled, config.temperature)
-                if self.objective.terms:
-                    with on_all_ranks("the advantages"):
-                        for term in self.objective.terms:
-                            filled = [term.with_scores(step, self.hooks.estimator) for step in filled]
+                filled = self._with_second_models(steps) if self.second_models or self.objective.terms else steps
+                scheduled = [
+                    dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
+                    for index, step in enumerate(filled * self.config.num_iterations)
+                ]
+                off_policy = [
+                    number
+                    for number, step in enumerate(scheduled)
+                    if any(r.policy_version != step.version for scored in step.groups for r in scored.group.rollouts)
+                ]
+                # Old log-probabilities are computed now, with the weights that sampled the rollouts.
+                rows = dict[int, tuple[PackedRow, ...]]()  # by place in the round
                 with on_all_ranks("the old log-probabilities"):
-                    return schedule(filled, self.hooks.state.global_step, config.num_iterations, add_old)
+                    for number in off_policy:
+                        if (place := number % len(steps)) not in rows:
+                            with self.events.times.phase("old_logprobs"), autocast():
+                                rows[place] = with_old_logprobs(self.model, filled[place], self.config.temperature).rows
+                        scheduled[number] = dataclasses.replace(scheduled[number], rows=rows[place])
+                break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
             steps = self._back_off(steps, reason, among=len(steps))
+        self.pending = scheduled
+        while self.pending:
+            yield self.pending.pop(0)
+
+    def _with_second_models(self, steps: list[StepBatch]) -> list[StepBatch]:
+        """Add the second models' log-probabilities, and the terms' advantages."""
+        autocast = self.hooks.compute_loss_context_manager
+        for field, second in self.second_models.items():
+            phase = self.events.times.phase(field.partition(OF)[0])
+            with on_all_ranks("the second models' log-probabilities"), phase, autocast():
+                steps = with_second_logprobs({field: second}, steps, self.config.temperature)
+        with on_all_ranks("the advantages"):
+            for term in self.objective.terms:
+                steps = [term.with_scores(step, self.hooks.estimator) for step in steps]
+        return steps
 
     # -- an optimizer step
 
@@ -189,7 +198,7 @@ class Learner:
     @functools.cached_property
     def reads_constants(self) -> bool:
         """Whether the loss may read the step's constants. A compute_loss of the user's may."""
-        return self.objective.needs_constants or self.hooks.replaces("compute_loss")
+        return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
 
     def with_constants(self, step: StepBatch) -> StepBatch:
         """Return the step with the entropy threshold and coefficient added to every row. A collective."""
@@ -204,7 +213,7 @@ class Learner:
     def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
         """Return the function that computes a row's loss, with a check if a subclass has replaced it."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
-        if not self.hooks.replaces("compute_loss"):
+        if "compute_loss" not in self.hooks.replaced:
             return compute_loss
         return lambda row: checked_loss(compute_loss(row), differentiable)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -91,28 +90,3 @@ def step_batch(
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted)
-
-
-def schedule(
-    steps: Sequence[StepBatch], version: int, iterations: int, with_old_logprobs: Callable[[StepBatch], StepBatch]
-) -> list[StepBatch]:
-    """Return a round's steps in the order of their training, ``iterations`` times over.
-
-    A step that trains other weights than the ones that sampled its rollouts gets old log-probabilities. They are
-    computed now, with the present weights, which sampled the step, because the policy will have changed by then.
-
-    Args:
-        version: optimizer step of the present weights. Each step makes the next version.
-    """
-    asked: dict[int, StepBatch] = {}  # place in the round -> step with old log-probabilities
-    scheduled = []
-    for number in range(len(steps) * iterations):
-        place = number % len(steps)
-        trained = steps[place].trained if number < len(steps) else 0
-        step = dataclasses.replace(steps[place], version=version + number, trained=trained)
-        if any(r.policy_version != step.version for scored in step.groups for r in scored.group.rollouts):
-            if place not in asked:
-                asked[place] = with_old_logprobs(steps[place])
-            step = dataclasses.replace(step, rows=asked[place].rows)
-        scheduled.append(step)
-    return scheduled

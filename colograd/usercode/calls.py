@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from .worker_process import COLOGRAD, line_and_traceback
 
@@ -35,22 +35,6 @@ class Outcome:
     value: Any  # the return value; (line, traceback) of the exception; the exit status of the process that died
     seconds: float  # seconds that the function ran
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # columns and metrics, see `CallLog`
-
-
-class PendingCalls(Generic[C]):
-    """Several calls with one joint result."""
-
-    def __init__(self, calls: Sequence[C]) -> None:
-        self._calls = calls
-
-    def done(self) -> bool:
-        """Return whether the result is available without waiting."""
-        return all(call.done() for call in self._calls)
-
-    def cancel(self) -> None:
-        """Cancel the calls, as nobody needs the result. Queued calls never begin, and nobody waits for running ones."""
-        for call in self._calls:
-            call.cancel()
 
 
 def raised_outcome(error: BaseException) -> Outcome:
@@ -78,8 +62,8 @@ def _place(file: str, line: int | str) -> str:
     return f"{file if near.startswith(os.pardir) else near}:{line}"
 
 
-def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> None:
-    """Call ``tell(started, ended)`` in the thread that ends or cancels the call.
+def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
+    """Call ``tell(started, ended, *further)`` in the thread that ends or cancels the call.
 
     Both are times of `time.perf_counter`. ``started`` is the function's start, or the time of calling `when_done` if
     the start isn't known.
@@ -89,7 +73,7 @@ def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> No
     def done(call: Future[Outcome]) -> None:
         ended = time.perf_counter()
         seconds = 0.0 if call.cancelled() or call.exception() else call.result().seconds
-        tell(ended - seconds if seconds else submitted, ended)
+        tell(ended - seconds if seconds else submitted, ended, *further)
 
     call.add_done_callback(done)
 

@@ -111,7 +111,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     from colograd.reporting.metrics import PhaseTimes
     from colograd.rewards.functions import resolve_rewards
     from colograd.rewards.scoring import Scorer
-    from colograd.rollout.statistics import round_statistics
+    from colograd.rollout.statistics import RolloutStatistics
     from colograd.training.step_batches import step_batch
 
     stages, scorer = Stages(), Scorer(resolve_rewards([odd_length], None), workers=1)
@@ -154,7 +154,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
             for group, of_group in zip(groups, rewards, strict=True)
         )
         step = SampledStep(scored, scored)
-        (statistics,) = round_statistics([step], {}, lambda rewards: rewards[:, 0], False)
+        statistics = RolloutStatistics.of(step.sampled, lambda rewards: rewards[:, 0], False)
     with stages.stage("balance and packing"):
         rules = PackingRules(BUDGET, False, True, True, options.ranks > 1, False, 1e-5, device)
         batch = step_batch(step, statistics, rules, ["odd_length"], PhaseTimes())

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, ScoredGroup
+from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
 from colograd.extensions.recording.completions import logged_steps, read_log
 from colograd.policy.packing import has_signal
@@ -53,8 +53,8 @@ class Made:
         self.asked.append((drawn, count))
         return [Prompt({}, (1,), 100 + drawn + i) for i in range(count)]
 
-    def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        return ScoredGroup(group, rewards, rewards[:, 0] - rewards[:, 0].mean())
+    def judge(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+        return rewards[:, 0] - rewards[:, 0].mean()
 
     def draw(self, max_rounds: int = 10) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)

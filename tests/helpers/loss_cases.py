@@ -10,6 +10,7 @@ import torch
 
 from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, PackedRow, Rollout, ScoredGroup, StepBatch
 from colograd.losses import entropy
+from colograd.losses.correction import SamplerCorrection, known, log_ratio_of
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import LOSSES
 from colograd.policy.packing import collate, plan_rows
@@ -115,6 +116,14 @@ def make_objective(loss_type: str, knobs: dict[str, Any] | None = None, **terms:
     """``knobs`` are the loss's, ``terms`` the objective's."""
     values, cls = KNOBS | (knobs or {}), LOSSES[loss_type]
     return Objective(cls(**{name: values[name] for name in (f.name for f in dataclasses.fields(cls))}), **terms)
+
+
+def correction_weights(
+    mode: str, low: float | None, high: float | None, trainer: torch.Tensor, row: MicroBatch
+) -> torch.Tensor:
+    """Return the weights of a correction, from the trainer's log-probabilities (N,)."""
+    difference = known(trainer - row.sampler_logprobs, row.loss_mask)
+    return SamplerCorrection(mode, low, high).weights(log_ratio_of(difference, mode, row))
 
 
 def our_loss(

@@ -289,9 +289,9 @@ class Made:
     def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
         return [Prompt({}, (1,), 4 + drawn + index) for index in range(min(count, 2 - drawn))]
 
-    def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
+    def judge(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         advantages = self.estimator.of_group(rewards)
-        return ScoredGroup(group, rewards, advantages.repeat_interleave(2) if self.per_token else advantages)
+        return advantages.repeat_interleave(2) if self.per_token else advantages
 
     def draw(self, max_rounds: int = 0) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import LONGEST, gradients, make_objective, make_step, our_loss
+from loss_cases import LONGEST, correction_weights, gradients, make_objective, make_step, our_loss
 
 from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, StepBatch, StepConstants
 from colograd.config import GRPOConfig
@@ -214,9 +214,9 @@ def test_the_tensors_of_these_tests_reach_every_branch() -> None:
         kept = make_objective("dapo", off_policy_threshold=0.05)._on_policy(step.logprobs.detach(), row)
         assert kept.any() and not kept.all()
         for mode, low, high in (("token_truncate", 0.8, 1.2), ("sequence_truncate", 0.7, 1.3)):
-            weights = SamplerCorrection(mode, low, high).weights(step.old, row)
+            weights = correction_weights(mode, low, high, step.old, row)
             assert (weights == low).any() and (weights == high).any() and ((weights > low) & (weights < high)).any()
-            weights = SamplerCorrection(mode.replace("truncate", "mask"), low, high).weights(step.old, row)
+            weights = correction_weights(mode.replace("truncate", "mask"), low, high, step.old, row)
             assert (weights == 0).any() and (weights > 0).any()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from loss_cases import make_objective, make_step, our_loss
+from loss_cases import correction_weights, make_objective, make_step, our_loss
 
 from colograd.config import GRPOConfig
 from colograd.losses.correction import (
@@ -18,13 +18,14 @@ from colograd.losses.correction import (
     MASKED_TOKENS,
     RAW,
     TRUNCATED,
-    Bounds,
     SamplerCorrection,
 )
 from colograd.losses.mismatch import SamplerMismatch, effective_share
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
 from colograd.policy.packing import collate
 from colograd.reporting.metrics import Metrics
+
+MASK = SamplerCorrection("sequence_mask", None, 3.0)
 
 
 def config(**given: Any) -> GRPOConfig:
@@ -61,9 +62,9 @@ def test_a_geometric_mask_weighs_by_the_mean() -> None:
     mask = torch.zeros_like(row.loss_mask)
     mask[places[0][:4]] = mask[places[1]] = 1.0
     row = dataclasses.replace(row, loss_mask=mask, sampler_logprobs=torch.zeros_like(differences))
-    weights = SamplerCorrection("geometric_mask", 0.99, 1.02).weights(differences, row)
+    weights = correction_weights("geometric_mask", 0.99, 1.02, differences, row)
     assert weights[places[0][:4]].tolist() == [1.0] * 4 and not weights[places[1]].any()
-    products = SamplerCorrection("sequence_mask", 0.99, 1.02).weights(differences, row)
+    products = correction_weights("sequence_mask", 0.99, 1.02, differences, row)
     assert not products[places[0][:4]].any()
 
 
@@ -103,16 +104,16 @@ def test_the_effective_share_is_that_of_drawn_ratios(low: float | None, high: fl
     spread, generator = 0.03, torch.Generator().manual_seed(0)
     width = spread * math.sqrt(tokens)
     drawn = torch.randn(500_000, generator=generator, dtype=torch.float64) * width - width**2 / 2
-    ratio, bounds = drawn.exp(), Bounds(low, high)
+    ratio, bounds = drawn.exp(), SamplerCorrection("mask" if masks else "truncate", low, high)
     weights = ratio.masked_fill(bounds.outside(ratio), 0.0) if masks else ratio.clamp(min=low, max=high)
     expected = float(weights.mean() ** 2 / weights.square().mean())
-    assert effective_share(spread, tokens, bounds, masks) == pytest.approx(expected, rel=0.03)
+    assert effective_share(spread, tokens, bounds) == pytest.approx(expected, rel=0.03)
 
 
 def test_the_effective_share_falls_with_length_and_ends_at_nothing() -> None:
-    shares = [effective_share(0.05, tokens, Bounds(None, 3.0), True) for tokens in (1, 100, 1000, 10_000, 10**7)]
+    shares = [effective_share(0.05, tokens, MASK) for tokens in (1, 100, 1000, 10_000, 10**7)]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0.99 and shares[-1] == 0.0
-    assert effective_share(0.0, 1000, Bounds(None, 3.0), True) == 1.0
+    assert effective_share(0.0, 1000, MASK) == 1.0
 
 
 def test_a_line_advises_where_long_completions_would_hardly_count() -> None:
@@ -121,8 +122,7 @@ def test_a_line_advises_where_long_completions_would_hardly_count() -> None:
     line = told.advice(metrics)
     assert "differ by 0.050 nats" in line and "sequence_mask" in line and "set token_truncate" in line
     length = int(line.split("more than about ")[1].split()[0].replace(",", ""))
-    bounds = Bounds(None, 3.0)
-    assert effective_share(0.05, length, bounds, True) >= 0.5 > effective_share(0.05, length + 1, bounds, True)
+    assert effective_share(0.05, length, MASK) >= 0.5 > effective_share(0.05, length + 1, MASK)
     assert told.advice(metrics) == "", "once"
     silent = {
         "short completions": config(max_completion_length=64),

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 PACKAGE = str(ROOT / "colograd") + "/"
 STAGES = (
     "Prompt", "Group", "Rollout", "ScoredGroup", "SampledStep", "SampledRound", "PackedGroup", "PackedRow", "StepBatch",
-    "MicroBatch", "LossOutput",
+    "MicroBatch", "Tokens", "LossOutput",
 )  # fmt: skip
 # Words that name an option, in any form of the code: names, strings and comments. An `example` is a dataset's row, and
 # functools and itertools are no tools.

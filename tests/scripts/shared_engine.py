@@ -24,7 +24,7 @@ import tiny
 import tool_cases
 import torch
 
-from colograd.batch import Group, Prompt, ScoredGroup
+from colograd.batch import Group, Prompt
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
@@ -100,8 +100,8 @@ class Cases:
             texts = [self.tokenizer.batch_decode([list(r.completion_ids) for r in g.rollouts]) for g in groups]
             return scorer.submit(groups, texts)
 
-        def judge(group: Group, rewards: torch.Tensor) -> ScoredGroup:
-            return ScoredGroup(group, rewards, rewards[:, 0] - rewards[:, 0].mean())
+        def judge(group: Group, rewards: torch.Tensor) -> torch.Tensor:
+            return rewards[:, 0] - rewards[:, 0].mean()
 
         stages = Stages(self.write, begin, judge)
         own = DynamicRound(PhaseTimes(), False, 6, lambda drawn, count: self.prompts(100 + drawn, count))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, ScoredGroup, StepBatch
+from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, StepBatch
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import SAPOLoss
@@ -58,8 +58,8 @@ class Outcomes:
     def score(self, group: Group) -> torch.Tensor:
         return torch.tensor([[float(sum(r.completion_ids) % 7)] for r in group.rollouts])
 
-    def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        return ScoredGroup(group, rewards, rewards[:, 0] - rewards.mean())
+    def judge(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+        return rewards[:, 0] - rewards.mean()
 
     def collect(self, prompts: list[Prompt], rules: PackingRules) -> tuple[StepBatch, SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)

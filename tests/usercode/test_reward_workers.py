@@ -16,7 +16,7 @@ import torch
 from reward_cases import dying, hanging, leaving, lengths, loud, process_id, raising, when_told, with_alarm
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import RewardError, Scorer, resolve_rewards
 from colograd.rewards import scoring as scoring_module
@@ -224,16 +224,16 @@ def test_a_call_that_nobody_needs_any_more_gives_its_worker_back(scorer_of) -> N
     (first, *_) = run(scorer)[0]
     scorer.rewards = [slow]
     running, queued = (scorer.submit([make_group()], [texts()]) for _ in range(2))
-    while not running._calls[0].running():
+    while not running.calls[0].running():
         time.sleep(0.01)
     queued.cancel()
     running.cancel()
-    assert queued._calls[0].cancelled() and not running._calls[0].done(), "nobody else waits"
+    assert queued.calls[0].cancelled() and not running.calls[0].done(), "nobody else waits"
     scorer.rewards = [quick]
     started = time.monotonic()
     ((second, *_),) = run(scorer)
     assert second != first and time.monotonic() - started < 600, "it wasn't waited for"
-    assert running._calls[0].result().kind == "dropped"
+    assert running.calls[0].result().kind == "dropped"
     assert not [name for name in scorer.take_counts() if "timeouts" in name or "errors" in name]
 
 
@@ -255,7 +255,7 @@ def test_an_async_call_that_nobody_needs_any_more_is_cancelled(scorer_of) -> Non
 
 def test_closing_leaves_no_process_even_of_a_function_that_never_returns(scorer_of) -> None:
     scorer = scorer_of(process_id, hanging, workers=2)
-    (pid, *_) = scorer.submit([make_group()], [texts()])._calls[0].result().value
+    (pid, *_) = scorer.submit([make_group()], [texts()]).calls[0].result().value
     scorer.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
@@ -266,7 +266,7 @@ def stages_of(scorer: Scorer) -> Stages:
     return Stages(
         generate=lambda prompts: (make_group(size, position) for position, size in ((2, 1), (0, 2), (1, 3))),
         begin_score=lambda groups: scorer.submit(groups, [texts(len(group.rollouts)) for group in groups]),
-        add_advantages=lambda group, rewards: ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))),
+        compute_advantages=lambda group, rewards: torch.zeros(len(group.rollouts)),
     )
 
 

@@ -5,7 +5,8 @@ the checkpoint before the steps --> the recorded rounds after it, up to the last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from ...batch import Group, Prompt, SampledStep
+from ...batch import Group, Prompt
 from ...checkpoint.folders import complete_steps, step_of
 from ...checkpoint.search import find_damage
 from ...config import GRPOConfig
@@ -150,9 +151,13 @@ def _shown(figures: Mapping[str, float]) -> str:
 class ReplaySampler(Sampler):
     """A `Sampler` of recorded groups only, without an engine or calls of reward functions."""
 
-    def on_leader(self, draw: Callable[[], list[SampledStep]], steps: int) -> list[SampledStep]:
-        """See `Sampler.on_leader`. The first rank of an engine has the groups of all of its ranks."""
-        return [SampledStep((), ())] * steps if self.config.layout.engine_place else draw()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The first rank of an engine has the groups of all of its ranks.
+        self.on_leader = lambda draw, others: others if self.config.layout.engine_place else draw()
+
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def generate(self, prompts: Sequence[Prompt], own: Any = None) -> Iterator[Group]:
         """Refuse to sample."""

@@ -112,7 +112,7 @@ class CarriedRound(PlainRound):
                     if group.position in scoring.rewarded:
                         continue
                     started = time.perf_counter()
-                    scoring.begin(group)
+                    scoring.take(group)
                     self.times.move("generate", "reward", time.perf_counter() - started)
             if done <= scoring.rewarded.keys():  # else one call scores all groups, including the rewarded ones
                 samples.clear()

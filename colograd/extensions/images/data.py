@@ -18,12 +18,14 @@ from datasets import Dataset
 from ...batch import ModelInput
 from ...data.columns import IMAGES as COLUMNS
 from ...data.messages import content_parts, text_of, without_nones
-from ...data.prompts import PromptRules, is_text, text_ids
+from ...data.prompts import PromptRules, check_prompt, template_arguments, text_ids
 from ...data.vocabulary import check_rows
 from .lengths import image_lengths
 from .rider import PER_TOKEN, Images, digest_of
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
+PROMPTS_IN_MEMORY = 64  # prompts that keep their images in memory,
+BYTES_IN_MEMORY = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
 
@@ -39,6 +41,27 @@ class ImageReader:
     def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
         self.processor, self.image_token, self.rows = processor, image_token, rows
         self.most = 0  # the largest number of images of a prompt so far
+        self._latest: dict[int, ModelInput] = {}  # by row, with their images
+
+    def prompt(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
+        """Convert a row of a dataset, which may be plain text without images, into its prompt; see `read`."""
+        if _is_text(example):
+            return ModelInput(tuple(text_ids(rules.tokenizer, [example["prompt"]])[0]))
+        return self.read(example, _arguments(example, row, rules), rules.where(row))
+
+    def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
+        """Return `prompt`, made once for steps that take the row soon after each other."""
+        made = self._latest.pop(row, None) or self.prompt(example, row, rules)
+        if len(made.ids) > rules.max_prompt_tokens:
+            raise ValueError(
+                f"{rules.where(row)}: with its images the prompt has {len(made.ids)} tokens, over the "
+                f"limit of {rules.max_prompt_tokens}, though fewer were counted at start: remove it."
+            )
+        self._latest[row] = made
+        size = 1 if made.media is None else max(1, made.media.nbytes)
+        while len(self._latest) > min(PROMPTS_IN_MEMORY, max(1, BYTES_IN_MEMORY // size)):
+            del self._latest[next(iter(self._latest))]
+        return made
 
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
         """Convert a row into its prompt: the tokens, with one per image feature, and the images.
@@ -143,15 +166,15 @@ class ImageReader:
         because a whole dataset's pixels don't fit into memory."""
 
         def counted(example: dict[str, Any], row: int) -> int | None:
-            if is_text(example):
+            if _is_text(example):
                 return len(text_ids(rules.tokenizer, [example["prompt"]])[0])
-            return self.count(example, rules.arguments(example, row), rules.where(row))
+            return self.count(example, _arguments(example, row, rules), rules.where(row))
 
         return image_lengths(
             rows,
             load=lambda example, row: loaded(example, rules.where(row)),
             counted=counted,
-            processed=lambda example, row: len(rules.read(example, row).ids),
+            processed=lambda example, row: len(self.prompt(example, row, rules).ids),
             tell=lambda line: rules.tell(f"{rules.name}: {line}"),
         )
 
@@ -184,6 +207,18 @@ class ImageReader:
         text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
         start = self.processor.tokenizer.bos_token
         return text, not (start and text.startswith(start))
+
+
+def _is_text(example: Mapping[str, Any]) -> bool:
+    """Return whether a row is plain text without images."""
+    return isinstance(example["prompt"], str) and not any(example.get(name) for name in COLUMNS)
+
+
+def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[str, Any]:
+    """Return the chat template's arguments for a row."""
+    check_prompt(example["prompt"], rules.where(row), rules.tools is not None, images=True)
+    columns = {name: [value] for name, value in example.items()}
+    return template_arguments(columns, 0, rules) if isinstance(example["prompt"], list) else {}
 
 
 class Unreadable(ValueError):

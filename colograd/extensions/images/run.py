@@ -22,8 +22,8 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
     if (reader := reader_of(policy)) is None:
         return []
     if isinstance(prompts[0], PromptDataset) and prompts[0].most_images:
-        first = (prompt.input for prompt in prompts[0].first_ones(ROWS_LOOKED_AT) if prompt.input.images is not None)
-        if (found := next(first, None)) is not None:
-            return [found]
+        inputs = (prompts[0][row, row].input for row in range(min(ROWS_LOOKED_AT, len(prompts[0]))))
+        if (first := next((each for each in inputs if each.media is not None), None)) is not None:
+            return [first]
     has_some = feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)
     return [reader.made_up()] if has_some else []

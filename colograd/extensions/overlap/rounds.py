@@ -9,10 +9,11 @@ micro-batches, until none of them trains. The remaining groups are balanced, pac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ...parallel.ranks import gather
 from ...policy.packing import PackingRules, has_signal, plan_rows
 from ...policy.second_models import fill
 from ...reporting.metrics import Metrics, PhaseTimes
-from ...rollout.rounds import PlainRound, SamplesOnLeader, Steps
+from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from ...rollout.statistics import RolloutStatistics
 from ...training.loss_pass import loss_pass
@@ -69,6 +70,8 @@ class OverlappedRound(PlainRound):
         self.recorded: Partition | None = None  # micro-batches of the next step's first training
         self._shared: FinishedGroups | None = None  # gets this round's groups, to train them while ranks sample
         self._is_first = False  # whether the round's first step isn't packed yet
+        self._sampled: list[SampledStep] = []  # this round's, on the first rank of an engine
+        self.around = self._train_meanwhile
 
     def forget(self) -> None:
         self.early = None
@@ -83,30 +86,32 @@ class OverlappedRound(PlainRound):
 
     # -- sampling
 
-    def sample(self, steps: Steps, sampler: SamplesOnLeader) -> list[SampledStep]:
-        """See `PlainRound.sample`. Train finished groups until no rank samples or trains any more."""
-        self.early, self.recorded, self._is_first = None, None, True
+    @contextlib.contextmanager
+    def _train_meanwhile(self, steps: Steps) -> Iterator[None]:
+        """Wrap a round's sampling: train finished groups until no rank samples or trains any more."""
+        self.early, self.recorded, self._is_first, self._sampled = None, None, True, []
         args, journal, step = self.trainer.args, self.trainer.journal, self.trainer.state.global_step
         if args.keeps_journal:
             reads = args.layout.is_main and journal is not None
             self.recorded = gather(read_partition(journal.round_folder(step), step + 1) if reads else None)[0]
         self._shared = finished = self.finished if self.recorded is None else None
         if finished is None:
-            return super().sample(steps, sampler)
+            yield
+            return
         try:
             finished.begin(prompt.position for prompt in steps[0])
-            sampled = super().sample(steps, sampler)
+            yield
         finally:
             finished.finish()
-        for scored in sampled[0].kept:
+        for scored in self._sampled[0].kept if self._sampled else ():
             finished.add(scored)
         self.early = self._train_early(finished)
-        return sampled
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         if (shared := self._shared) is not None:
             stages = dataclasses.replace(stages, scoring=functools.partial(_SharedScoring, self.trainer.engine, shared))
-        return super().draw(steps, stages)
+        self._sampled = super().draw(steps, stages)
+        return self._sampled
 
     # -- training while ranks sample
 
@@ -207,12 +212,13 @@ class _SharedScoring(InScoring):
         with after_each_step(self._engine, serve):
             yield from super().sample(prompts)
 
-    def take(self, position: int | None = None) -> None:
-        super().take(position)
+    def take(self, group: Group | None = None, position: int | None = None) -> None:
+        super().take(group, position)
         self._share()
 
     def _share(self) -> None:
         """Share the groups that have their rewards: they may be trained from here on."""
         for recorded in self.rewarded.values():
             if self._finished.wants(recorded.group.position):
-                self._finished.add(self.stages.add_advantages(recorded.group, recorded.rewards))
+                advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
+                self._finished.add(ScoredGroup(recorded.group, recorded.rewards, advantages))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from typing import Any
 
 from ...config import GRPOConfig
@@ -17,10 +17,10 @@ def why_not(
     objective: Objective,
     estimator: AdvantageEstimator,
     sharding: type[ShardingStrategy],
-    replaced: Callable[[str], bool],
+    replaced: Container[str],
 ) -> str:
-    """Return why all groups of a step wait for the last one; empty: they don't. ``replaced``: function that returns
-    whether a subclass of the trainer overrides a stage."""
+    """Return why all groups of a step wait for the last one; empty: they don't. ``replaced``: stages that a subclass of
+    the trainer overrides."""
     reasons: list[tuple[Any, str]] = [
         (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
         (sharding.meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),
@@ -30,8 +30,8 @@ def why_not(
         (objective.entropy_bonus, "the entropy's bonus is a mean over the step"),
         *((term.waits, term.waits) for term in objective.terms),
         (type(objective.loss) not in LOSSES.values(), "a loss of your own may read the step's constants"),
-        (replaced("compute_loss"), "a compute_loss of your own may read the step's constants"),
-        (replaced("compute_advantages"), "a compute_advantages of your own is called in the order of the prompts"),
+        ("compute_loss" in replaced, "a compute_loss of your own may read the step's constants"),
+        ("compute_advantages" in replaced, "a compute_advantages of your own is called in the order of the prompts"),
         (config.offload_reference and not config.on_cpu, "offload_reference has no room beside gradients"),
         (config.full_determinism, "full_determinism forbids sums whose order depends on clocks"),
     ]
@@ -43,7 +43,7 @@ def why_no_overlap(trainer: Any) -> str:
     if trainer.args.world_size == 1:
         return "there is no other rank"
     sharding = strategy_of(trainer.args)
-    return why_not(trainer.args, trainer.learner.objective, trainer.estimator, sharding, trainer.replaces)
+    return why_not(trainer.args, trainer.learner.objective, trainer.estimator, sharding, trainer.replaced)
 
 
 def note(trainer: Any) -> str:

@@ -73,7 +73,7 @@ def counting(rules: PromptRules, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rules, dataset = rules_of(processor, family), rows(40)
-    expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
+    expected = [len(rules.reader.prompt(dataset[row], row, rules).ids) for row in range(len(dataset))]
     seen = counting(rules, monkeypatch)
     assert rules.reader.lengths(dataset, rules) == expected
     assert len(seen) <= image_lengths.PROBES + 3, "no more rows are processed than prove it"
@@ -84,7 +84,7 @@ def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monke
 def test_where_sizes_don_t_tell_each_row_is_processed(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     rules, dataset = rules_of(tiled, tell=told.append), rows()
-    expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
+    expected = [len(rules.reader.prompt(dataset[row], row, rules).ids) for row in range(len(dataset))]
     count = ImageReader.count
     monkeypatch.setattr(ImageReader, "count", lambda *given: wrong(count(*given)))
     assert rules.reader.lengths(dataset, rules) == expected
@@ -98,10 +98,10 @@ def test_long_rows_are_dropped_and_the_others_read_when_they_are_asked_for(monke
     assert 0 < len(prompts.dropped) < 8 and prompts.longest <= 40
     proved = len(seen)
     assert len(prompts[0, 0].input.ids) <= 40 and len(seen) == proved + 1
-    monkeypatch.setattr("colograd.data.prompts.BYTES_IN_MEMORY", 1)
+    monkeypatch.setattr("colograd.extensions.images.data.BYTES_IN_MEMORY", 1)
     for row in range(len(prompts)):
         prompts[row, row]
-    assert len(prompts._latest) == 1, "as few as fit"
+    assert len(rules.reader._latest) == 1, "as few as fit"
 
 
 def test_a_longer_row_than_was_counted_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

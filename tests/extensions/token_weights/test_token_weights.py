@@ -11,8 +11,12 @@ import torch
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.extensions.token_weights.rider import TokenWeights
 from colograd.policy.packing import pack
+from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import RewardError
+from colograd.rewards.values import with_logged_riders
 from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
+from colograd.rollout.rounds import PlainRound
+from colograd.rollout.stages import Stages
 
 LENGTHS, WEIGHTS = (2, 3), [[0.5, 2.0], None]
 PROMPT = Prompt({"prompt": "so"}, ModelInput((1, 2)), 5)
@@ -40,7 +44,7 @@ def too_few(completions: list[str], log_extra: Any, **columns: Any) -> list[floa
 def test_logged_weights_multiply_the_tokens_advantages(scorer_of: Any, workers: int) -> None:
     scorer = scorer_of(weighing, workers=workers)
     rewards = scorer.submit([group()], [["a", "b"]]).result()
-    weighted = scorer.take_turns(group())
+    weighted = with_logged_riders(group(), scorer.take_logged(5))
     assert [rollout.get(TokenWeights) for rollout in weighted.rollouts] == [TokenWeights((0.5, 2.0)), None]
     recorded = group_bytes(RewardedGroup(weighted, rewards, Logged({}, {})))
     again = group_of(recorded, PROMPT).group
@@ -48,6 +52,18 @@ def test_logged_weights_multiply_the_tokens_advantages(scorer_of: Any, workers: 
     sent = ScoredGroup(again, rewards, torch.tensor([1.0, -1.0])).for_training()
     (row,) = pack([sent], 100, False, torch.device("cpu"))
     assert row.advantages.tolist() == [0.5, 2.0, -1.0, -1.0, -1.0]
+
+
+def test_logged_weights_reach_a_plain_round(scorer_of: Any) -> None:
+    scorer = scorer_of(weighing)
+    stages = Stages(
+        generate=lambda prompts: iter([group()]),
+        begin_score=lambda groups: scorer.submit(groups, [["a", "b"]]),
+        compute_advantages=lambda group, rewards: torch.zeros(2),
+        take_logged=scorer.take_logged,
+    )
+    ((scored,),) = (step.kept for step in PlainRound(PhaseTimes()).draw([[PROMPT]], stages))
+    assert [rollout.get(TokenWeights) for rollout in scored.group.rollouts] == [TokenWeights((0.5, 2.0)), None]
 
 
 def test_weights_of_another_length_are_refused(scorer_of: Any) -> None:

@@ -355,7 +355,7 @@ def written(trained: Any, box: Toolbox, name: str, tokens: int = 120, **options:
     form = EachTurnCalls(trainer.policy.tokenizer, {}, reader)
     form.name = name
     rules = PromptRules(trainer.policy.tokenizer, 900, "drop", {}, "rows", reader=reader)
-    prompts = [Prompt(row, rules.read(row, index), index) for index, row in enumerate(rows(3))]
+    prompts = [Prompt(row, reader.prompt(row, index, rules), index) for index, row in enumerate(rows(3))]
     sampling = Sampling(3, tokens, 1.0, {"stop_token_ids": list(range(40))} | options)
     talks = Conversations(trainer.engine, box, form, rules, 2)
     trainer.publish()
