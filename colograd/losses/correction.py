@@ -44,7 +44,7 @@ class SamplerCorrection:
     One mode is a mask alone: with `geometric_mask` a token's weight is 1 if exp(mean over its completion's tokens of
     log trainer - log sampler) is within the bounds, else 0. Unlike the product of the ratios this doesn't depend on the
     completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights).
+    without importance weights). As in verl, its lower bound is the reciprocal of the upper one unless it is set.
     """
 
     mode: str
@@ -53,6 +53,8 @@ class SamplerCorrection:
 
     @property
     def bounds(self) -> Bounds:
+        if self.mode == "geometric_mask" and self.low is None and self.high is not None:
+            return Bounds(1 / self.high, self.high)
         return Bounds(self.low, self.high)
 
     @property
