@@ -30,19 +30,16 @@ class Work:
     future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def finish(self, samples: list[Sampled]) -> None:
-        self._tell(lambda: None if self.future.done() else self.future.set_result(samples))
-
-    def go_on(self, ids: list[int]) -> None:
-        if (more := self.more) is not None:
-            self._tell(lambda: more(ids))
+        self.tell(lambda: None if self.future.done() else self.future.set_result(samples))
 
     def fail(self, error: BaseException) -> None:
-        self._tell(lambda: None if self.future.done() else self.future.set_exception(error))
+        self.tell(lambda: None if self.future.done() else self.future.set_exception(error))
 
-    def _tell(self, then: object) -> None:
+    def tell(self, then: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the endpoint's event loop."""
         loop = self.future.get_loop()
         if not loop.is_closed():
-            loop.call_soon_threadsafe(then)  # type: ignore[arg-type]
+            loop.call_soon_threadsafe(then, *arguments)
 
 
 class WorkQueue:
@@ -57,12 +54,12 @@ class WorkQueue:
     def put(self, work: Work) -> None:
         with self._changed:
             self._new.append(work)
-            self._changed.notify()
+            self.wake()
 
     def drop(self, work: Work) -> None:
         with self._changed:
             self._dropped.append(work)
-            self._changed.notify()
+            self.wake()
 
     def wake(self) -> None:
         """Make `wait` return."""
@@ -73,7 +70,7 @@ class WorkQueue:
     def wait(self, seconds: float) -> None:
         """Wait for a new request, a dropped request or `wake`, for at most ``seconds``."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._new or self._dropped or self._woken), seconds)
+            self._changed.wait_for(lambda: self._woken, seconds)
             self._woken = False
 
     def gather(self, count: int, seconds: float) -> None:
@@ -105,14 +102,14 @@ class Decoder:
         self._step_seconds = FIRST_STEP  # seconds of the last step
 
     def step(self, idle_seconds: float, sessions: int) -> None:
-        """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly for one.
+        """Submit new requests, run one step, and answer the finished requests.
 
         Sessions that begin together send their requests together. A step for the first request alone would take as
         long as a step for all, and would slow down reading the other requests. So an idle engine waits for the others,
         at most for the length of a step.
 
         Args:
-            idle_seconds: maximum seconds to wait without requests.
+            idle_seconds: maximum seconds to wait for a request if there is none.
             sessions: number of running programs. Each may send a request.
         """
         if not self._running:
@@ -135,8 +132,8 @@ class Decoder:
         finished_requests = self.engine.advance()
         self._step_seconds = time.monotonic() - began
         for name, ids in self.engine.written():
-            if (running := self._running.get(name)) is not None:
-                running.go_on(list(ids))
+            if (running := self._running.get(name)) is not None and running.more is not None:
+                running.tell(running.more, list(ids))
         for name, samples in finished_requests:
             if (finished := self._running.pop(name, None)) is not None:
                 finished.finish(samples)

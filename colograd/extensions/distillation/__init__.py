@@ -3,7 +3,7 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
     "context": "teacher:check_teacher_context",
-    "loaded_policy": "run:check_policy",
+    "loaded_policy": "teacher:check_teacher",
     "loss_term": "losses:teacher_term",
     "prompt_columns": "run:prompt_columns",
     "second_model": ("second:LOGPROBS", "second:STATES", "second:TOP"),

@@ -53,24 +53,17 @@ class TeacherHead:
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of the head's products, and so of its input states."""
-        return product_dtype(self.weight, device, self.wide)
-
     def beside(self, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherLogits:
         """Return the teacher's logits for a micro-batch's labels, from the `teacher_states` of its rows."""
         return self.logits(micro_batch.scores["teacher_states"], temperature, candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return the logits for hidden states.
+        """Return the logits for (N, hidden) last hidden states of the teacher, on the head's device.
 
-        Args:
-            states: (N, hidden) last hidden states of the teacher's model, on the head's device.
-            candidates: candidate tokens of the labels; None: the whole vocabulary.
+        ``candidates`` are the labels' candidate tokens; None: the whole vocabulary.
         """
-        head = Head(
-            temperature, dtype=self.dtype(states.device), wide=self.wide, candidates=candidates, **self.transform
-        )
+        dtype = product_dtype(self.weight, states.device, self.wide)
+        head = Head(temperature, dtype=dtype, wide=self.wide, candidates=candidates, **self.transform)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
 
@@ -228,8 +221,8 @@ class TeacherStep(ForwardStep):
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
     """End a teacher's forward with the inputs of its head for the labels, (N, hidden), in its products' dtype."""
-    hidden = row.label_states()
-    return (hidden.to(TeacherHead.of(row.model).dtype(hidden.device)),)
+    hidden, head = row.label_states(), TeacherHead.of(row.model)
+    return (hidden.to(product_dtype(head.weight, hidden.device, head.wide)),)
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
@@ -249,16 +242,12 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
     """Compute each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32.
 
-    Args:
-        tile: rows and columns of the logits that exist at once.
+    ``tile`` is the number of rows and columns of the logits that exist at once.
     """
     found = []
     for row in parts(len(logits.states), tile[0]):
-        states = logits.states[row]
-        best, ids = (
-            states.new_empty((len(states), 0), dtype=logits.head.exact),
-            states.new_empty((len(states), 0)).long(),
-        )
+        best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
+        ids = best.long()
         total = torch.zeros_like(best.sum(1))
         maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)  # see `_LabelLogprobs`
         for vocabulary in parts(len(logits.weight), tile[1]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +18,6 @@ from .teacher import config_of, teacher_bytes, teacher_of
 UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
 
 Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # as `Kind.read`, without a name
-
-
-def _configs(config: GRPOConfig) -> Mapping[str, GRPOConfig]:
-    return {name: config_of(config, name) for name in config.teachers}
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
@@ -47,22 +43,21 @@ def _of_its_groups(
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
     values = row.values(field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
-    own = [str(part.example.get(TEACHER) or "") == name for part in row.parts]
-    if any(own):
-        parts = tuple(part for part, mine in zip(row.parts, own, strict=True) if mine)
+    own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
+    if own:
         places = values.split(lengths)  # views
+        parts = tuple(row.parts[index] for index in own)
         said = read(second, model, PackedRow(parts, row.mask_truncated, row.device), temperature)
-        for place, of_part in zip(
-            (place for place, mine in zip(places, own, strict=True) if mine),
-            said.split([n for n, mine in zip(lengths, own, strict=True) if mine]),
-            strict=True,
-        ):
-            place.copy_(of_part)
+        for index, of_part in zip(own, said.split([lengths[index] for index in own]), strict=True):
+            places[index].copy_(of_part)
     return values
 
 
 def _kind(field: str, read: Read) -> Kind:
-    return Kind(field, "teacher", teacher_of, teacher_bytes, functools.partial(_of_its_groups, field, read), _configs)
+    def configs(config: GRPOConfig) -> dict[str, GRPOConfig]:
+        return {name: config_of(config, name) for name in config.teachers}
+
+    return Kind(field, "teacher", teacher_of, teacher_bytes, functools.partial(_of_its_groups, field, read), configs)
 
 
 LOGPROBS = _kind("teacher_logprobs", own_logprobs)

@@ -35,17 +35,19 @@ from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead
 
-SCALE = (
-    "lora_alpha",
-    "r",
-    "use_rslora",
-    "use_dora",
-    "alpha_pattern",
-    "rank_pattern",
-)  # fields of an adapter's configuration that determine the scale of its values
+# Fields of an adapter's configuration that determine the scale of its values.
+SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
-class Teacher(FrozenModel):
+class Unsaved:
+    """A second model that isn't in a checkpoint: the next start loads the same teacher."""
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
+
+    def load(self, checkpoint: str | Path) -> None: ...
+
+
+class Teacher(Unsaved, FrozenModel):
     """Teacher with its own model.
 
     Args:
@@ -67,14 +69,8 @@ class Teacher(FrozenModel):
         size = f"{unwrap(self.model).num_parameters() / 1e6:,.0f} M parameters, {dtype}{also}"
         return f"teacher: {self.name}, {size}, {self.where()}"
 
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Save nothing: the next start loads the same teacher."""
 
-    def load(self, checkpoint: str | Path) -> None:
-        """Load nothing, because `save` writes nothing."""
-
-
-class OtherAdapter:
+class OtherAdapter(Unsaved):
     """Teacher that is the policy's model with another adapter's values, exchanged in while the teacher runs."""
 
     of_policy = True
@@ -93,12 +89,6 @@ class OtherAdapter:
         with values_in_place(self.values), evaluation_mode(self.model):
             yield self.model
 
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Save nothing: the next start loads the same teacher."""
-
-    def load(self, checkpoint: str | Path) -> None:
-        """Load nothing, because `save` writes nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Source:
@@ -108,6 +98,8 @@ class _Source:
     base: str  # folder or Hub id of the model
     adapter: str  # folder of the adapter on it; empty: none
     loading: GRPOConfig  # configuration with the teacher's loading settings in place of the policy's
+    revision: str | None
+    trust: bool  # whether the model's own code may run
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -129,53 +121,38 @@ class _Source:
             dtype = getattr(self.configuration(), "dtype", None) or torch.float32
         return _outline(self.base, dtype, self.trust, self.revision)
 
-    @property
-    def revision(self) -> str | None:
-        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
-        return given.get("revision")
-
-    @property
-    def trust(self) -> bool:
-        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
-        return bool(given.get("trust_remote_code", self.loading.trust_remote_code))
-
 
 _outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
-    """Return the teacher's location and loading settings.
-
-    Raises:
-        ValueError: the folder has an adapter that names no base.
-    """
+    """Return the teacher's location and loading settings."""
     name = str(config.teacher_model_name_or_path)
-    loading, given = copy.copy(config), dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
-    if given.get("dtype") is None and given.get("torch_dtype") is None:
-        given["dtype"] = str(policy.model.dtype).removeprefix("torch.")
+    loading = copy.copy(config)
+    arguments: dict[str, Any] = dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
+    if arguments.get("dtype") is None and arguments.get("torch_dtype") is None:
+        arguments["dtype"] = str(policy.model.dtype).removeprefix("torch.")
     if config.teacher_model_revision is not None:
-        given["revision"] = config.teacher_model_revision
-    loading.model_init_kwargs = given
+        arguments["revision"] = config.teacher_model_revision
+    loading.model_init_kwargs = arguments
+    revision, trust = arguments.get("revision"), bool(arguments.get("trust_remote_code", config.trust_remote_code))
     saved = adapter_folder(name)
     if saved is None:
-        return _Source(name, name, "", loading)
+        return _Source(name, name, "", loading, revision, trust)
     base = str(saved.get("base_model_name_or_path") or "")
     if not base:
         raise ValueError(
             f"teacher_model_name_or_path {name!r} holds an adapter that doesn't name its base: set "
             "base_model_name_or_path in its adapter_config.json."
         )
-    return _Source(name, base, name, loading)
+    return _Source(name, base, name, loading, revision, trust)
 
 
-def check_teacher(config: GRPOConfig, policy: Policy) -> None:
-    """Check that the teachers can score the policy's samples, before their weights are read.
-
-    Raises:
-        ValueError: a teacher can't; with the value, the rule and the remedy.
-    """
+def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
+    """Return the policy if the teachers can score its samples. Their weights aren't read."""
     for name in config.teachers:
         _check_one(config_of(config, name), policy)
+    return policy
 
 
 def config_of(config: GRPOConfig, name: str) -> GRPOConfig:
@@ -217,17 +194,13 @@ def _check_one(config: GRPOConfig, policy: Policy) -> None:
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
     """Raise a ValueError if a sequence may be longer than a teacher's context."""
     for name in config.teachers:
-        _check_context(config_of(config, name), policy, tokens)
-
-
-def _check_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
-    source = _source_of(config, policy)
-    most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and tokens > most:
-        raise ValueError(
-            f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
-            f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
-        )
+        source = _source_of(config_of(config, name), policy)
+        most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and tokens > most:
+            raise ValueError(
+                f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
+                f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
+            )
 
 
 def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
@@ -303,23 +276,19 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
     if config.on_cpu:
         choose_rows(model)  # on a GPU the rows are proved later, on the device
     offload = offloads(config, config.offload_teacher)
-    _bring(model, config.device, stays=offload or config.cuts_weights)
+    stays = offload or config.cuts_weights
+    if stays:  # nothing else will move its buffers
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(config.device)
+    else:
+        model.to(config.device)
     head = TeacherHead.of(unwrap(model)) if config.distillation_kl == "exact" else None
-    if head is not None and (offload or config.cuts_weights):
+    if head is not None and stays:
         head = head.copied_to(config.device)
     if offload:
         for parameter in model.parameters():
             parameter.data = parameter.data.pin_memory()
     return Teacher(source.name, model, config.device, offload, head, config.distillation_top_k)
-
-
-def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:
-    """Move the model to ``device``; if it ``stays``, only its buffers, because nothing else will move them there."""
-    if not stays:
-        model.to(device)
-        return
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:

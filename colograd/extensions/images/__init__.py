@@ -7,6 +7,6 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "model:Images",
     "picture": "data:in_rgb",
     "prompt_reader": "data:reader_of",
-    "proof_prompts": "run:proof_prompts",
+    "proof_prompts": "data:proof_prompts",
     "riders": "rider:Images",
 }

@@ -16,14 +16,18 @@ import jinja2
 from datasets import Dataset
 
 from ...batch import ModelInput
-from ...data.columns import IMAGES as COLUMNS
+from ...data import PromptDataset
 from ...data.messages import content_parts, text_of, without_nones
 from ...data.prompts import PromptRules, is_text, text_ids
 from ...data.vocabulary import check_rows
+from ...policy.loading import Policy
+from ...rollout.features import SourceFeature
+from ...training.prompts import Prompts
 from .lengths import image_lengths
 from .rider import PER_TOKEN, Images, digest_of
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
+ROWS_LOOKED_AT = 64  # rows to search for an image for the proof
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
 
@@ -31,7 +35,6 @@ class ImageReader:
     """The conversion of a row's conversation and images into the inputs of the model and the engine.
 
     Args:
-        processor: of transformers, with an image processor, a tokenizer and a chat template.
         image_token: the id of the tokens that an image's features replace.
         rows: number of rows of the model's embedding; 0: unknown.
     """
@@ -44,7 +47,6 @@ class ImageReader:
         """Convert a row into its prompt: the tokens, with one per image feature, and the images.
 
         Args:
-            row: of the dataset; its ``prompt`` is a conversation.
             arguments: of the chat template.
             where: the row's name in messages.
 
@@ -57,11 +59,7 @@ class ImageReader:
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """Convert a conversation and its pictures with the processor.
-
-        Args:
-            messages: with all contents as parts.
-            pictures: PIL images in RGB, in the order of their places in the messages.
+        """Convert a conversation, with all contents as parts, and its pictures in RGB with the processor.
 
         Raises:
             REFUSALS: the template or the processor failed, or the text has an image token without a picture.
@@ -103,12 +101,19 @@ class ImageReader:
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
 
     def split(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return a conversation with all contents as parts, and the images that its parts had; see `with_images`."""
+        """See `with_images`."""
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
         """Return a row's conversation with its images in their parts, and whether its columns have images."""
-        return with_own_images(row, where), bool(images_of(row, where))
+        of_columns = images_of(row, where)
+        messages, images = with_images(row["prompt"], of_columns, where)
+        waiting = iter(images)
+        for message in messages:
+            message["content"] = [
+                part | {"image": next(waiting)} if part["type"] == "image" else part for part in message["content"]
+            ]
+        return messages, bool(of_columns)
 
     @property
     def placeholder(self) -> int:
@@ -117,11 +122,7 @@ class ImageReader:
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
         """Count the tokens of the prompt that `read` will make, by the images' sizes, without their pixels. None: the
-        processor can't compute it.
-
-        Raises:
-            ValueError: as `read`, except for problems that show only when pixels are processed.
-        """
+        processor can't compute it."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
@@ -149,24 +150,19 @@ class ImageReader:
 
         return image_lengths(
             rows,
-            load=lambda example, row: loaded(example, rules.where(row)),
+            load=lambda example, row: example | {"images": images_of(example, rules.where(row)) or None, "image": None},
             counted=counted,
             processed=lambda example, row: len(rules.read(example, row).ids),
             tell=lambda line: rules.tell(f"{rules.name}: {line}"),
         )
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return a row's conversation, and its images in RGB."""
         messages, pictures = with_images(row["prompt"], images_of(row, where), where)
         self.most = max(self.most, len(pictures))
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the text's tokens, with one placeholder for each picture.
-
-        Raises:
-            ValueError: the text has an image token without a picture, or a token without a row in the embedding.
-        """
+        """Return the text's tokens, with one placeholder for each picture."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -200,22 +196,8 @@ def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
         raise ValueError(f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}") from error
 
 
-def loaded(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the row with its image columns decoded.
-
-    Raises:
-        ValueError: see `images_of`.
-    """
-    found = images_of(row, where)
-    return {**row, "images": found or None, "image": None}
-
-
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
-    """Return the row's images in RGB, from its column ``images`` or ``image``.
-
-    Raises:
-        ValueError: both columns have some, or one isn't an image.
-    """
+    """Return the row's images in RGB, from its column ``images`` or ``image``."""
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
         raise Unreadable(f"{where}: it has both `images` and `image`: leave one of the columns out.")
@@ -223,17 +205,13 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
         raise Unreadable(
             f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into `image`."
         )
-    given = [*several] if several else [] if one is None else [one]
-    return [in_rgb(image, where) for image in given]
+    return [in_rgb(image, where) for image in several or ([] if one is None else [one])]
 
 
 def in_rgb(image: Any, where: str) -> Any:
     """Convert a datasets image (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB.
 
     The camera's orientation tag is applied, as datasets and transformers do.
-
-    Raises:
-        ValueError: the value is no image, or can't be read.
     """
     from PIL import ExifTags, Image, ImageOps
 
@@ -254,11 +232,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the conversation with all contents as parts that hold no image, and the images in their order.
-
-    Raises:
-        ValueError: the prompt is no conversation, or has more or fewer places than there are images.
-    """
+    """Return the conversation with all contents as parts that hold no image, and the images in their order."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
@@ -276,32 +250,15 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
             f"{len(images)} image(s): give as many of one as of the other."
         )
-    waiting, found = iter(images), []
-    messages = []
+    waiting, messages, pictures = iter(images), [], []
     for message, content in zip(prompt, contents, strict=True):
-        parts = []
-        for part in content:
+        for index, part in enumerate(content):
             if part["type"] == "image":
                 own = part.get("image")
-                found.append(in_rgb(own, where) if own else next(waiting))
-                part = {"type": "image"}
-            parts.append(part)
-        messages.append({**without_nones({**message, "content": None}), "content": parts})
-    return messages, found
-
-
-def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the row's conversation with its images in their parts.
-
-    Raises:
-        ValueError: see `with_images`.
-    """
-    messages, images = with_images(row["prompt"], images_of(row, where), where)
-    waiting = iter(images)
-    return [
-        {**m, "content": [p | {"image": next(waiting)} if p["type"] == "image" else p for p in m["content"]]}
-        for m in messages
-    ]
+                pictures.append(in_rgb(own, where) if own else next(waiting))
+                content[index] = {"type": "image"}
+        messages.append({**without_nones({**message, "content": None}), "content": content})
+    return messages, pictures
 
 
 def reader_of(policy: Any) -> ImageReader | None:
@@ -309,5 +266,16 @@ def reader_of(policy: Any) -> ImageReader | None:
     return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
-def has_images(columns: Sequence[str]) -> bool:
-    return bool({*COLUMNS} & {*columns})
+def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
+    """Return one prompt with images, to prove forwards on; empty if the run has no images.
+
+    The prompt is made up if only tools, or rows behind the first ROWS_LOOKED_AT, have images.
+    """
+    if (reader := reader_of(policy)) is None:
+        return []
+    if isinstance(prompts[0], PromptDataset) and prompts[0].most_images:
+        for prompt in prompts[0].first_ones(ROWS_LOOKED_AT):
+            if prompt.input.images is not None:
+                return [prompt.input]
+    has_some = feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)
+    return [reader.made_up()] if has_some else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,10 @@ class ImageStep(ForwardStep):
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         model, batch = row.model, row.batch
-        if not towers.embeds(model, batch):
-            return run_body(row, model.get_decoder()) if core_towers.reads_text_alone(model) else inner(row)
+        text_alone = core_towers.reads_text_alone(model)
+        hides = towers.hidden_tokens(model.config) and not text_alone
+        if batch.media is None and not towers.in_each_forward(model) and not hides:
+            return run_body(row, model.get_decoder()) if text_alone else inner(row)
         if model.config._attn_implementation == attention.NAME:
             with attention.packed_rows():
                 return towers.packed_hidden_states(model, batch)
@@ -32,7 +35,13 @@ class ImageStep(ForwardStep):
         """Set the attention of the language model and of a vision tower. The tower's rows are images."""
         if not core_towers.takes_images(model.config):
             return name
-        tower = name if name in ("eager", "sdpa") else towers.tower_attention_of(model)
+        tower = name
+        if name not in ("eager", "sdpa"):
+            # For layers that take windows (`cu_seqlens`) transformers would wait in each layer for the GPU to return
+            # the windows' lengths. The present device doesn't matter: a reference in host memory moves to the GPU.
+            layers = core_towers.tower_layers(model)
+            windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
+            tower = attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
         return {"": name, "text_config": name, "vision_config": tower}
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:

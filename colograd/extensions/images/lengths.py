@@ -38,13 +38,15 @@ def image_lengths(
         counted: the tokens of a decoded row by its images' sizes, or None if the processor can't compute them.
         processed: the tokens of a row as it will be trained on.
         tell: receives progress lines if counting takes long.
-
-    Raises:
-        ValueError: `load`, `counted` or `processed` refused a row; the first such row.
     """
     found = _counted(rows, load, counted, tell)
-    if found is not None and all(processed(rows[row], row) == found[row] for row in _probes(found)):
-        return found
+    if found is not None:
+        of_each: dict[int, int] = {}  # length -> its first row
+        for row, length in enumerate(found):
+            of_each.setdefault(length, row)
+        probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
+        if all(processed(rows[row], row) == found[row] for row in probes):
+            return found
     tell("images: the processor can't tell numbers of tokens by images' sizes alone, so each row is processed")
     return [processed(rows[row], row) for row in _marked(range(len(rows)), len(rows), tell)]
 
@@ -53,7 +55,8 @@ def _counted(
     rows: Dataset, load: Callable[[Row, int], Row], counted: Callable[[Row, int], int | None], tell: Callable
 ) -> list[int] | None:
     lengths, size = [], AT_ONCE * cpu_threads()
-    raw = undecoded(rows)
+    raw = rows.with_format(None)
+    raw.info.features = _undecoded(raw.features)  # images as bytes and paths
     with ThreadPoolExecutor(cpu_threads()) as threads:
         for first in _marked(range(0, len(raw), size), len(raw), tell):
             part = raw[first : first + size]
@@ -66,14 +69,6 @@ def _counted(
     return lengths
 
 
-def _probes(lengths: list[int]) -> list[int]:
-    """Choose rows to process: the first, the shortest, the longest and some of further lengths."""
-    of_each: dict[int, int] = {}
-    for row, length in enumerate(lengths):
-        of_each.setdefault(length, row)
-    return sorted({0, of_each[min(lengths)], of_each[max(lengths)], *[*of_each.values()][:PROBES]})
-
-
 def _marked(rows: range, total: int, tell: Callable[[str], None]) -> Iterator[int]:
     """Yield the rows, and pass a progress line to ``tell`` every `SAID_AFTER` seconds."""
     last = time.monotonic()
@@ -83,13 +78,6 @@ def _marked(rows: range, total: int, tell: Callable[[str], None]) -> Iterator[in
             last = time.monotonic()
             tell(f"reading images: {row:,} of {total:,} rows")
         yield row
-
-
-def undecoded(rows: Dataset) -> Dataset:
-    """Return the same rows, with images as bytes and paths."""
-    found = rows.with_format(None)
-    found.info.features = _undecoded(found.features)
-    return found
 
 
 def _undecoded(feature: Any) -> Any:

@@ -15,8 +15,7 @@ from datasets import Dataset, Features, Image, List, Value
 from colograd.data import tokenize_prompts
 from colograd.data.prompts import PromptRules
 from colograd.extensions.images import lengths as image_lengths
-from colograd.extensions.images.data import ImageReader
-from colograd.extensions.images.run import proof_prompts
+from colograd.extensions.images.data import ImageReader, proof_prompts
 from colograd.rollout.features import SourceFeature
 
 GEMMA = next(family for family in tiny_images.FAMILIES if family.startswith("gemma3"))

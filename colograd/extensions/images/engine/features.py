@@ -56,15 +56,25 @@ class ImagePrompts(EngineFeature):
         self.core = engine.core
 
     def check_processor(self, processor: Any) -> None:
-        """Check that vLLM processes images like the trainer's ``processor``, and encodes them anew for new weights.
+        """Check that vLLM processes images like the trainer's ``processor``.
 
         Raises:
             ValueError: vLLM's processor has other settings.
-            RuntimeError: this vLLM can't drop image features, or can't attend within an image as the model does.
+            RuntimeError: this vLLM's CPU attention can't be bidirectional within an image, as the model's is.
         """
-        check_forgets(self.core)
-        check_reads_as_the_model(self.core, self.on_cpu)
-        check_same_processor(self.core.vllm_config.model_config, processor)
+        model_config = self.core.vllm_config.model_config
+        if self.on_cpu and getattr(model_config, "is_mm_prefix_lm", False):
+            from vllm.v1.attention.backend import CommonAttentionMetadata
+
+            if "mm_req_doc_ranges" not in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}:
+                from vllm import __version__
+
+                raise RuntimeError(
+                    f"vLLM {__version__} doesn't tell its attention on a CPU which tokens of a prompt are an "
+                    "image's, and those of this model see each other both ways: install vLLM 0.31, or train it on a "
+                    "GPU."
+                )
+        check_same_processor(model_config, processor)
 
     def request(self, prompt: ModelInput) -> Any:
         return None if prompt.images is None else prompt_with_images(self.core, prompt)
@@ -127,33 +137,21 @@ def prompt_with_images(core: Any, asked: ModelInput) -> Any:
 
     vLLM would read a placeholder token that the model or a tool wrote as an image. So `Images.engine_ids` has another
     token there. This function lets vLLM insert the image tokens, then restores the written placeholders.
-
-    Raises:
-        RuntimeError: see `check_expanded`.
     """
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
-    written = _written_placeholders(asked)
-    if not written:
+    if images.engine_ids.count(STAND_IN) == asked.ids.count(STAND_IN):
         return prompt
     rendered = core.renderer.render_cmpl([prompt])[0]
-    found = list(rendered["prompt_token_ids"])
-    if len(found) == len(asked):
-        for place in written:
-            found[place] = asked.ids[place] if found[place] == STAND_IN else found[place]
-    check_expanded(asked, found)
-    return {**rendered, "prompt_token_ids": found}
-
-
-def _written_placeholders(asked: ModelInput) -> list[int]:
-    """Return the places of placeholder tokens that stand for no image."""
-    images = asked.images
-    assert images is not None
-    if images.engine_ids.count(STAND_IN) == asked.ids.count(STAND_IN):
-        return []
-    places = {*images.places}
-    return [at for at, token in enumerate(asked.ids) if token == images.placeholder and at not in places]
+    expanded = list(rendered["prompt_token_ids"])
+    if len(expanded) == len(asked):
+        places = {*images.places}
+        for at, token in enumerate(asked.ids):
+            if token == images.placeholder and at not in places and expanded[at] == STAND_IN:
+                expanded[at] = token
+    check_expanded(asked, expanded)
+    return {**rendered, "prompt_token_ids": expanded}
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
@@ -199,29 +197,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
-
-
-def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
-    """Raise a RuntimeError if this vLLM's CPU attention can't be bidirectional within an image, as the model's is."""
-    if not (on_cpu and getattr(core.vllm_config.model_config, "is_mm_prefix_lm", False)):
-        return
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    if "mm_req_doc_ranges" not in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}:
-        from vllm import __version__ as found
-
-        raise RuntimeError(
-            f"vLLM {found} doesn't tell its attention on a CPU which tokens of a prompt are an image's, and those of "
-            "this model see each other both ways: install vLLM 0.31, or train it on a GPU."
-        )
-
-
-def check_forgets(core: Any) -> None:
-    """Raise a RuntimeError if this vLLM can't drop image features of older weights, or take rendered prompts."""
-    if not (hasattr(core, "reset_encoder_cache") and hasattr(getattr(core, "renderer", None), "render_cmpl")):
-        from vllm import __version__ as found
-
-        raise RuntimeError(
-            f"vLLM {found} can't forget the features of images, which older weights made, or isn't given prompts with "
-            "images as this version does it: install vLLM 0.31."
-        )

@@ -59,12 +59,9 @@ def whole_of_known_features() -> None:
 
 
 def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
-    """Return how many tokens of a prompt to read next: ``count``, or fewer so that no image is cut.
+    """Return how many tokens to read next behind ``computed``: the scheduler's ``count``, or fewer to cut no image.
 
-    Args:
-        pictures: first and last token + 1 of each image.
-        computed: tokens that were read before.
-        count: tokens that the scheduler chose.
+    ``pictures`` are first and last token + 1 of each image.
     """
     for first, end in pictures:
         if first < computed + count < end:
