@@ -10,5 +10,5 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "add_advantages": "turn_rewards:with_turn_rewards",
     "part_rewards": "turn_rewards:split",
     "source": "feature:AgentFeature",
-    "stages": "failures:agent_stages",
+    "stages": "turn_rewards:agent_stages",
 }

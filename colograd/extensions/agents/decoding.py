@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling
 from .engine.chat_api import BadRequest
-
-PAUSE = 0.02  # seconds without a new request after which no more are expected
-FIRST_STEP = 0.5  # assumed seconds of the first step
 
 
 @dataclass(eq=False, slots=True)
@@ -73,18 +69,6 @@ class WorkQueue:
             self._changed.wait_for(lambda: self._woken, seconds)
             self._woken = False
 
-    def gather(self, count: int, seconds: float) -> None:
-        """Wait for new requests, until there are ``count``, or none has come for `PAUSE` seconds."""
-        until, seen = time.monotonic() + seconds, 0
-
-        def another() -> bool:
-            return len(self._new) > seen
-
-        with self._changed:
-            while another() and len(self._new) < count and (left := until - time.monotonic()) > 0:
-                seen = len(self._new)
-                self._changed.wait_for(another, min(PAUSE, left))
-
     def take(self) -> tuple[list[Work], list[Work]]:
         """Return the new requests and the dropped requests since the last call."""
         with self._changed:
@@ -99,21 +83,9 @@ class Decoder:
     def __init__(self, engine: Engine, queue: WorkQueue) -> None:
         self.engine, self.queue = engine, queue
         self._running: dict[str, Work] = {}
-        self._step_seconds = FIRST_STEP  # seconds of the last step
 
-    def step(self, idle_seconds: float, sessions: int) -> None:
-        """Submit new requests, run one step, and answer the finished requests.
-
-        Sessions that begin together send their requests together. A step for the first request alone would take as
-        long as a step for all, and would slow down reading the other requests. So an idle engine waits for the others,
-        at most for the length of a step.
-
-        Args:
-            idle_seconds: maximum seconds to wait for a request if there is none.
-            sessions: number of running programs. Each may send a request.
-        """
-        if not self._running:
-            self.queue.gather(sessions, self._step_seconds)
+    def step(self, idle_seconds: float) -> None:
+        """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly."""
         new, dropped = self.queue.take()
         if gone := [name for name, work in self._running.items() if work in dropped]:
             for name in gone:
@@ -128,9 +100,7 @@ class Decoder:
         if not self._running:
             self.queue.wait(idle_seconds)
             return
-        began = time.monotonic()
         finished_requests = self.engine.advance()
-        self._step_seconds = time.monotonic() - began
         for name, ids in self.engine.written():
             if (running := self._running.get(name)) is not None and running.more is not None:
                 running.tell(running.more, list(ids))

@@ -36,7 +36,7 @@ from .session import Session
 
 T = TypeVar("T")
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
-GRACE_SECONDS = 1.0  # seconds to finish sending answers at the end
+GRACE_SECONDS = 1  # seconds to finish sending answers at the end
 STOP_SECONDS = 10.0  # maximum seconds to wait for the server's thread to end
 KEEP_ALIVE_SECONDS = 600  # seconds to keep an idle connection: a tool may run for long between two requests
 
@@ -288,36 +288,6 @@ async def _unless_gone(request: Request, result: Coroutine[Any, Any, T]) -> T:
         coming.cancel()
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that ends at once: uvicorn's own waits in steps of 0.1 s, too long for a short generation."""
-
-    async def main_loop(self) -> None:
-        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
-        await self.on_tick(0)  # sets the default headers of all answers
-        if not self.should_exit:
-            await self._ending.wait()
-
-    def end(self) -> None:
-        """End the server. Any thread may call this once the server has started."""
-        self.should_exit = True
-        with contextlib.suppress(RuntimeError, AttributeError):  # the loop is closed, or `main_loop` hasn't begun
-            self._loop.call_soon_threadsafe(self._ending.set)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for listener in sockets or ():
-            listener.close()
-        state = self.server_state
-        for connection in list(state.connections):
-            connection.shutdown()
-        until = time.monotonic() + GRACE_SECONDS
-        while (state.connections or state.tasks) and time.monotonic() < until:
-            await asyncio.sleep(0.002)
-        for task in list(state.tasks):
-            task.cancel()
-
-
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
     """Serve an ASGI application. Yield its address, such as ``http://127.0.0.1:41234``."""
@@ -327,9 +297,9 @@ def served(app: Any) -> Iterator[str]:
         listener.listen(2048)
         config = uvicorn.Config(
             app, log_level="critical", access_log=False, lifespan="off", ws="none", date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,
         )  # fmt: skip
-        server = _Server(config)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), name="colograd-endpoint", daemon=True)
         thread.start()
         while not server.started:
@@ -339,5 +309,5 @@ def served(app: Any) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.end()
+            server.should_exit = True
             thread.join(STOP_SECONDS)

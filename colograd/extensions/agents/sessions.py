@@ -36,11 +36,10 @@ from .context import ChatFormat
 from .decoding import Decoder, WorkQueue
 from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
-from .failures import FAILURE
 from .programs import CommandProgram, FunctionProgram
 from .session import Limits, Session
 from .session_log import SessionLog
-from .turn_rewards import SESSION, problem_with
+from .turn_rewards import FAILURE, SESSION, problem_with
 
 POLL = 0.05  # seconds between two looks at the clock while there are no requests
 REWARD = "agent_reward"  # the rollout's column with the program's reward
@@ -153,7 +152,7 @@ class AgentSessions:
     ) -> None:  # fmt: skip
         self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
         self.log = log
-        self.may_fail = True  # failed sessions get no reward, see `failures`
+        self.may_fail = True  # failed sessions get no reward, see `turn_rewards`
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
 
     def generate(
@@ -178,7 +177,7 @@ class AgentSessions:
             yield from running.open(prompts, sampling.n)
             while running.waiting or running.programs:
                 running.start()
-                decoder.step(POLL, len(running.programs))
+                decoder.step(POLL)
                 watchdog.progress("agents' sessions")
                 yield from running.finished()
 

@@ -2,13 +2,16 @@
 
 The program returns `turn_rewards`, or a reward function returns a list in place of one number for a session. A column
 of the group's rollouts carries these into the journal and to the advantages.
+
+Groups with a failed rollout get no rewards: every reward function abstains, and they aren't trained on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,9 @@ import torch
 from ...batch import Group, Rollout
 from ...losses.advantages import AdvantageEstimator, group_advantages
 from ...rewards.calling import PARTS as JUDGED
-from .failures import has_failed
+from ...rollout.stages import BeginScore, PendingRewards, Stages
 
+FAILURE = "agent_failure"  # the rollout's column with the reason of its failure; empty: none
 SESSION = "session"  # the rollout's column with an agent's answers
 TURN_REWARDS = "turn_rewards"  # the rollout's column with the program's reward for each answer
 WITHIN_GROUPS = ("group", "mean")  # scales within a group; other scales work over the step, or don't divide
@@ -102,3 +106,51 @@ def with_turn_rewards(
             tokens[turn["at"] : turn["at"] + turn["tokens"]] += next(own)
         per_token.append(tokens)
     return torch.cat(per_token)
+
+
+def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
+    """Return a function for a source of sessions: failed groups abstain, and single answers may have rewards."""
+    if not getattr(sampler.source, "may_fail", False):
+        return None
+
+    def change(stages: Stages) -> Stages:
+        def begin_score(groups: Sequence[Group]) -> PendingRewards:
+            if any(map(has_failed, groups)):
+                return Abstaining(groups, stages.begin_score, len(sampler.scorer.rewards))
+            return stages.begin_score(groups)
+
+        return dataclasses.replace(stages, begin_score=begin_score, take_turns=sampler.scorer.take_turns)
+
+    return change
+
+
+def has_failed(group: Group) -> bool:
+    return any(rollout.columns.get(FAILURE) for rollout in group.rollouts)
+
+
+class Abstaining:
+    """`PendingRewards` of some groups. Failed groups get NaN, and no reward function sees them.
+
+    Args:
+        begin: begins to score the groups that didn't fail.
+        functions: R, the number of reward functions.
+    """
+
+    def __init__(self, groups: Sequence[Group], begin: BeginScore, functions: int) -> None:
+        self._groups, self._functions = groups, functions
+        whole = [group for group in groups if not has_failed(group)]
+        self._pending = begin(whole) if whole else None
+
+    def done(self) -> bool:
+        return self._pending is None or self._pending.done()
+
+    def cancel(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def result(self) -> torch.Tensor:
+        rewards = torch.full((sum(len(group.rollouts) for group in self._groups), self._functions), torch.nan)
+        if self._pending is not None:
+            judged = [not has_failed(group) for group in self._groups for _ in group.rollouts]
+            rewards[torch.tensor(judged)] = self._pending.result()
+        return rewards

@@ -6,7 +6,7 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "loaded_policy": "teacher:check_teacher",
     "loss_term": "losses:teacher_term",
     "prompt_columns": "run:prompt_columns",
-    "second_model": ("second:LOGPROBS", "second:STATES", "second:TOP"),
+    "second_model": ("teacher:LOGPROBS", "teacher:STATES", "teacher:TOP"),
     "train_prompts": "run:check_teacher_column",
     "without_rewards": "run:goes_without_rewards",
 }

@@ -23,17 +23,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from ...batch import TEACHER, PackedRow
 from ...config import GRPOConfig
 from ...policy.frozen import FrozenModel, offloads, values_in_place
 from ...policy.loading import Policy, from_name
-from ...policy.logprobs import evaluation_mode, products_in_float32
+from ...policy.logprobs import PolicyForward, evaluation_mode, products_in_float32
 from ...policy.lora import adapter_folder, unwrap
 from ...policy.outline import outline, to_pack
 from ...policy.packed_weights import packed_weights
 from ...policy.row_proof import choose_rows
+from ...policy.second_models import Kind, own_logprobs, prepared
 from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
-from .head import TeacherHead
+from .head import TeacherHead, label_states, label_top_tokens
 
 # Fields of an adapter's configuration that determine the scale of its values.
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
@@ -148,53 +150,48 @@ def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
     return _Source(name, base, name, loading, revision, trust)
 
 
+def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
+    """Return each teacher's configuration, as if it were the only one; unchanged if there is only one, named ""."""
+    configs = {name: copy.copy(config) if name else config for name in config.teachers}
+    for name in filter(None, configs):
+        configs[name].teacher_model_name_or_path = config.teachers[name]
+    return configs
+
+
 def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
     """Return the policy if the teachers can score its samples. Their weights aren't read."""
-    for name in config.teachers:
-        _check_one(config_of(config, name), policy)
+    for each in configs_of(config).values():
+        source = _source_of(each, policy)
+        model = source.outline()
+        _check_tokens(source, model, policy)
+        kind, own = model.config.model_type, unwrap(policy.model).config.model_type
+        if policy.processor is not None and kind != own:
+            raise ValueError(
+                f"The policy reads images as {own} does, and the teacher {source.name!r} is a {kind}, for which they "
+                f"would have to be made anew: choose a teacher of {own}."
+            )
+        settings = source.quantization
+        wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
+        check_installed(wanted)
+        for feature in registry.hooks_of("quantized", "model_feature"):
+            feature().check(wanted)
+        if settings is not None and config.offload_teacher:
+            raise ValueError(
+                "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
+            )
+        if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
+            what = "quantised" if settings is not None else "an adapter on its base"
+            raise ValueError(
+                f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: "
+                "gradients, or choose a teacher that is a whole model."
+            )
     return policy
-
-
-def config_of(config: GRPOConfig, name: str) -> GRPOConfig:
-    """Return the configuration with only the named one of several teachers; unchanged if ``name`` is empty."""
-    if not name:
-        return config
-    own = copy.copy(config)
-    own.teacher_model_name_or_path = config.teachers[name]
-    return own
-
-
-def _check_one(config: GRPOConfig, policy: Policy) -> None:
-    source = _source_of(config, policy)
-    found = source.outline()
-    _check_tokens(source, found, policy)
-    kind, own = found.config.model_type, unwrap(policy.model).config.model_type
-    if policy.processor is not None and kind != own:
-        raise ValueError(
-            f"The policy reads images as {own} does, and the teacher {source.name!r} is a {kind}, for which they would "
-            f"have to be made anew: choose a teacher of {own}."
-        )
-    settings = source.quantization
-    wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
-    check_installed(wanted)
-    for kind in registry.hooks_of("quantized", "model_feature"):
-        kind().check(wanted)
-    if settings is not None and config.offload_teacher:
-        raise ValueError(
-            "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
-        )
-    if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
-        what = "quantised" if settings is not None else "an adapter on its base"
-        raise ValueError(
-            f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: gradients, "
-            "or choose a teacher that is a whole model."
-        )
 
 
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
     """Raise a ValueError if a sequence may be longer than a teacher's context."""
-    for name in config.teachers:
-        source = _source_of(config_of(config, name), policy)
+    for each in configs_of(config).values():
+        source = _source_of(each, policy)
         most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
         if most is not None and tokens > most:
             raise ValueError(
@@ -319,3 +316,49 @@ def _adapter_values(file: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return dict(load_file(file))
+
+
+UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
+
+Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # as `Kind.read`, without a name
+
+
+def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
+    """Compute a row's hidden states, and keep them on the host: they are larger than the rest of the row."""
+    (states,), _ = PolicyForward(model, temperature).run(label_states, prepared(row))
+    return states.cpu()
+
+
+def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
+    (found,), _ = PolicyForward(model, temperature).run(functools.partial(label_top_tokens, second.top), prepared(row))
+    return found.cpu()
+
+
+def _of_its_groups(
+    field: str, read: Read, second: Any, model: Any, row: PackedRow, temperature: float, name: str
+) -> torch.Tensor:
+    """Compute (N,) values of the groups that ``name`` this one of several teachers; empty: there is one teacher.
+
+    Other places keep their value, or are UNTAUGHT.
+    """
+    if not name:
+        return read(second, model, row, temperature)
+    lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
+    values = row.values(field)
+    values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
+    own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
+    if own:
+        places = values.split(lengths)  # views
+        parts = tuple(row.parts[index] for index in own)
+        said = read(second, model, PackedRow(parts, row.mask_truncated, row.device), temperature)
+        for index, of_part in zip(own, said.split([lengths[index] for index in own]), strict=True):
+            places[index].copy_(of_part)
+    return values
+
+
+def _kind(field: str, read: Read) -> Kind:
+    return Kind(field, "teacher", teacher_of, teacher_bytes, functools.partial(_of_its_groups, field, read), configs_of)
+
+
+LOGPROBS = _kind("teacher_logprobs", own_logprobs)
+STATES, TOP = _kind("teacher_states", _states), _kind("teacher_top", _top)

@@ -3,7 +3,7 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "activations": "memory:tower_of",
     "engine_feature": "engine.features:towers_of",
-    "forward": "forward:step_of",
+    "forward": "towers:step_of",
     "model_feature": "model:Images",
     "picture": "data:in_rgb",
     "prompt_reader": "data:reader_of",

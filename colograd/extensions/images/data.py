@@ -2,6 +2,10 @@
 
 As TRL has it, a row's images are in its column ``images`` (a list) or ``image`` (one), and their places are the parts
 ``{"type": "image"}`` of its conversation; where no message has any, they stand before the first user message.
+
+A processor takes up to half a second for one row (SmolVLM's cuts an image into 13 tiles of 512 x 512 pixels). Most
+processors can compute the number of tokens from an image's size. A few rows are processed to check these counts; if one
+is wrong, all rows are processed.
 """
 
 from __future__ import annotations
@@ -9,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import datasets
 import jinja2
 from datasets import Dataset
 
@@ -20,14 +27,19 @@ from ...data import PromptDataset
 from ...data.messages import content_parts, text_of, without_nones
 from ...data.prompts import PromptRules, is_text, text_ids
 from ...data.vocabulary import check_rows
+from ...parallel import watchdog
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature
+from ...runtime.process import cpu_threads
 from ...training.prompts import Prompts
-from .lengths import image_lengths
 from .rider import PER_TOKEN, Images, digest_of
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
 ROWS_LOOKED_AT = 64  # rows to search for an image for the proof
+Row = dict[str, Any]
+PROBES = 4  # processed rows of different lengths, in addition to the first, shortest and longest row
+AT_ONCE = 4  # rows per thread that have their images in memory
+SAID_AFTER = 10.0  # seconds between two progress lines
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
 
@@ -279,3 +291,69 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
                 return [prompt.input]
     has_some = feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)
     return [reader.made_up()] if has_some else []
+
+
+def image_lengths(
+    rows: Dataset,
+    load: Callable[[Row, int], Row],
+    counted: Callable[[Row, int], int | None],
+    processed: Callable[[Row, int], int],
+    tell: Callable[[str], None],
+) -> list[int]:
+    """Return the number of tokens of each row.
+
+    Args:
+        load: decodes a row's images, in threads; raises if one is broken.
+        counted: the tokens of a decoded row by its images' sizes, or None if the processor can't compute them.
+        processed: the tokens of a row as it will be trained on.
+        tell: receives progress lines if counting takes long.
+    """
+    found = _counted(rows, load, counted, tell)
+    if found is not None:
+        of_each: dict[int, int] = {}  # length -> its first row
+        for row, length in enumerate(found):
+            of_each.setdefault(length, row)
+        probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
+        if all(processed(rows[row], row) == found[row] for row in probes):
+            return found
+    tell("images: the processor can't tell numbers of tokens by images' sizes alone, so each row is processed")
+    return [processed(rows[row], row) for row in _marked(range(len(rows)), len(rows), tell)]
+
+
+def _counted(
+    rows: Dataset, load: Callable[[Row, int], Row], counted: Callable[[Row, int], int | None], tell: Callable
+) -> list[int] | None:
+    lengths, size = [], AT_ONCE * cpu_threads()
+    raw = rows.with_format(None)
+    raw.info.features = _undecoded(raw.features)  # images as bytes and paths
+    with ThreadPoolExecutor(cpu_threads()) as threads:
+        for first in _marked(range(0, len(raw), size), len(raw), tell):
+            part = raw[first : first + size]
+            numbers = range(first, first + len(part["prompt"]))
+            each = [{name: of[row - first] for name, of in part.items()} for row in numbers]
+            for row, loaded in zip(numbers, threads.map(load, each, numbers), strict=True):
+                if (length := counted(loaded, row)) is None:
+                    return None
+                lengths.append(length)
+    return lengths
+
+
+def _marked(rows: range, total: int, tell: Callable[[str], None]) -> Iterator[int]:
+    """Yield the rows, and pass a progress line to ``tell`` every `SAID_AFTER` seconds."""
+    last = time.monotonic()
+    for row in rows:
+        watchdog.progress("the prompts' images")
+        if time.monotonic() - last > SAID_AFTER:
+            last = time.monotonic()
+            tell(f"reading images: {row:,} of {total:,} rows")
+        yield row
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(mode=feature.mode, decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature), length=feature.length)
+    if isinstance(feature, dict):
+        return type(feature)({name: _undecoded(part) for name, part in feature.items()})
+    return feature

@@ -10,14 +10,18 @@ import importlib
 import inspect
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...batch import MicroBatch
+from ...policy import attention
+from ...policy.logprobs import ForwardStep, Pass, run_body
+from ...policy.packing import PackedSequence
+from ...policy.padded import PaddedInputs
 from ...policy.sending import to_device_async
-from ...policy.towers import in_tower, keep_gradients_out, tower_layers
+from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
 
@@ -67,22 +71,6 @@ def freeze_tower(model: Any) -> int:
 def in_each_forward(model: Any) -> bool:
     """Return whether text rows go through the tower too, as some sharding strategies require: ranks exchange there."""
     return getattr(model, "tower_in_each_forward", False)
-
-
-def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tuple[int, int]) -> dict[str, Any]:
-    """Return the image inputs of the model's own forward for one sequence.
-
-    ``answers`` are the pictures of its completion, ``lengths`` the tokens of prompt and completion.
-    """
-    placed = [*((0, of) for of in prompt), *((lengths[0], of) for of in answers)]
-    parts = [of.inputs for _, of in placed]
-    found: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        if name in PER_TOKEN:
-            found[name] = _kinds(placed, sum(lengths)).long()
-        else:
-            found[name] = _joined([part[name] for part in parts], tiled="pixel_attention_mask" in parts[0])
-    return found
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
@@ -147,11 +135,11 @@ Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids 
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
-    found, at = [], 0
+    placed, at = [], 0
     for segment in chain:
-        found += [(at, of) for of in (micro_batch.media or {}).get(segment, ())]
+        placed += [(at, of) for of in (micro_batch.media or {}).get(segment, ())]
         at += micro_batch.layout.lengths[segment]
-    return found
+    return placed
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -304,3 +292,62 @@ def _kinds(placed: Placed, length: int) -> torch.Tensor:
 def _body(model: Any) -> Any:
     """Return the model without its head."""
     return model.base_model if model.base_model is not model else model.model
+
+
+class ImageStep(ForwardStep):
+    """Rows with pictures, and models that could read more than text."""
+
+    def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
+        model, batch = row.model, row.batch
+        text_alone = reads_text_alone(model)
+        hides = hidden_tokens(model.config) and not text_alone
+        if batch.media is None and not in_each_forward(model) and not hides:
+            return run_body(row, model.get_decoder()) if text_alone else inner(row)
+        if model.config._attn_implementation == attention.NAME:
+            with attention.packed_rows():
+                return packed_hidden_states(model, batch)
+        rows = PaddedInputs.of(batch)
+        return rows.packed(padded_hidden_states(model, batch, rows.ids, rows.mask, rows.rows.chains))
+
+    def attention(self, model: Any, name: str) -> str | dict[str, str]:
+        """Set the attention of the language model and of a vision tower. The tower's rows are images."""
+        if not takes_images(model.config):
+            return name
+        tower = name
+        if name not in ("eager", "sdpa"):
+            # For layers that take windows (`cu_seqlens`) transformers would wait in each layer for the GPU to return
+            # the windows' lengths. The present device doesn't matter: a reference in host memory moves to the GPU.
+            layers = tower_layers(model)
+            windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
+            tower = attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
+        return {"": name, "text_config": name, "vision_config": tower}
+
+    def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
+        prompt, tokens = len(part.prompt_ids), len(part.prompt_ids) + len(part.completion_ids)
+        placed = [*((0, of) for of in part.images), *((prompt, of) for of in part.answers)]
+        inputs = [of.inputs for _, of in placed]
+        return {
+            name: _kinds(placed, tokens).long()
+            if name in PER_TOKEN
+            else _joined([each[name] for each in inputs], tiled="pixel_attention_mask" in inputs[0])
+            for name in dict.fromkeys(name for each in inputs for name in each)
+        }
+
+    def misreads(self, model: Any, part: PackedSequence) -> bool:
+        """Return whether the model would put a picture's features in place of a sampled image token, or hide a
+        sampled placeholder."""
+        if hidden := hidden_tokens(model.config):
+            places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
+            places |= {place for image in part.images for place in image.places}
+            ids = torch.cat([part.prompt_ids, part.completion_ids]).tolist()
+            return any(token in hidden for place, token in enumerate(ids) if place not in places)
+        if not (part.images or part.answers):
+            return False
+        known = {place for answer in part.answers for place in answer.places}
+        found = (part.completion_ids == model.config.image_token_id).nonzero().flatten().tolist()
+        return not known.issuperset(found)
+
+
+def step_of(model: Any) -> ForwardStep | None:
+    """Return the forward's step of a model that could read more than text."""
+    return ImageStep() if has_tower(model.config) else None

@@ -104,7 +104,7 @@ class Toolbox:
             )
         self._advice = MainThreadAdvice()
         self._told_of: set[tuple[str, str]] = set()  # kinds of failures and tools that were reported
-        self.environments = Environments(self._factories, self._main_thread, self._advice, most_environments)
+        self.environments = Environments(self._factories, frozenset(self._main_thread), self._advice, most_environments)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # give rewards
         shared = [_schema(name, function) for name, function in self._tools.items()]

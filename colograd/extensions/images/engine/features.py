@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ....batch import ModelInput
@@ -22,15 +23,10 @@ from ....engine.protocol import Sampled
 from ....policy.lora import unwrap
 from ....policy.towers import has_tower, reads_text_alone
 from ..rider import STAND_IN
-from .whole_pictures import whole_of_known_features, whole_on_cpu
 
 
 class ImagePrompts(EngineFeature):
-    """Prompts with images.
-
-    Args:
-        most: maximum number of images in one prompt; 0: the context length, because each image needs a token.
-    """
+    """Prompts with images, of which one prompt has at most ``most``; 0: as many as tokens, as each image needs one."""
 
     def __init__(self, most: int, on_cpu: bool) -> None:
         self.most, self.on_cpu = most, on_cpu
@@ -44,12 +40,12 @@ class ImagePrompts(EngineFeature):
     @contextlib.contextmanager
     def while_built(self) -> Iterator[None]:
         whole_of_known_features()
-        with contextlib.ExitStack() as stack:
-            if self.on_cpu:
-                from .bidirectional import both_ways
+        if not self.on_cpu:
+            yield
+            return
+        from .bidirectional import both_ways
 
-                stack.enter_context(both_ways())
-                stack.enter_context(whole_on_cpu())
+        with both_ways(), whole_on_cpu():
             yield
 
     def built(self, engine: BuiltEngine) -> None:
@@ -74,7 +70,7 @@ class ImagePrompts(EngineFeature):
                     "image's, and those of this model see each other both ways: install vLLM 0.31, or train it on a "
                     "GPU."
                 )
-        check_same_processor(model_config, processor)
+        _check_same_processor(model_config, processor)
 
     def request(self, prompt: ModelInput) -> Any:
         return None if prompt.images is None else prompt_with_images(self.core, prompt)
@@ -167,7 +163,7 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
     )
 
 
-def check_same_processor(model_config: Any, processor: Any) -> None:
+def _check_same_processor(model_config: Any, processor: Any) -> None:
     """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting.
 
     Also raise it if vLLM counts an image's tokens by another setting of the model (Gemma 4).
@@ -197,3 +193,60 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
+
+
+@contextlib.contextmanager
+def whole_on_cpu() -> Iterator[None]:
+    """Keep such images whole on a CPU, as on GPUs, in engines that are built while the context lasts.
+
+    Other models stay unchanged, because vLLM would refuse a model if its largest image has more tokens than a step.
+    """
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    theirs = platform.check_and_update_config
+
+    def check(config: Any) -> None:
+        theirs(config)
+        if getattr(config.model_config, "is_mm_prefix_lm", False):
+            config.scheduler_config.disable_chunked_mm_input = True
+
+    platform.check_and_update_config = staticmethod(check)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = theirs
+
+
+def whole_of_known_features() -> None:
+    """Keep images with known features whole too, in all engines of the process that don't cut images."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
+    if theirs is None or hasattr(theirs, "cuts_none"):
+        return
+
+    @functools.wraps(theirs)
+    def schedule(
+        self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int, *others: Any, **named: Any
+    ) -> Any:
+        inputs, count, *rest = theirs(self, request, num_computed_tokens, num_new_tokens, *others, **named)
+        if self.scheduler_config.disable_chunked_mm_input:
+            places = [feature.mm_position for feature in request.mm_features]
+            pictures = [(place.offset, place.offset + place.length) for place in places]
+            count = up_to_a_picture(pictures, num_computed_tokens, count)
+        return inputs, count, *rest
+
+    schedule.cuts_none = True  # type: ignore[attr-defined]
+    Scheduler._try_schedule_encoder_inputs = schedule
+
+
+def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
+    """Return how many tokens to read next behind ``computed``: the scheduler's ``count``, or fewer to cut no image.
+
+    ``pictures`` are first and last token + 1 of each image.
+    """
+    for first, end in pictures:
+        if first < computed + count < end:
+            return max(0, first - computed)
+    return count
