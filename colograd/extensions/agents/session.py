@@ -19,6 +19,7 @@ from ...engine.protocol import Sampled
 from .context import ChatFormat, Context, SessionContexts
 from .decoding import Work
 from .engine.chat_api import BadRequest, Call, Choice
+from .programs import CommandProgram, FunctionProgram
 from .tree import TokenTree
 
 
@@ -46,6 +47,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
+        self.program: CommandProgram | FunctionProgram
         self.contexts = SessionContexts(self.form)
         self.working: set[Work] = set()
         self._lock = threading.Lock()

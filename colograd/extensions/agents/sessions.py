@@ -99,10 +99,9 @@ class Agent:
             return code_digest(self.function)
         found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
         program = shutil.which(self.command[0])
-        if program and os.path.getsize(program) <= LARGEST_SCRIPT:
-            found.update(Path(program).read_bytes())
-        for word in self.command[1:]:
-            if os.path.isfile(word):
+        is_script = program is not None and os.path.getsize(program) <= LARGEST_SCRIPT
+        for word in (program if is_script else "", *self.command[1:]):
+            if word and os.path.isfile(word):
                 found.update(Path(word).read_bytes())
         return found.hexdigest()
 
@@ -130,13 +129,6 @@ class AgentSettings:
     limits: Limits
     refuses: bool  # whether requests with other sampling settings are errors
     raises: bool  # whether a failed session ends the run; False: its group isn't trained
-
-
-@dataclass(eq=False, slots=True)
-class _Running:
-    session: Session
-    program: CommandProgram | FunctionProgram
-    deadline: float
 
 
 class AgentSessions:
@@ -175,7 +167,7 @@ class AgentSessions:
             running = _RunningSessions(self, endpoint, address, version)
             closing.callback(running.close)
             yield from running.open(prompts, sampling.n)
-            while running.waiting or running.programs:
+            while running.waiting or running.running:
                 running.start()
                 decoder.step(POLL)
                 watchdog.progress("agents' sessions")
@@ -196,7 +188,7 @@ class _RunningSessions:
         self.model, self.endpoint, self.address, self.version = parent.api.model, endpoint, address, version
         self._log = parent.log()
         self.waiting: list[Session] = []
-        self.programs: list[_Running] = []
+        self.running: list[Session] = []
         self._over: dict[int, dict[int, Rollout]] = {}  # prompt's position -> index in the group
         self._again: set[tuple[int, int]] = set()  # sessions that run a second time
         self._size = 0
@@ -218,46 +210,47 @@ class _RunningSessions:
 
     def start(self) -> None:
         """Start waiting sessions, as many as `at_once` allows."""
-        while self.waiting and len(self.programs) < self.settings.at_once:
+        while self.waiting and len(self.running) < self.settings.at_once:
             session = self.waiting.pop(0)
             self.endpoint.sessions[session.key] = session
             session.began = time.perf_counter()
-            program = self.agent.start(self.address, session.key, self.model, session.prompt.example)
-            program.future.add_done_callback(lambda _: self.endpoint.queue.wake())
-            limit = self.settings.timeout
-            self.programs.append(_Running(session, program, math.inf if limit is None else session.began + limit))
+            session.program = self.agent.start(self.address, session.key, self.model, session.prompt.example)
+            session.program.future.add_done_callback(lambda _: self.endpoint.queue.wake())
+            self.running.append(session)
 
     def finished(self) -> Iterator[Group]:
         """End the finished and late sessions. Yield the groups that are complete now."""
-        now = time.perf_counter()
-        ended = [each for each in self.programs if each.program.future.done() or now > each.deadline]
-        self.programs = [each for each in self.programs if each not in ended]
-        for each in ended:
-            session, prompt = each.session, each.session.prompt
-            outcome = Outcome("late", None, self.settings.timeout or 0.0)
-            if each.program.future.done():
-                outcome = each.program.future.result()
+        now, limit = time.perf_counter(), self.settings.timeout
+        for session in [*self.running]:
+            prompt, program = session.prompt, session.program
+            if program.future.done():
+                outcome = program.future.result()
+            elif limit is not None and now > session.began + limit:
+                outcome = Outcome("late", None, limit)
+            else:
+                continue
+            self.running.remove(session)
             place = prompt.position, session.index
             if outcome.kind == "died" and outcome.value[0] in TERMINATED and place not in self._again:
                 # A scheduler has sent a signal to all processes of the job. The session runs once more.
                 self._again.add(place)
                 self.endpoint.close(session, "its program was terminated")
-                each.program.stop()
+                program.stop()
                 self.waiting.insert(0, Session(prompt, session.index, self.form, self.settings.limits))
                 continue
-            rollout = self._end(each, outcome)
+            rollout = self._end(session, outcome)
             self._over[prompt.position][session.index] = rollout
             if self._log is not None:
                 self._log.add(prompt, session.index, rollout)
             yield from self._complete(prompt)
 
-    def _end(self, each: _Running, outcome: Outcome) -> Rollout:
-        session, late = each.session, outcome.kind == "late"
+    def _end(self, session: Session, outcome: Outcome) -> Rollout:
+        late = outcome.kind == "late"
         over = f"agent_timeout ({outcome.seconds:g} s) is over" if late else "its program has ended"
         self.endpoint.close(session, over)
         if late:
             self.counts["agent/timeouts"] += 1
-        each.program.stop()  # also ends processes that the command has left behind
+        session.program.stop()  # also ends processes that the command has left behind
         columns, failure = returned(outcome)
         failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
@@ -274,9 +267,9 @@ class _RunningSessions:
 
     def close(self) -> None:
         """End the running sessions."""
-        for each in self.programs:
-            self.endpoint.close(each.session, "the generation was aborted")
-            each.program.stop()
+        for session in self.running:
+            self.endpoint.close(session, "the generation was aborted")
+            session.program.stop()
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:

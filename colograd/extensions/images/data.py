@@ -14,7 +14,7 @@ import contextlib
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -155,18 +155,46 @@ class ImageReader:
         """Count the tokens of each row's prompt with its images. The pixels are made only when a prompt is trained on,
         because a whole dataset's pixels don't fit into memory."""
 
-        def counted(example: dict[str, Any], row: int) -> int | None:
-            if is_text(example):
-                return len(text_ids(rules.tokenizer, [example["prompt"]])[0])
-            return self.count(example, rules.arguments(example, row), rules.where(row))
+        def processed(row: int) -> int:
+            return len(rules.read(rows[row], row).ids)
 
-        return image_lengths(
-            rows,
-            load=lambda example, row: example | {"images": images_of(example, rules.where(row)) or None, "image": None},
-            counted=counted,
-            processed=lambda example, row: len(rules.read(example, row).ids),
-            tell=lambda line: rules.tell(f"{rules.name}: {line}"),
+        found = self._counted(rows, rules)
+        if found is not None:
+            of_each: dict[int, int] = {}  # length -> its first row
+            for row, length in enumerate(found):
+                of_each.setdefault(length, row)
+            probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
+            if all(processed(row) == found[row] for row in probes):
+                return found
+        rules.tell(
+            f"{rules.name}: images: the processor can't tell numbers of tokens by images' sizes alone, so each row is "
+            "processed"
         )
+        return [processed(row) for row in _marked(range(len(rows)), len(rows), rules)]
+
+    def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
+        """Count the tokens of each row by its images' sizes; None: the processor can't compute them."""
+        lengths, size = [], AT_ONCE * cpu_threads()
+        raw = rows.with_format(None)
+        raw.info.features = _undecoded(raw.features)  # images as bytes and paths
+
+        def load(example: Row, row: int) -> Row:
+            return example | {"images": images_of(example, rules.where(row)) or None, "image": None}
+
+        with ThreadPoolExecutor(cpu_threads()) as threads:
+            for first in _marked(range(0, len(raw), size), len(raw), rules):
+                part = raw[first : first + size]
+                numbers = range(first, first + len(part["prompt"]))
+                each = [{name: of[row - first] for name, of in part.items()} for row in numbers]
+                for row, example in zip(numbers, threads.map(load, each, numbers), strict=True):
+                    if is_text(example):
+                        lengths.append(len(text_ids(rules.tokenizer, [example["prompt"]])[0]))
+                        continue
+                    length = self.count(example, rules.arguments(example, row), rules.where(row))
+                    if length is None:
+                        return None
+                    lengths.append(length)
+        return lengths
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
         messages, pictures = with_images(row["prompt"], images_of(row, where), where)
@@ -293,59 +321,14 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
     return [reader.made_up()] if has_some else []
 
 
-def image_lengths(
-    rows: Dataset,
-    load: Callable[[Row, int], Row],
-    counted: Callable[[Row, int], int | None],
-    processed: Callable[[Row, int], int],
-    tell: Callable[[str], None],
-) -> list[int]:
-    """Return the number of tokens of each row.
-
-    Args:
-        load: decodes a row's images, in threads; raises if one is broken.
-        counted: the tokens of a decoded row by its images' sizes, or None if the processor can't compute them.
-        processed: the tokens of a row as it will be trained on.
-        tell: receives progress lines if counting takes long.
-    """
-    found = _counted(rows, load, counted, tell)
-    if found is not None:
-        of_each: dict[int, int] = {}  # length -> its first row
-        for row, length in enumerate(found):
-            of_each.setdefault(length, row)
-        probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
-        if all(processed(rows[row], row) == found[row] for row in probes):
-            return found
-    tell("images: the processor can't tell numbers of tokens by images' sizes alone, so each row is processed")
-    return [processed(rows[row], row) for row in _marked(range(len(rows)), len(rows), tell)]
-
-
-def _counted(
-    rows: Dataset, load: Callable[[Row, int], Row], counted: Callable[[Row, int], int | None], tell: Callable
-) -> list[int] | None:
-    lengths, size = [], AT_ONCE * cpu_threads()
-    raw = rows.with_format(None)
-    raw.info.features = _undecoded(raw.features)  # images as bytes and paths
-    with ThreadPoolExecutor(cpu_threads()) as threads:
-        for first in _marked(range(0, len(raw), size), len(raw), tell):
-            part = raw[first : first + size]
-            numbers = range(first, first + len(part["prompt"]))
-            each = [{name: of[row - first] for name, of in part.items()} for row in numbers]
-            for row, loaded in zip(numbers, threads.map(load, each, numbers), strict=True):
-                if (length := counted(loaded, row)) is None:
-                    return None
-                lengths.append(length)
-    return lengths
-
-
-def _marked(rows: range, total: int, tell: Callable[[str], None]) -> Iterator[int]:
-    """Yield the rows, and pass a progress line to ``tell`` every `SAID_AFTER` seconds."""
+def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:
+    """Yield the rows, and report progress every `SAID_AFTER` seconds."""
     last = time.monotonic()
     for row in rows:
         watchdog.progress("the prompts' images")
         if time.monotonic() - last > SAID_AFTER:
             last = time.monotonic()
-            tell(f"reading images: {row:,} of {total:,} rows")
+            rules.tell(f"{rules.name}: reading images: {row:,} of {total:,} rows")
         yield row
 
 
