@@ -63,9 +63,6 @@ class ChatFormat:
     Args:
         arguments: the template's arguments, such as ``enable_thinking``. A request's arguments override them.
         ends: tokens that end a turn.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or its template doesn't write an assistant's message.
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Sequence[int]) -> None:
@@ -200,24 +197,21 @@ class SessionContexts:
             ids += piece if isinstance(piece, list) else self.form.encode(piece, ids[-1] if ids else None)
         return Context(ids, text, written, dict(arguments), after)
 
-    def add(self, context: Context | None, wrote: Sequence[int], reply: Mapping[str, Any], whole: bool = True) -> int:
-        """Record a turn. Return its number.
+    def add(self, context: Context | None, wrote: Sequence[int], reply: Mapping[str, Any], whole: bool = True) -> None:
+        """Record a turn of the sampled ids ``wrote``.
 
         Args:
             context: the context that the turn answered; None: the request had no messages, so no request continues it.
-            wrote: the sampled ids.
-            reply: the message that the program got.
             whole: whether the reply contains all sampled text; False: a stop string was cut off.
         """
         self.turns.append(None)
-        number = len(self.turns) - 1
         if context is None or not wrote:
-            return number
+            return
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
         except UnreadableMessages:  # a template may require answers behind calls
-            return number
+            return
         texts = [context.text + self.form.decode(wrote)]
         if whole:
             # The turn's ids end behind its end token if it has one, else before the template's end of a turn.
@@ -226,11 +220,9 @@ class SessionContexts:
             if end and (at := text.rfind(end, min(stop, len(text) - 1))) >= 0:
                 stop = at + len(end)
             texts.append(text[:stop])
-        turn = self.turns[number] = Turn(
-            tuple(texts), [*context.ids, *wrote], list(wrote), message, key, len(context.messages)
-        )
+        turn = Turn(tuple(texts), [*context.ids, *wrote], list(wrote), message, key, len(context.messages))
+        self.turns[-1] = turn
         self._by_key.setdefault(key, []).append(turn)
-        return number
 
     def _pieces(
         self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str, at: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -39,66 +40,47 @@ class Work:
 
 
 class WorkQueue:
-    """New requests for the engine, and dropped requests, which nobody waits for any more."""
+    """Requests for an engine. Any thread adds them; the thread that owns the engine runs them."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._new: list[Work] = []
-        self._dropped: list[Work] = []
-        self._woken = False
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._new: deque[Work] = deque()
+        self._dropped: deque[Work] = deque()  # requests that nobody waits for any more
+        self._changed = threading.Event()
+        self._running: dict[str, Work] = {}
 
     def put(self, work: Work) -> None:
-        with self._changed:
-            self._new.append(work)
-            self.wake()
+        self._new.append(work)
+        self._changed.set()
 
     def drop(self, work: Work) -> None:
-        with self._changed:
-            self._dropped.append(work)
-            self.wake()
+        self._dropped.append(work)
+        self._changed.set()
 
     def wake(self) -> None:
-        """Make `wait` return."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
-
-    def wait(self, seconds: float) -> None:
-        """Wait for a new request, a dropped request or `wake`, for at most ``seconds``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._woken, seconds)
-            self._woken = False
-
-    def take(self) -> tuple[list[Work], list[Work]]:
-        """Return the new requests and the dropped requests since the last call."""
-        with self._changed:
-            new, dropped = self._new, self._dropped
-            self._new, self._dropped = [], []
-        return [work for work in new if work not in dropped], [work for work in dropped if work not in new]
-
-
-class Decoder:
-    """Runs the requests of a `WorkQueue` in an engine, in the thread that owns the engine."""
-
-    def __init__(self, engine: Engine, queue: WorkQueue) -> None:
-        self.engine, self.queue = engine, queue
-        self._running: dict[str, Work] = {}
+        """End the wait of an idle `step`."""
+        self._changed.set()
 
     def step(self, idle_seconds: float) -> None:
         """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly."""
-        new, dropped = self.queue.take()
+        self._changed.clear()
+        dropped = {
+            self._dropped.popleft() for _ in range(len(self._dropped))
+        }  # first: a dropped request was put before
         if gone := [name for name, work in self._running.items() if work in dropped]:
             for name in gone:
                 del self._running[name]
             self.engine.abort(gone)
-        for work in new:
+        for work in [self._new.popleft() for _ in range(len(self._new))]:
+            if work in dropped:
+                continue
             try:
                 name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
                 self._running[name] = work
             except Exception as error:  # not every version of vLLM raises ValueError for invalid requests
                 work.fail(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
-            self.queue.wait(idle_seconds)
+            self._changed.wait(idle_seconds)
             return
         finished_requests = self.engine.advance()
         for name, ids in self.engine.written():

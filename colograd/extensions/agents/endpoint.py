@@ -61,7 +61,6 @@ class Endpoint:
     """Answers the requests of one generation's sessions.
 
     Args:
-        sampling: sampling settings of the run or the evaluation.
         seeds: the run's seed, and the purpose (`train` or `eval`).
         context: maximum number of tokens in a sequence.
         refuses: whether a request with other sampling settings is an error; False: it is answered, but not trained on.

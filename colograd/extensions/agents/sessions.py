@@ -33,7 +33,7 @@ from ...usercode.calls import Outcome, place_in
 from ...usercode.copies import own_copy
 from ...usercode.untrusted import clean
 from .context import ChatFormat
-from .decoding import Decoder, WorkQueue
+from .decoding import WorkQueue
 from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
 from .programs import CommandProgram, FunctionProgram
@@ -65,11 +65,7 @@ class Agent:
 
     @classmethod
     def of(cls, given: Any) -> Agent:
-        """Make an agent from a function or a command line.
-
-        Raises:
-            ValueError: the value is neither, the command is empty, or the function has an unknown parameter.
-        """
+        """Make an agent from a function or a command line."""
         if isinstance(given, str):
             command = tuple(shlex.split(given))
             if not command:
@@ -150,26 +146,21 @@ class AgentSessions:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time.
-
-        Raises:
-            RuntimeError: a session failed, unless `agent_on_error: abstain` is set.
-        """
+        """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time."""
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
-        queue = WorkQueue()
+        queue = WorkQueue(self.engine)
         endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
         with ExitStack() as closing:
-            decoder = Decoder(self.engine, queue)
-            closing.callback(decoder.close)
+            closing.callback(queue.close)
             address = closing.enter_context(served(endpoint.app))
             running = _RunningSessions(self, endpoint, address, version)
             closing.callback(running.close)
             yield from running.open(prompts, sampling.n)
             while running.waiting or running.running:
                 running.start()
-                decoder.step(POLL)
+                queue.step(POLL)
                 watchdog.progress("agents' sessions")
                 yield from running.finished()
 

@@ -8,7 +8,7 @@ and its part of each tile's gradient (`spread`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,14 +67,20 @@ class TeacherHead:
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """Logits of the teacher for the policy's N labels. One tile exists at a time."""
+    """Logits y of the teacher for the policy's N labels, and KL(policy || teacher), added up tile by tile.
+
+    With logits x of the policy the divergence is E_policy[x - y] - log sum e^x + log sum e^y.
+    """
 
     states: torch.Tensor  # (N, hidden)
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: Head
+    gap: torch.Tensor = field(init=False)  # (N,) sum of e^(x - max) (x - y) so far
+    total: torch.Tensor = field(init=False)  # (N,) sum of e^(y - maximum) so far
+    maximum: torch.Tensor = field(init=False)  # (N,)
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
         """Compute a tile (n, c) of the logits that the teacher would sample from."""
@@ -83,8 +89,31 @@ class TeacherLogits:
         tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
         return self.head.hide_(tile, row, vocabulary)
 
-    def sums(self, like: torch.Tensor) -> DivergenceSums:
-        return DivergenceSums(self, like)
+    def sums(self, like: torch.Tensor) -> TeacherLogits:
+        self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)
+        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
+        return self
+
+    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Return x - y (n, c) for the policy's finished ``tile``, and update the teacher's running sum."""
+        other = self.tile(row, vocabulary)
+        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
+        self.total[row] *= (self.maximum[row] - largest).exp()
+        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
+        self.maximum[row] = largest
+        return other.neg_().add_(tile)
+
+    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
+        """Update `gap`. ``power`` is e^(x - max), and ``decay`` rescales the sum from the former maximum."""
+        self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
+
+    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence (N,) and the teacher's log sum e^y (N,).
+
+        ``total`` is the policy's sum of e^(x - max), ``normaliser`` its log sum e^x.
+        """
+        theirs = self.maximum + self.total.log()
+        return self.gap / total - normaliser + theirs, theirs
 
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
@@ -96,42 +125,6 @@ class TeacherLogits:
         if first is not None:
             slope, constant = slope + first.slope, constant + first.constant
         return Spread(slope, constant, logq)
-
-
-class DivergenceSums:
-    """KL(policy || teacher) of N labels' distributions over the vocabulary, added up tile by tile.
-
-    With logits x of the policy and y of the teacher it is E_policy[x - y] - log sum e^x + log sum e^y.
-    """
-
-    def __init__(self, teacher: TeacherLogits, like: torch.Tensor) -> None:
-        self.teacher = teacher
-        self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)  # (N,) running sums, see `add`
-        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
-
-    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return x - y (n, c) for the policy's finished ``tile``, and update the teacher's running sum."""
-        other = self.teacher.tile(row, vocabulary)
-        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
-        self.total[row] *= (self.maximum[row] - largest).exp()
-        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
-        self.maximum[row] = largest
-        return other.neg_().add_(tile)
-
-    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Update the policy's sum of e^(x - max) (x - y).
-
-        ``power`` is e^(x - max). ``decay`` rescales the sum so far from the former maximum.
-        """
-        self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
-
-    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and the teacher's log sum e^y (N,).
-
-        ``total`` is the policy's sum of e^(x - max), ``normaliser`` its log sum e^x.
-        """
-        theirs = self.maximum + self.total.log()
-        return self.gap / total - normaliser + theirs, theirs
 
 
 REST = 1e-6  # minimum probability of all tokens outside the top K: 1 minus the top's sum has a rounding error
@@ -146,21 +139,21 @@ class TopTokens:
         return TeacherTop(ids.long(), logprobs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TeacherTop:
-    """Most probable K tokens of the teacher for each of N labels."""
+    """Most probable K tokens of the teacher for each of N labels, and KL(policy || teacher) with all others as one
+    token, which is a lower bound."""
 
     ids: torch.Tensor  # (N, K) int64
     logprobs: torch.Tensor  # (N, K)
+    own: torch.Tensor = field(init=False)  # the policy's logits of these tokens (N, K)
 
-    def sums(self, like: torch.Tensor) -> TopSums:
-        return TopSums(self, like)
+    def sums(self, like: torch.Tensor) -> TeacherTop:
+        self.own = like.new_full(self.ids.shape, HIDDEN)
+        return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's column in the tile (n, K), and whether the tile has the token (n, K).
-
-        The column of other tiles' tokens is 0.
-        """
+        """Return each token's column in the tile (n, K), 0 for those of other tiles, and whether the tile has it."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside
@@ -168,10 +161,9 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Add the divergence's part of a tile's gradient to ``first``.
+        """Add the divergence's part of a tile's gradient to ``first``: p (gap of the rest - KL) for each token.
 
-        It is p (gap of the rest - KL) for each token. The teacher's top tokens have their own gap instead of the
-        rest's.
+        The teacher's top tokens have their own gap instead of the rest's.
         """
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
@@ -181,27 +173,19 @@ class TeacherTop:
         index, inside = self.columns(*place)
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
-
-class TopSums:
-    """KL(policy || teacher) with all tokens outside the teacher's top K counted as one token: a lower bound."""
-
-    def __init__(self, teacher: TeacherTop, like: torch.Tensor) -> None:
-        self.teacher = teacher
-        self.logits = like.new_full(teacher.ids.shape, HIDDEN)  # the policy's logits of these tokens (N, K)
-
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
         """Read the top tokens' logits from the policy's finished ``tile``. There are no gaps for `add`."""
-        index, inside = self.teacher.columns(row, vocabulary)
-        self.logits[row] = torch.where(inside, tile.gather(1, index), self.logits[row])
+        index, inside = self.columns(row, vocabulary)
+        self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
         """Do nothing: `gaps` has read the logits."""
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergence (N,), and (N, K + 1): p (gap - gap of the rest) of each token, and the rest's gap."""
-        logp, logq = self.logits - normaliser[:, None], self.teacher.logprobs.to(self.logits)
+        logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        here = logq.exp().where(self.logits > HIDDEN / 2, 0.0)  # tokens without a policy logit count as rest
+        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)  # tokens without a policy logit count as rest
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
         found = torch.linalg.vecdot(p, gap) + rest * of_rest

@@ -36,9 +36,6 @@ def accuracy_reward(
     The rule is TRL's. The last box is the answer, else LaTeX behind words such as "the answer is"; text outside LaTeX
     isn't an answer. The reward is None if the solution can't be parsed. The texts of both are logged in the completions
     table (``gold_parsed``, ``answer_parsed``).
-
-    Raises:
-        ImportError: math-verify isn't installed.
     """
     return _accuracy([text_of(completion) for completion in completions], solution, log_extra)
 
@@ -71,9 +68,6 @@ def math_answer_reward(
 
     The last box is the answer, else other LaTeX, else a bare number: lighteval's rule for MATH-500 and AIME. The reward
     is None if the expected answer can't be read.
-
-    Raises:
-        ImportError: math-verify isn't installed.
     """
     begun = thought_begun(prompt_texts, len(completions))
     texts = [

@@ -58,12 +58,7 @@ class ImageReader:
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
         """Convert a row into its prompt: the tokens, with one per image feature, and the images.
 
-        Args:
-            arguments: of the chat template.
-            where: the row's name in messages.
-
-        Raises:
-            ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
+        ``arguments`` are the chat template's, ``where`` is the row's name in messages.
         """
         with _refusals(row, where):
             return self.made(*self._messages(row, where), arguments)

@@ -87,12 +87,7 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Candidate tokens of a head's N labels, indexed for tiles of the logits.
-
-    Args:
-        kept: candidate tokens of each label.
-        first: token id of the head's first row, if ranks share out the vocabulary.
-    """
+    """Candidate tokens of a head's N labels, indexed for tiles of the logits; ``first`` is the head's first token."""
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()

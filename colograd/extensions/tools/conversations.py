@@ -128,6 +128,7 @@ class _RunningConversations:
         self.writing: dict[str, Conversation] = {}  # conversations that the engine decodes, by request
         self.waiting: list[tuple[Conversation, Answers]] = []  # conversations that wait for tools
         self.unopened: deque[tuple[Prompt, int]] = deque()  # prompt, index in its group
+        self.shows_images = self.form.reader is not None  # whether an answer may have images
         self._is_limited = True  # whether the number of environments in use at once is limited
 
     def _open_next(self) -> None:
@@ -190,7 +191,7 @@ class _RunningConversations:
         if not conversation.turns:
             self._begin(conversation, answers)
             return True
-        own, images = conversation.prompt.example.get("chat_template_kwargs"), self.form.shows_images
+        own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
         room = min(self.sampling.max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
         messages = self.tools.told(answers, images)
 
@@ -245,9 +246,9 @@ class _RunningConversations:
 
     def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
         """Return the prompt's messages with the value of `reset` at the end of the last message."""
-        (*earlier, last), shown = conversation.asked, shown_content(value, self.form.shows_images)
+        (*earlier, last), shown = conversation.asked, shown_content(value, self.shows_images)
         own, has_images = None, False
-        if self.form.shows_images:
+        if self.shows_images:
             own, has_images = self.form.reader.own_messages(conversation.prompt.example, where)
         texts = isinstance(last["content"], str) and isinstance(shown, str)
         if own is None or (texts and not has_images):

@@ -49,12 +49,8 @@ def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
 class Environments:
     """Makes environments, lends them, and takes them back.
 
-    An environment is lent to a conversation until the reward functions that may look at it have returned.
-
-    Args:
-        factories: key -> factory. The key is the name in a row's column `environment`, or None if there is only one.
-        main_thread: see `Toolbox`.
-        limit: maximum number of environments lent at once; None: no limit.
+    An environment is lent to a conversation until the reward functions that may look at it have returned. A factory's
+    key is the name in a row's column `environment`, or None if there is only one.
     """
 
     def __init__(

@@ -40,18 +40,6 @@ class RunningCall:
         """Return whether there is nothing left to wait for."""
         return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
 
-    def outcome(self, timeout: float | None) -> Outcome:
-        """Return the call's outcome. A call that hasn't ended is abandoned, and its outcome is ``late``."""
-        if self.asker_runs is not None:
-            self.asker_runs.run()
-        if not self.future.done():
-            self.abandon()
-            return Outcome("late", None, timeout or 0.0)
-        try:
-            return self.future.result()
-        except (Exception, CancelledError) as error:  # e.g. an async tool without its arguments
-            return raised_outcome(error)
-
     def abandon(self) -> None:
         """Cancel the call, as nobody waits for it any more."""
         if self.environment is not None and self.asker_runs is None and not self.future.done():
@@ -73,13 +61,22 @@ class Answers:
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
         """Return each call's name and outcome, in the order of the calls; ``late`` for a call that hasn't ended."""
-        found = []
+        outcomes = []
         for call in self.calls:
-            outcome = call.outcome(self.timeout)
+            if call.asker_runs is not None:
+                call.asker_runs.run()
+            outcome = Outcome("late", None, self.timeout or 0.0)
+            if not call.future.done():
+                call.abandon()
+            else:
+                try:
+                    outcome = call.future.result()
+                except (Exception, CancelledError) as error:  # e.g. an async tool without its arguments
+                    outcome = raised_outcome(error)
             if call.declarable is not None:
                 self.advice.give(call.declarable, outcome)
-            found.append((call.name, outcome))
-        return found
+            outcomes.append((call.name, outcome))
+        return outcomes
 
     def abandon(self) -> None:
         """Cancel all calls, as nobody waits for them any more."""

@@ -29,9 +29,6 @@ class ToolFormat:
     Args:
         template_kwargs: further arguments of the template.
         reader: `ImageReader` of a vision-language model. Its processor's template gets all contents as parts.
-
-    Raises:
-        ValueError: the template can't show a tool's answer, or no known parser reads its calls.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
@@ -90,11 +87,6 @@ class ToolFormat:
                 calls = as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
         return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
 
-    @property
-    def shows_images(self) -> bool:
-        """Whether an answer may have images."""
-        return self.reader is not None
-
     def answer(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> ModelInput:
@@ -103,13 +95,9 @@ class ToolFormat:
         It is appended to the sampled tokens, so that no sampled token is tokenised again.
 
         Args:
-            messages: the tools' answers, in the order of the calls.
             own: the row's further arguments of the template.
             last: the turn's last token; None: the template's end of a turn. If the model ended the turn with another
                 token, the result begins with the template's end of a turn.
-
-        Raises:
-            FAILURES (see `data.messages`): the processor doesn't take these images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
@@ -126,7 +114,7 @@ class ToolFormat:
         return ModelInput(whole.ids[start:], images)
 
     def _place(self, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
-        """Return the index in ``whole`` where the turn's content ends. ``whole`` continues ``before``'s messages."""
+        """Return the index in ``whole``, which continues ``before``'s messages, where the turn's content ends."""
         end = self._end
         if end in before:
             # The turn ends at the last end token in `before`. Count the end tokens, because a template may write

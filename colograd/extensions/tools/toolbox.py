@@ -53,14 +53,9 @@ class Toolbox:
         environment_factory: makes an environment. Its ``reset`` begins an episode, and its other public methods are
             tools. Or a dict of factories by name: a row's column ``environment`` picks one.
         workers: number of processes for the sync tools; 0: sync tools run in threads.
-        timeout: maximum seconds of a call; None: no limit.
-        main_thread: names of tools and environments that work only in the main thread. They run in the thread that
-            requests their outcomes, and no timeout ends their calls.
+        timeout: maximum seconds of a call, except in the main thread; None: no limit.
+        main_thread: names of tools and environments that work only in the main thread.
         most_environments: maximum number of environments lent at once; None: no limit.
-
-    Raises:
-        ValueError: a tool isn't a function, two tools have the same name, an environment has no ``reset``, or a name
-            in ``main_thread`` is no sync tool and no environment.
     """
 
     def __init__(

@@ -87,9 +87,6 @@ class ChatAPI:
         model: name of the model in requests and responses.
         template: the model's chat template, used to choose parsers.
         tool_parser, reasoning_parser: names of vLLM's parsers; None: chosen by the template; "": none.
-
-    Raises:
-        ValueError: vLLM has no parser of that name.
     """
 
     def __init__(
@@ -230,12 +227,7 @@ class ChatAPI:
             options["structured_outputs"] = structure
 
     def choice(self, call: Call, ids: Sequence[int], logprobs: Sequence[float], length: bool, ends: Any) -> Choice:
-        """Convert sampled tokens into an answer.
-
-        Args:
-            length: whether the token limit ended the answer.
-            ends: token ids that end a turn.
-        """
+        """Convert sampled tokens into an answer, which the token limit ended if ``length``, or one of ``ends``."""
         own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
         text, stop = self._text(call, own), None
         if not length:

@@ -52,12 +52,7 @@ class ImagePrompts(EngineFeature):
         self.core = engine.core
 
     def check_processor(self, processor: Any) -> None:
-        """Check that vLLM processes images like the trainer's ``processor``.
-
-        Raises:
-            ValueError: vLLM's processor has other settings.
-            RuntimeError: this vLLM's CPU attention can't be bidirectional within an image, as the model's is.
-        """
+        """Check that vLLM processes images like the trainer's ``processor``, and attends within them as the model."""
         model_config = self.core.vllm_config.model_config
         if self.on_cpu and getattr(model_config, "is_mm_prefix_lm", False):
             from vllm.v1.attention.backend import CommonAttentionMetadata
