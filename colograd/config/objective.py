@@ -127,7 +127,9 @@ class ObjectiveKnobs(SamplingKnobs):
         one_of=CORRECTIONS,
     )
     vllm_importance_sampling_clip_max: float | None = knob(3.0, "Upper bound of that ratio.")
-    vllm_importance_sampling_clip_min: float | None = knob(None, "Lower bound of that ratio.")
+    vllm_importance_sampling_clip_min: float | None = knob(
+        None, "Lower bound of that ratio; default: none, or with `geometric_mask` 1 / the upper bound."
+    )
     off_policy_mask_threshold: float | None = knob(
         None,
         "Leave out completions with a negative advantage and a mean log sampler - log policy probability above "

@@ -26,11 +26,11 @@ class SamplerCorrection:
     One mode is a mask alone: with `geometric_mask` a token's weight is 1 if exp(mean over its completion's tokens of
     log trainer - log sampler) is within the bounds, else 0. Unlike the product of the ratios this doesn't depend on the
     completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights).
+    without importance weights). As in verl, its lower bound is the reciprocal of the upper one unless it is set.
     """
 
     mode: str
-    low: float | None  # None: there is no bound
+    low: float | None  # None: there is no bound, except with `geometric_mask`
     high: float | None
 
     def weights(self, log_ratio: torch.Tensor) -> torch.Tensor:
@@ -43,12 +43,12 @@ class SamplerCorrection:
 
     def outside(self, ratio: torch.Tensor) -> torch.Tensor:
         """Return a mask of the ratios beyond the bounds, (N,) bool."""
-        outside = torch.zeros_like(ratio, dtype=torch.bool)
-        if self.low is not None:
-            outside |= ratio < self.low
+        low, outside = self.low, torch.zeros_like(ratio, dtype=torch.bool)
         if self.high is not None:
             outside |= ratio > self.high
-        return outside
+            if low is None and self.mode == "geometric_mask":
+                low = 1 / self.high
+        return outside if low is None else outside | (ratio < low)
 
 
 def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

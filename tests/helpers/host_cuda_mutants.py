@@ -51,7 +51,7 @@ MUTANTS = (
     ),
     Mutant(
         "a buffer left behind by a move", "extensions/distillation/teacher.py",
-        "buffer.data = buffer.data.to(device)", "pass", "lora and teacher",
+        "buffer.data = buffer.data.to(config.device)", "pass", "lora and teacher",
     ),
     Mutant(
         "a wrong dtype in a kernel's call", "policy/merged_attention.py",

@@ -15,8 +15,8 @@ from paths import SCRIPTS
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
-from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
+from colograd.extensions.images.rider import PER_TOKEN, Images
 from colograd.policy import towers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
@@ -100,10 +100,18 @@ def but_slowly(families: Iterable[str]) -> list[Any]:
     return [family if family in quick else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
+def own_inputs(seen: Images, completion: int) -> dict[str, torch.Tensor]:
+    """The processor's inputs of a prompt, for it and ``completion`` tokens."""
+    return {
+        name: torch.nn.functional.pad(value, (0, completion)) if name in PER_TOKEN else value
+        for name, value in seen.inputs.items()
+    }
+
+
 @torch.no_grad()
 def logprobs_of_transformers(model: Any, asked: ModelInput, completion: list[int]) -> torch.Tensor:
     ids = torch.tensor([[*asked.ids, *completion]])
-    seen = images.own_inputs(asked.images, len(completion))
+    seen = own_inputs(asked.images, len(completion))
     rows = model(input_ids=ids, attention_mask=torch.ones_like(ids), **seen).logits[0, len(asked.ids) - 1 : -1]
     return rows.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 

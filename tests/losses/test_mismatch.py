@@ -68,6 +68,18 @@ def test_a_geometric_mask_weighs_by_the_mean() -> None:
     assert not products[places[0][:4]].any()
 
 
+def test_geometric_mask_defaults_to_the_reciprocal() -> None:
+    """Means of -0.02 and -0.005 nats, so ratios of 0.980 and 0.995; 1 / 1.01 is 0.990, the bound of verl."""
+    row = collate(*make_step(3).rows(1000, on_policy=False))
+    row = dataclasses.replace(
+        row, loss_mask=torch.ones_like(row.loss_mask), sampler_logprobs=torch.zeros_like(row.sampler_logprobs)
+    )
+    trainer = torch.where(row.sequence == 0, -0.02, -0.005)
+    weights = SamplerCorrection("geometric_mask", None, 1.01).weights(trainer, row)
+    assert weights.tolist() == (row.sequence != 0).float().tolist()
+    assert SamplerCorrection("sequence_mask", None, 1.01).weights(trainer, row).all()
+
+
 @pytest.mark.parametrize(
     "mode", ["", "token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "geometric_mask"]
 )

@@ -34,8 +34,7 @@ from colograd.extensions.experts.losses import RoutingStep, routing_in
 from colograd.extensions.experts.rider import UNKNOWN, RowExperts
 from colograd.extensions.experts.router_replay import make_replaying
 from colograd.extensions.experts.routing import tells_routing
-from colograd.extensions.kept_tokens.head import KeptStep
-from colograd.extensions.kept_tokens.rider import KeptTokens
+from colograd.extensions.kept_tokens.rider import KeptStep, KeptTokens
 from colograd.extensions.sequence_parallel import shared_rows
 from colograd.extensions.sequence_parallel.forward import RowGroups, share_rows, whole_rows
 from colograd.extensions.sequence_parallel.shared_rows import _unreached as unreached

@@ -9,11 +9,12 @@ contains keep their sampled ids.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...usercode.untrusted import parse_json
 
@@ -29,18 +30,6 @@ class UnreadableMessages(ValueError):
 
 class TooLong(UnreadableMessages):
     """The messages have more characters than the context has room for as tokens."""
-
-
-class Template(Protocol):
-    """A tokenizer's interface: its chat template, and texts to ids and back."""
-
-    name_or_path: str
-    all_special_ids: Sequence[int]
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any: ...
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
-    def decode(self, ids: list[int], **kwargs: Any) -> str: ...
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +63,10 @@ class ChatFormat:
     Args:
         arguments: the template's arguments, such as ``enable_thinking``. A request's arguments override them.
         ends: tokens that end a turn.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or its template doesn't write an assistant's message.
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Sequence[int]) -> None:
-        self.tokenizer: Template = tokenizer
-        self.arguments, self.ends = dict(arguments), frozenset(ends)
+        self.tokenizer, self.arguments, self.ends = tokenizer, dict(arguments), frozenset(ends)
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("an agent needs a chat template, which the tokenizer hasn't: set chat_template_path.")
         asked = [{"role": "user", "content": "asked"}]
@@ -97,28 +82,24 @@ class ChatFormat:
                 "chat_template_path."
             )
         self.end = text[text.index(PROBE) + len(PROBE) :]  # text behind a turn's content
-        self._end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
+        self.end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
-        """Return the messages as text.
-
-        Args:
-            begins: whether the text ends with the beginning of the model's turn.
+        """Return the messages as text, with the beginning of the model's turn if it ``begins``.
 
         Raises:
             UnreadableMessages: the template can't write them.
         """
-        given = self.arguments | {name: value for name, value in arguments.items() if value is not None}
+        merged = self.arguments | {name: value for name, value in arguments.items() if value is not None}
         try:
-            text = self.tokenizer.apply_chat_template(
-                [*messages], tokenize=False, add_generation_prompt=begins, **given
+            return str(
+                self.tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=begins, **merged)
             )
         except Exception as error:  # a template may raise anything for messages that it wasn't made for
             raise UnreadableMessages(
                 f"the chat template of {self.tokenizer.name_or_path} can't write these messages: "
                 f"{type(error).__name__}: {error}"
             ) from None
-        return str(text)
 
     def places(
         self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str
@@ -160,40 +141,16 @@ class ChatFormat:
         """Return a text's ids behind the token ``behind``. A tokenizer may encode the start of a text differently."""
         if not text:
             return []
-        if behind in self._end_texts:
-            before = self.tokenizer.encode(self._end_texts[behind], add_special_tokens=False)
-            whole = self.tokenizer.encode(self._end_texts[behind] + text, add_special_tokens=False)
+        if behind in self.end_texts:
+            before: list[int] = self.tokenizer.encode(self.end_texts[behind], add_special_tokens=False)
+            whole: list[int] = self.tokenizer.encode(self.end_texts[behind] + text, add_special_tokens=False)
             if whole[: len(before)] == before:
                 return whole[len(before) :]
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def said(self, ids: Sequence[int]) -> tuple[str, bool]:
-        """Return a turn's text without its end token, and whether it has an end token."""
-        ended = bool(ids) and ids[-1] in self.ends
-        return self.decode(ids[:-1] if ended else ids), ended
-
-    def sampled_of(self, text: str, at: int, last: int) -> int:
-        """Return the number of characters of ``text`` from ``at`` on that belong to the last sampled token.
-
-        In some templates the token that ends a turn is also the beginning of the next message.
-        """
-        end = self._end_texts.get(last, "")
-        return len(end) if end and not text.endswith(end, 0, at) and text.startswith(end, at) else 0
-
-    def read_up_to(self, text: str, ids: Sequence[int]) -> int:
-        """Return the index in a conversation's text where the ids of its last turn end.
-
-        That is behind the turn's end token if it has one, else before the template's end of a turn.
-        """
-        last = ids[-1] if ids else None
-        start = len(text) - len(self.end) if text.endswith(self.end) else len(text)
-        if last not in self.ends:
-            return start
-        at = text.rfind(self._end_texts[last], min(start, len(text) - 1))
-        return start if at < 0 else at + len(self._end_texts[last])
+        return str(self.tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class SessionContexts:
@@ -207,11 +164,7 @@ class SessionContexts:
     def context(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
     ) -> Context:
-        """Return the context of a request's messages.
-
-        Args:
-            arguments: the template's arguments, including ``tools``.
-            most: maximum number of characters; None: no limit.
+        """Return the context of a request's messages of at most ``most`` characters.
 
         Raises:
             UnreadableMessages: the template can't write the messages, or they are too long.
@@ -236,43 +189,50 @@ class SessionContexts:
             turn = self.turns[after]
             assert turn is not None
             ids = list(turn.ids)
-            at += self.form.sampled_of(text, at, ids[-1])
+            # In some templates the token that ends a turn is also the beginning of the next message.
+            end = self.form.end_texts.get(ids[-1], "")
+            if end and not text.endswith(end, 0, at) and text.startswith(end, at):
+                at += len(end)
         for piece in self._pieces(written, arguments, text, at):
             ids += piece if isinstance(piece, list) else self.form.encode(piece, ids[-1] if ids else None)
         return Context(ids, text, written, dict(arguments), after)
 
-    def add(self, context: Context | None, wrote: Sequence[int], reply: Mapping[str, Any], whole: bool = True) -> int:
-        """Record a turn. Return its number.
+    def add(self, context: Context | None, wrote: Sequence[int], reply: Mapping[str, Any], whole: bool = True) -> None:
+        """Record a turn of the sampled ids ``wrote``.
 
         Args:
             context: the context that the turn answered; None: the request had no messages, so no request continues it.
-            wrote: the sampled ids.
-            reply: the message that the program got.
             whole: whether the reply contains all sampled text; False: a stop string was cut off.
         """
         self.turns.append(None)
-        number = len(self.turns) - 1
         if context is None or not wrote:
-            return number
+            return
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
         except UnreadableMessages:  # a template may require answers behind calls
-            return number
+            return
         texts = [context.text + self.form.decode(wrote)]
         if whole:
-            texts.append(text[: self.form.read_up_to(text, wrote)])
-        turn = self.turns[number] = Turn(
-            tuple(texts), [*context.ids, *wrote], list(wrote), message, key, len(context.messages)
-        )
+            # The turn's ids end behind its end token if it has one, else before the template's end of a turn.
+            stop = len(text) - len(self.form.end) if text.endswith(self.form.end) else len(text)
+            end = self.form.end_texts.get(wrote[-1], "")
+            if end and (at := text.rfind(end, min(stop, len(text) - 1))) >= 0:
+                stop = at + len(end)
+            texts.append(text[:stop])
+        turn = Turn(tuple(texts), [*context.ids, *wrote], list(wrote), message, key, len(context.messages))
+        self.turns[-1] = turn
         self._by_key.setdefault(key, []).append(turn)
-        return number
 
     def _pieces(
         self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str, at: int
     ) -> Iterator[str | list[int]]:
         """Yield a text from ``at`` on in pieces: sampled ids for turns of the model, and the texts between them."""
-        turns = self._turns_of(messages)
+        turns: dict[int, Turn] = {}  # message index -> turn. Among equal messages the last one is the newest turn.
+        left = {key: [*equal] for key, equal in self._by_key.items()}
+        for index in reversed(range(len(messages))):
+            if messages[index].get("role") == "assistant" and (equal := left.get(_key(messages[index]))):
+                turns[index] = equal.pop()
         if at < len(text) and turns:
             for index, around, content in self.form.places(messages, arguments, text):
                 turn = turns.get(index)
@@ -286,29 +246,24 @@ class SessionContexts:
                         at = first + len(self.form.decode(ids))
         yield text[at:]
 
-    def _turns_of(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, Turn]:
-        """Return message index -> the recorded turn. Among equal messages the last one is the newest turn."""
-        found: dict[int, Turn] = {}
-        left = {key: [*turns] for key, turns in self._by_key.items()}
-        for index in reversed(range(len(messages))):
-            if messages[index].get("role") == "assistant" and (turns := left.get(_key(messages[index]))):
-                found[index] = turns.pop()
-        return found
-
     def _runs(self, turn: Turn, text: str, around: slice, content: slice | None) -> Iterator[tuple[int, list[int]]]:
         """Yield the parts of a turn that a text still contains: their place in the text, and their sampled ids.
 
-        Args:
-            around: slice of the text with the turn's message.
-            content: slice of the text with the message's content; None: the message has no content.
+        ``around`` has the turn's message, and ``content`` the message's content (None: it has none).
         """
-        said, ended = self.form.said(turn.wrote)
-        ids = turn.wrote[:-1] if ended else turn.wrote
+        ids = turn.wrote[:-1] if turn.wrote[-1] in self.form.ends else turn.wrote
+        said = self.form.decode(ids)
         for whole, of_whole in ((self.form.decode(turn.wrote), turn.wrote), (said, ids)):
             if len(whole) >= DISTINCT and (first := text.find(whole, around.start, around.stop)) >= 0:
                 yield first, of_whole
                 return
-        places = [*_places(self.form, ids)]
+        # Each token's start in the ids' text, then the end. All tokens of one character start where it starts.
+        places, known, start = [0], "", 0  # the text of whole characters, and the index of the token after it
+        for index in range(len(ids)):
+            piece = self.form.decode(ids[start : index + 1])
+            if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
+                known, start = known + piece, index + 1
+            places.append(len(known))
 
         def kept(part: str, inside: int, first: int) -> Iterator[tuple[int, list[int]]]:
             """Yield the place and ids of the tokens that lie completely in a part of the turn's text."""
@@ -338,17 +293,6 @@ class SessionContexts:
             yield from kept(calls, said.index(calls, at), shown)
 
 
-def _places(form: ChatFormat, ids: Sequence[int]) -> Iterator[int]:
-    """Yield each token's start in the ids' text, then the end. All tokens of one character start where it starts."""
-    yield 0
-    text, start = "", 0  # the text of whole characters, and the index of the token after it
-    for index in range(len(ids)):
-        piece = form.decode(ids[start : index + 1])
-        if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
-            text, start = text + piece, index + 1
-        yield len(text)
-
-
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of the API in the format of chat templates.
 
@@ -361,10 +305,13 @@ def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
         found["content"] = "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
     found.setdefault("content", "")
     if calls := found.get("tool_calls"):
-        found["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _parsed(call["function"].get("arguments"))}}
-            for call in calls
-        ]
+        found["tool_calls"] = [{**call, "function": dict(call["function"])} for call in calls]
+        for call in found["tool_calls"]:
+            arguments = call["function"].get("arguments") or {}
+            if isinstance(arguments, str):
+                with contextlib.suppress(ValueError):
+                    arguments = parse_json(arguments) if arguments.strip() else {}
+            call["function"]["arguments"] = arguments
     else:
         found.pop("tool_calls", None)
     reasoning = next((found[name] for name in REASONING if found.get(name)), None)
@@ -373,15 +320,6 @@ def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
         if reasoning is not None:
             found[name] = reasoning
     return found
-
-
-def _parsed(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments if arguments is not None else {}
-    try:
-        return parse_json(arguments) if arguments.strip() else {}
-    except ValueError:
-        return arguments
 
 
 def _key(message: Mapping[str, Any]) -> str:

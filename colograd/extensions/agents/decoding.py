@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling
 from .engine.chat_api import BadRequest
-
-PAUSE = 0.02  # seconds without a new request after which no more are expected
-FIRST_STEP = 0.5  # assumed seconds of the first step
 
 
 @dataclass(eq=False, slots=True)
@@ -30,113 +27,65 @@ class Work:
     future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def finish(self, samples: list[Sampled]) -> None:
-        self._tell(lambda: None if self.future.done() else self.future.set_result(samples))
-
-    def go_on(self, ids: list[int]) -> None:
-        if (more := self.more) is not None:
-            self._tell(lambda: more(ids))
+        self.tell(lambda: None if self.future.done() else self.future.set_result(samples))
 
     def fail(self, error: BaseException) -> None:
-        self._tell(lambda: None if self.future.done() else self.future.set_exception(error))
+        self.tell(lambda: None if self.future.done() else self.future.set_exception(error))
 
-    def _tell(self, then: object) -> None:
+    def tell(self, then: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the endpoint's event loop."""
         loop = self.future.get_loop()
         if not loop.is_closed():
-            loop.call_soon_threadsafe(then)  # type: ignore[arg-type]
+            loop.call_soon_threadsafe(then, *arguments)
 
 
 class WorkQueue:
-    """New requests for the engine, and dropped requests, which nobody waits for any more."""
+    """Requests for an engine. Any thread adds them; the thread that owns the engine runs them."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._new: list[Work] = []
-        self._dropped: list[Work] = []
-        self._woken = False
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._new: deque[Work] = deque()
+        self._dropped: deque[Work] = deque()  # requests that nobody waits for any more
+        self._changed = threading.Event()
+        self._running: dict[str, Work] = {}
 
     def put(self, work: Work) -> None:
-        with self._changed:
-            self._new.append(work)
-            self._changed.notify()
+        self._new.append(work)
+        self._changed.set()
 
     def drop(self, work: Work) -> None:
-        with self._changed:
-            self._dropped.append(work)
-            self._changed.notify()
+        self._dropped.append(work)
+        self._changed.set()
 
     def wake(self) -> None:
-        """Make `wait` return."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
+        """End the wait of an idle `step`."""
+        self._changed.set()
 
-    def wait(self, seconds: float) -> None:
-        """Wait for a new request, a dropped request or `wake`, for at most ``seconds``."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._new or self._dropped or self._woken), seconds)
-            self._woken = False
-
-    def gather(self, count: int, seconds: float) -> None:
-        """Wait for new requests, until there are ``count``, or none has come for `PAUSE` seconds."""
-        until, seen = time.monotonic() + seconds, 0
-
-        def another() -> bool:
-            return len(self._new) > seen
-
-        with self._changed:
-            while another() and len(self._new) < count and (left := until - time.monotonic()) > 0:
-                seen = len(self._new)
-                self._changed.wait_for(another, min(PAUSE, left))
-
-    def take(self) -> tuple[list[Work], list[Work]]:
-        """Return the new requests and the dropped requests since the last call."""
-        with self._changed:
-            new, dropped = self._new, self._dropped
-            self._new, self._dropped = [], []
-        return [work for work in new if work not in dropped], [work for work in dropped if work not in new]
-
-
-class Decoder:
-    """Runs the requests of a `WorkQueue` in an engine, in the thread that owns the engine."""
-
-    def __init__(self, engine: Engine, queue: WorkQueue) -> None:
-        self.engine, self.queue = engine, queue
-        self._running: dict[str, Work] = {}
-        self._step_seconds = FIRST_STEP  # seconds of the last step
-
-    def step(self, idle_seconds: float, sessions: int) -> None:
-        """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly for one.
-
-        Sessions that begin together send their requests together. A step for the first request alone would take as
-        long as a step for all, and would slow down reading the other requests. So an idle engine waits for the others,
-        at most for the length of a step.
-
-        Args:
-            idle_seconds: maximum seconds to wait without requests.
-            sessions: number of running programs. Each may send a request.
-        """
-        if not self._running:
-            self.queue.gather(sessions, self._step_seconds)
-        new, dropped = self.queue.take()
+    def step(self, idle_seconds: float) -> None:
+        """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly."""
+        self._changed.clear()
+        dropped = {
+            self._dropped.popleft() for _ in range(len(self._dropped))
+        }  # first: a dropped request was put before
         if gone := [name for name, work in self._running.items() if work in dropped]:
             for name in gone:
                 del self._running[name]
             self.engine.abort(gone)
-        for work in new:
+        for work in [self._new.popleft() for _ in range(len(self._new))]:
+            if work in dropped:
+                continue
             try:
                 name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
                 self._running[name] = work
             except Exception as error:  # not every version of vLLM raises ValueError for invalid requests
                 work.fail(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
-            self.queue.wait(idle_seconds)
+            self._changed.wait(idle_seconds)
             return
-        began = time.monotonic()
         finished_requests = self.engine.advance()
-        self._step_seconds = time.monotonic() - began
         for name, ids in self.engine.written():
-            if (running := self._running.get(name)) is not None:
-                running.go_on(list(ids))
+            if (running := self._running.get(name)) is not None and running.more is not None:
+                running.tell(running.more, list(ids))
         for name, samples in finished_requests:
             if (finished := self._running.pop(name, None)) is not None:
                 finished.finish(samples)

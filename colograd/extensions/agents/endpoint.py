@@ -26,7 +26,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...batch import FinishReason
-from ...engine.protocol import Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...usercode.untrusted import CHARACTERS, parse_json
 from .context import Context, TooLong, UnreadableMessages
@@ -37,7 +36,7 @@ from .session import Session
 
 T = TypeVar("T")
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
-GRACE_SECONDS = 1.0  # seconds to finish sending answers at the end
+GRACE_SECONDS = 1  # seconds to finish sending answers at the end
 STOP_SECONDS = 10.0  # maximum seconds to wait for the server's thread to end
 KEEP_ALIVE_SECONDS = 600  # seconds to keep an idle connection: a tool may run for long between two requests
 
@@ -62,7 +61,6 @@ class Endpoint:
     """Answers the requests of one generation's sessions.
 
     Args:
-        sampling: sampling settings of the run or the evaluation.
         seeds: the run's seed, and the purpose (`train` or `eval`).
         context: maximum number of tokens in a sequence.
         refuses: whether a request with other sampling settings is an error; False: it is answered, but not trained on.
@@ -79,25 +77,18 @@ class Endpoint:
         handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
-    # -- routes
-
     async def _models(self, request: Request) -> Response:
         try:
             self._session_of(request)
         except BadRequest as error:
             return self._failed("chat", error)
-        return JSONResponse(self.api.models(self.context))
+        card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self.context}]})
 
     async def _no_such_path(self, request: Request, error: Exception) -> Response:
-        return self._failed(
-            "chat",
-            BadRequest(
-                f"{request.method} {request.url.path} isn't served here: there are POST {', '.join(APIS)} and GET "
-                "/v1/models.",
-                404,
-                "not_found",
-            ),
-        )
+        there = f"there are POST {', '.join(APIS)} and GET /v1/models."
+        missing = f"{request.method} {request.url.path} isn't served here: {there}"
+        return self._failed("chat", BadRequest(missing, 404, "not_found"))
 
     def _answering(self, api: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -128,10 +119,26 @@ class Endpoint:
     async def _answer(self, api: str, request: Request) -> Response:
         began = time.perf_counter()
         session = self._session_of(request)
-        body = await _body(request, session.limits.body)
-        call = self.api.read(api, body, self.sampling)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > session.limits.body:
+                raise BadRequest(f"the request has more than {session.limits.body} bytes.", 413, "too_large")
+        try:
+            content = parse_json(bytes(body), finite=True)
+        except ValueError as error:
+            raise BadRequest(f"the body isn't JSON: {error}") from None
+        call = self.api.read(api, content, self.sampling)
         if call.shaping and self.refuses:
-            raise BadRequest(_why_refused(call, self.sampling), 400, "sampling_settings")
+            name, value = next(iter(call.shaping.items()))
+            own = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
+            raise BadRequest(
+                f"{name} is {value!r}, but this run samples with {own!r}: tokens drawn otherwise would bias the "
+                "update. Leave it out, or set agent_sampling: untrained in the run, which answers such requests "
+                "without training on them.",
+                400,
+                "sampling_settings",
+            )
         count = call.n * max(len(call.prompts), 1)
         session.begin(count)
         with contextlib.ExitStack() as closing:
@@ -148,12 +155,18 @@ class Endpoint:
             read = sum(len(ids) for ids, _ in contexts)
 
             def choices() -> list[Choice]:
-                found: list[Choice] = []
+                answers: list[Choice] = []
                 for (ids, context), samples in zip(contexts, done.result(), strict=True):
-                    own = [self._choice(call, sample, session) for sample in samples]
+                    own = [
+                        self.api.choice(
+                            call, sample.ids, sample.logprobs, sample.finish_reason is not FinishReason.STOP,
+                            session.form.ends,
+                        )
+                        for sample in samples
+                    ]  # fmt: skip
                     session.record(call, context, ids, samples, own, began)
-                    found += own
-                return found
+                    answers += own
+                return answers
 
             if first is None and not call.stream:
                 return JSONResponse(self.api.response(call, choices(), read))
@@ -181,8 +194,6 @@ class Endpoint:
             told = self.api.error(stream.call.api, error.status, error.code, str(error))
             yield f"event: error\ndata: {json.dumps(told)}\n\n"
 
-    # -- a request
-
     def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
         """Return the ids that the model reads for each prompt, with its context if the request has messages."""
         pairs: list[tuple[list[int], Context | None]]
@@ -192,33 +203,31 @@ class Endpoint:
             else:
                 context = session.contexts.context(call.messages, call.arguments, CHARACTERS * self.context)
                 pairs = [(context.ids, context)]
+            for ids, _ in pairs:
+                if not ids:
+                    raise BadRequest("the prompt has no tokens.")
+                if len(ids) >= self.context:
+                    raise TooLong(f"{len(ids)} tokens")
         except TooLong as error:
-            raise self._too_long(str(error)) from None
+            raise BadRequest(
+                f"the prompt has {error}, but the context has {self.context} tokens, of which one is to be written: "
+                "shorten it (or raise vllm_max_model_length).",
+                400,
+                "context_length_exceeded",
+            ) from None
         except (BadRequest, UnreadableMessages) as error:
             raise BadRequest(str(error)) from None
         except Exception as error:  # messages of an unknown shape may cause any error
             raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
-        for ids, _ in pairs:
-            if not ids:
-                raise BadRequest("the prompt has no tokens.")
-            if len(ids) >= self.context:
-                raise self._too_long(f"{len(ids)} tokens")
         return pairs
-
-    def _too_long(self, length: str) -> BadRequest:
-        return BadRequest(
-            f"the prompt has {length}, but the context has {self.context} tokens, of which one is to be written: "
-            "shorten it (or raise vllm_max_model_length).",
-            400,
-            "context_length_exceeded",
-        )
 
     def _prompt_ids(self, session: Session, prompt: str | list[int]) -> list[int]:
         tokenizer = session.form.tokenizer
         if isinstance(prompt, str):
             if len(prompt) > CHARACTERS * self.context:
                 raise TooLong(f"{len(prompt)} characters")
-            return tokenizer.encode(prompt)
+            ids: list[int] = tokenizer.encode(prompt)
+            return ids
         if strange := [token for token in prompt if not 0 <= token < len(tokenizer)]:
             raise BadRequest(f"the prompt has the token {strange[0]}, but the tokenizer has {len(tokenizer)} tokens.")
         return prompt
@@ -251,10 +260,6 @@ class Endpoint:
                     work.future.cancel()
                     self.queue.drop(work)
 
-    def _choice(self, call: Call, sample: Sampled, session: Session) -> Choice:
-        length = sample.finish_reason is not FinishReason.STOP
-        return self.api.choice(call, sample.ids, sample.logprobs, length, session.form.ends)
-
     def close(self, session: Session, why: str) -> None:
         """End a session and fail its open requests. Any thread may call this."""
         session.close(why)
@@ -263,30 +268,14 @@ class Endpoint:
             work.fail(BadRequest(f"this session is over: {why}.", 410, "session_over"))
 
 
-async def _body(request: Request, most: int) -> Any:
-    """Read the request's JSON.
+async def _unless_gone(request: Request, result: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine. Raises ClientGone if the program disconnects first."""
 
-    Raises:
-        BadRequest: the body isn't JSON, or has more than ``most`` bytes.
-    """
-    found = bytearray()
-    async for part in request.stream():
-        found += part
-        if len(found) > most:
-            raise BadRequest(f"the request has more than {most} bytes.", 413, "too_large")
-    try:
-        return parse_json(bytes(found), finite=True)
-    except ValueError as error:
-        raise BadRequest(f"the body isn't JSON: {error}") from None
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
-
-async def _unless_gone(request: Request, found: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine, unless the program disconnects first.
-
-    Raises:
-        ClientGone: the program has disconnected.
-    """
-    gone, coming = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(found)
+    gone, coming = asyncio.ensure_future(disconnected()), asyncio.ensure_future(result)
     both: list[asyncio.Future[Any]] = [gone, coming]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -298,70 +287,18 @@ async def _unless_gone(request: Request, found: Coroutine[Any, Any, T]) -> T:
         coming.cancel()
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _why_refused(call: Call, sampling: Sampling) -> str:
-    name, value = next(iter(call.shaping.items()))
-    own = sampling.temperature if name == "temperature" else sampling.options.get(name, "not set")
-    return (
-        f"{name} is {value!r}, but this run samples with {own!r}: tokens drawn otherwise would bias the update. Leave "
-        "it out, or set agent_sampling: untrained in the run, which answers such requests without training on them."
-    )
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server that ends at once.
-
-    uvicorn's own server checks for its end every 0.1 s, and waits for its connections in steps of 0.1 s. That is too
-    long for a short generation.
-    """
-
-    async def main_loop(self) -> None:
-        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
-        await self.on_tick(0)  # sets the default headers of all answers
-        if not self.should_exit:
-            await self._ending.wait()
-
-    def end(self) -> None:
-        """End the server. Any thread may call this once the server has started."""
-        self.should_exit = True
-        with contextlib.suppress(RuntimeError, AttributeError):  # the loop is closed, or `main_loop` hasn't begun
-            self._loop.call_soon_threadsafe(self._ending.set)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for listener in sockets or ():
-            listener.close()
-        state = self.server_state
-        for connection in list(state.connections):
-            connection.shutdown()
-        until = time.monotonic() + GRACE_SECONDS
-        while (state.connections or state.tasks) and time.monotonic() < until:
-            await asyncio.sleep(0.002)
-        for task in list(state.tasks):
-            task.cancel()
-
-
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
-    """Serve an ASGI application. Yield its address, such as ``http://127.0.0.1:41234``.
-
-    Raises:
-        RuntimeError: the server doesn't start.
-    """
+    """Serve an ASGI application. Yield its address, such as ``http://127.0.0.1:41234``."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
         listener.listen(2048)
         config = uvicorn.Config(
             app, log_level="critical", access_log=False, lifespan="off", ws="none", date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,
         )  # fmt: skip
-        server = _Server(config)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), name="colograd-endpoint", daemon=True)
         thread.start()
         while not server.started:
@@ -371,5 +308,5 @@ def served(app: Any) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.end()
+            server.should_exit = True
             thread.join(STOP_SECONDS)

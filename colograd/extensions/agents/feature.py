@@ -65,11 +65,7 @@ class AgentFeature(SourceFeature):
             )
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:
-        """Return the source of sessions. The trainer's journal records them during training.
-
-        Raises:
-            ValueError: the chat template writes no conversation, or vLLM lacks the parser.
-        """
+        """Return the source of sessions. The trainer's journal records them during training."""
         tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
         form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
         api = ChatAPI(

@@ -15,24 +15,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...usercode.calls import Outcome, raised_outcome
 from ...usercode.untrusted import parse_json
 
-STARTER = Path(__file__).with_name("command_process.py")
+# Becomes a command that dies with the trainer. Runs in a new process, because code between fork and exec can deadlock
+# in a trainer with threads.
+STARTER = """
+import contextlib, ctypes, os, signal, sys
+with contextlib.suppress(OSError, AttributeError):  # not on Linux
+    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and commands would inherit that
+    signal.signal(number, signal.SIG_DFL)
+try:
+    os.execvp(sys.argv[1], sys.argv[1:])
+except OSError as error:
+    sys.exit(f"{sys.argv[1]}: {error.strerror}")
+"""
 MOST_OUTPUT = 2**20  # bytes kept of a command's output
 SHOWN = 2000  # characters of the output in an error
-
-
-class Program(Protocol):
-    """A running program."""
-
-    future: Future[Outcome]  # the program's outcome; only its own end completes it
-
-    def stop(self) -> None:
-        """End the program if possible, without waiting for its end."""
 
 
 class FunctionProgram:
@@ -42,31 +44,33 @@ class FunctionProgram:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self.future: Future[Outcome] = Future()
+        self.future: Future[Outcome] = Future()  # only the program's own end completes it
         self._function, self._arguments = function, dict(arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
 
     def stop(self) -> None:
+        """End the program if possible, without waiting for its end."""
         if self._loop is not None and self._task is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
         started = time.perf_counter()
+
+        async def awaited(value: Any) -> Any:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            return await value
+
         try:
             value = self._function(**self._arguments)
             if inspect.isawaitable(value):
-                value = asyncio.run(self._awaited(value))
+                value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
         except BaseException as error:  # SystemExit too: it would end the thread, and its session wait for ever
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
-
-    async def _awaited(self, value: Any) -> Any:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        return await value
 
 
 class CommandProgram:
@@ -81,31 +85,29 @@ class CommandProgram:
             raise FileNotFoundError(f"the command {command[0]!r} is no program: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(STARTER), *command],
+            [sys.executable, "-I", "-S", "-c", STARTER, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        self._given = json.dumps(given, default=str).encode()
         threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
+        threading.Thread(target=self._feed, args=(json.dumps(given, default=str).encode(),), daemon=True).start()
+        threading.Thread(target=self._reap, daemon=True).start()
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _run(self) -> None:
-        started, process = time.perf_counter(), self._process
-        assert process.stdin is not None and process.stdout is not None
-        threading.Thread(target=self._feed, daemon=True).start()
-        threading.Thread(target=self._reap, daemon=True).start()
-        kept = b""
+        started, process, output = time.perf_counter(), self._process, b""
+        assert process.stdout is not None
         while part := os.read(process.stdout.fileno(), 2**16):  # endless output must not fill the memory
-            kept = (kept + part)[-MOST_OUTPUT:]
+            output = (output + part)[-MOST_OUTPUT:]
         status = process.wait()
         process.stdout.close()
-        seconds, printed = time.perf_counter() - started, kept.decode(errors="replace")
+        seconds, printed = time.perf_counter() - started, output.decode(errors="replace")
         if status:
             self.future.set_result(Outcome("died", (status, printed[-SHOWN:]), seconds))
             return
@@ -122,8 +124,8 @@ class CommandProgram:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT: its process id isn't reused yet
             self.stop()
 
-    def _feed(self) -> None:
+    def _feed(self, row: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it ended, or closed its input
-            self._process.stdin.write(self._given)
+            self._process.stdin.write(row)
             self._process.stdin.close()

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ...batch import FinishReason, Prompt, Rollout
 from ...engine.protocol import Sampled
 from .context import ChatFormat, Context, SessionContexts
 from .decoding import Work
 from .engine.chat_api import BadRequest, Call, Choice
+from .programs import CommandProgram, FunctionProgram
 from .tree import TokenTree
 
 
@@ -27,15 +30,6 @@ class Limits:
     requests: int  # maximum number of requests
     at_once: int  # maximum number of open completions; a request counts as its n completions
     body: int = 32 * 2**20  # maximum bytes of a request
-
-
-@dataclass(slots=True)
-class _Sample:
-    """The context of a request, and one of its answers."""
-
-    read: list[int]
-    wrote: Sampled
-    trained: bool
 
 
 @dataclass(eq=False)
@@ -53,22 +47,17 @@ class Session:
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
+        self.program: CommandProgram | FunctionProgram
         self.contexts = SessionContexts(self.form)
         self.working: set[Work] = set()
         self._lock = threading.Lock()
         self._requests = 0
         self._open_requests = 0
-        self._samples: list[_Sample] = []
+        self._samples: list[tuple[list[int], Sampled, bool]] = []  # a context, an answer, and whether it is trained
         self._asked: Counter[str] = Counter()  # number of requests by context digest
 
-    # -- requests
-
     def begin(self, n: int) -> None:
-        """Count a request with ``n`` completions as open.
-
-        Raises:
-            BadRequest: the session is over, or has reached a limit.
-        """
+        """Count a request with ``n`` completions as open; BadRequest: the session is over, or has reached a limit."""
         with self._lock:
             self._check_open()
             if self._requests + 1 > self.limits.requests:
@@ -93,10 +82,7 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return a text that identifies this request: a digest of its context, and its number among equal contexts.
-
-        So the seeds of concurrent requests don't depend on their order.
-        """
+        """Identify this request by its context, and its number among equal ones: seeds don't depend on the order."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._asked[digest] += 1
@@ -106,23 +92,18 @@ class Session:
         self, call: Call, context: Context | None, ids: list[int], samples: Sequence[Sampled],
         choices: Sequence[Choice], began: float,
     ) -> None:  # fmt: skip
-        """Record the answers to a request.
-
-        Raises:
-            BadRequest: the session is over.
-        """
+        """Record the answers to a request. Raises BadRequest if the session is over."""
         with self._lock:
             self._check_open()
             for sample, choice in zip(samples, choices, strict=True):
                 self.contexts.add(context, sample.ids, choice.message, choice.stop is None)
-                self._samples.append(_Sample(ids, sample, not call.shaping))
-                after = None if context is None else context.after
-                seen = self._seen(after)
-                messages = [] if context is None else context.messages
+                self._samples.append((ids, sample, not call.shaping))
+                after, messages = (None, []) if context is None else (context.after, context.messages)
+                known = sum(len(turn["messages"]) + 1 for turn in self._path(after))
                 self.turns.append(
                     {
                         "after": after,
-                        "messages": messages[seen:],
+                        "messages": messages[known:],
                         "reply": choice.message,
                         "finish": choice.finish_reason,
                         "prompt_tokens": len(ids),
@@ -133,20 +114,17 @@ class Session:
                     }
                 )
 
-    def _seen(self, after: int | None) -> int:
-        """Return the number of messages up to a turn's reply."""
-        count = 0
-        while after is not None:
-            turn = self.turns[after]
-            count += len(turn["messages"]) + 1
-            after = turn["after"]
-        return count
+    def _path(self, number: int | None) -> list[dict[str, Any]]:
+        """Return the turns of the conversation that ends with a turn, first turn first."""
+        path = []
+        while number is not None:
+            path.append(self.turns[number])
+            number = path[-1]["after"]
+        return path[::-1]
 
     def _check_open(self) -> None:
         if not self.is_open:
             raise BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
-
-    # -- the session's end
 
     def close(self, why: str) -> None:
         """End the session. No more answers are recorded."""
@@ -154,30 +132,30 @@ class Session:
             if self.is_open:
                 self.is_open, self.why_closed = False, why
 
-    def messages(self) -> tuple[dict[str, Any], ...]:
-        """Return the last conversation, without the messages that it began with."""
-        if not self.turns:
-            return ()
-        path, found = [len(self.turns) - 1], list[dict[str, Any]]()
-        while (after := self.turns[path[0]]["after"]) is not None:
-            path.insert(0, after)
-        for place, number in enumerate(path):
-            turn = self.turns[number]
-            found += turn["messages"] if place else []
-            found.append(turn["reply"])
-        return tuple(found)
-
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
-        """Return the session's contexts and answers as a tree. Without answers, return one token that isn't trained."""
+        """Return the session's contexts and answers as a tree. Without answers, return one token that isn't trained.
+
+        The rollout's messages are the last conversation, without the messages that it began with.
+        """
+        messages: list[dict[str, Any]] = []
+        for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
+            messages += [*(turn["messages"] if place else ()), turn["reply"]]
+        further: dict[str, Any] = {"messages": tuple(messages), "columns": columns}
         # A context is longer than every context that it continues. So the order doesn't depend on the times.
-        numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1].read), s[1].read, list(s[1].wrote.ids)))
-        tree = TokenTree(numbered[0][1].read if numbered else [])
-        for number, each in numbered:
-            tree.add(each.read, each.wrote.ids, each.wrote.logprobs, each.trained, number)
+        numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1][0]), s[1][0], list(s[1][1].ids)))
+        tree = TokenTree(numbered[0][1][0] if numbered else [])
+        for number, (read, wrote, trained) in numbered:
+            tree.add(read, wrote.ids, wrote.logprobs, trained, number)
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
-        reason = FinishReason.LENGTH if truncated else FinishReason.STOP
-        further: dict[str, Any] = {"messages": self.messages(), "columns": columns}
-        found = tree.rollout(version, reason, **further)
+        rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
             turn["at"] = tree.places.get(number, 0)  # an answer of no tokens has no place
-        return found or tree.nothing(version, self.prompt.input, min(self.form.ends, default=0), **further)
+        return rollout or Rollout(
+            input=self.prompt.input,
+            completion_ids=array("i", [min(self.form.ends, default=0)]),
+            sampler_logprobs=torch.zeros(1),
+            sampled=torch.zeros(1, dtype=torch.bool),
+            finish_reason=FinishReason.ABORT,
+            policy_version=version,
+            **further,
+        )

@@ -33,15 +33,13 @@ from ...usercode.calls import Outcome, place_in
 from ...usercode.copies import own_copy
 from ...usercode.untrusted import clean
 from .context import ChatFormat
-from .decoding import Decoder, WorkQueue
+from .decoding import WorkQueue
 from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
-from .failures import FAILURE
-from .programs import CommandProgram, FunctionProgram, Program
+from .programs import CommandProgram, FunctionProgram
 from .session import Limits, Session
 from .session_log import SessionLog
-from .turn_rewards import problem_with
-from .turns import SESSION
+from .turn_rewards import FAILURE, SESSION, problem_with
 
 POLL = 0.05  # seconds between two looks at the clock while there are no requests
 REWARD = "agent_reward"  # the rollout's column with the program's reward
@@ -49,6 +47,7 @@ TERMINATED = {  # statuses of a command that a scheduler's signal ended, and of 
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
 GIVEN = ("base_url", "api_key", "model", "row")  # parameters that a function may take
+LARGEST_SCRIPT = 2**20  # maximum bytes of a program's file in the digest: larger files are interpreters
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,7 @@ class Agent:
 
     @classmethod
     def of(cls, given: Any) -> Agent:
-        """Make an agent from a function or a command line.
-
-        Raises:
-            ValueError: the value is neither, the command is empty, or the function has an unknown parameter.
-        """
+        """Make an agent from a function or a command line."""
         if isinstance(given, str):
             command = tuple(shlex.split(given))
             if not command:
@@ -78,8 +73,12 @@ class Agent:
             return cls(os.path.basename(command[-1]), None, command)
         if not callable(given):
             raise ValueError(f"agent is {given!r}, but must be a function, its import path, or a command line.")
-        parameters = _parameters(given)
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARS]
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(given).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        ]
         if unknown := [name for name in needed if name not in GIVEN]:
             raise ValueError(
                 f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but is given {', '.join(GIVEN)}: "
@@ -88,43 +87,33 @@ class Agent:
         return cls(getattr(given, "__name__", type(given).__name__), given)
 
     def digest(self) -> str:
-        """Return a digest of the program.
+        """Return a digest of a function's source, or of a command's words and the files that they name.
 
-        For a function it covers the source, like the digest of a reward function. For a command it covers the words
-        and the files that they name. The program's own file counts if it is a script, not an interpreter of megabytes.
+        The program's own file counts if it is a script, not an interpreter of megabytes.
         """
         if self.function is not None:
             return code_digest(self.function)
         found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
         program = shutil.which(self.command[0])
-        if program and os.path.getsize(program) <= LARGEST_SCRIPT:
-            found.update(Path(program).read_bytes())
-        for word in self.command[1:]:
-            if os.path.isfile(word):
+        is_script = program is not None and os.path.getsize(program) <= LARGEST_SCRIPT
+        for word in (program if is_script else "", *self.command[1:]):
+            if word and os.path.isfile(word):
                 found.update(Path(word).read_bytes())
         return found.hexdigest()
 
-    def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> Program:
+    def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> CommandProgram | FunctionProgram:
         """Run the program once."""
-        given = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": own_copy(dict(row))}
         if self.function is None:
             environment = {
                 "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,
                 "ANTHROPIC_API_KEY": key, "COLOGRAD_MODEL": model,
             }  # fmt: skip
             return CommandProgram(self.command, environment, dict(row))
-        parameters = _parameters(self.function)
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            given = {p.name: given[p.name] for p in parameters if p.name in given}
+        given = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": own_copy(dict(row))}
+        parameters = inspect.signature(self.function).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            given = {name: given[name] for name in parameters if name in given}
         return FunctionProgram(self.function, given)
-
-
-LARGEST_SCRIPT = 2**20  # maximum bytes of a program's file in the digest: larger files are interpreters
-_STARS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return [*inspect.signature(function).parameters.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +125,6 @@ class AgentSettings:
     limits: Limits
     refuses: bool  # whether requests with other sampling settings are errors
     raises: bool  # whether a failed session ends the run; False: its group isn't trained
-
-
-@dataclass(eq=False, slots=True)
-class _Running:
-    session: Session
-    program: Program
-    deadline: float
 
 
 class AgentSessions:
@@ -158,32 +140,27 @@ class AgentSessions:
     ) -> None:  # fmt: skip
         self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
         self.log = log
-        self.may_fail = True  # failed sessions get no reward, see `failures`
+        self.may_fail = True  # failed sessions get no reward, see `turn_rewards`
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time.
-
-        Raises:
-            RuntimeError: a session failed, unless `agent_on_error: abstain` is set.
-        """
+        """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time."""
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
-        queue = WorkQueue()
+        queue = WorkQueue(self.engine)
         endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
         with ExitStack() as closing:
-            decoder = Decoder(self.engine, queue)
-            closing.callback(decoder.close)
+            closing.callback(queue.close)
             address = closing.enter_context(served(endpoint.app))
             running = _RunningSessions(self, endpoint, address, version)
             closing.callback(running.close)
             yield from running.open(prompts, sampling.n)
-            while running.unfinished:
+            while running.waiting or running.running:
                 running.start()
-                decoder.step(POLL, running.count)
+                queue.step(POLL)
                 watchdog.progress("agents' sessions")
                 yield from running.finished()
 
@@ -201,20 +178,11 @@ class _RunningSessions:
         self.agent, self.settings, self.counts, self.form = parent.agent, parent.settings, parent.counts, parent.form
         self.model, self.endpoint, self.address, self.version = parent.api.model, endpoint, address, version
         self._log = parent.log()
-        self._waiting: list[Session] = []
-        self._running: list[_Running] = []
+        self.waiting: list[Session] = []
+        self.running: list[Session] = []
         self._over: dict[int, dict[int, Rollout]] = {}  # prompt's position -> index in the group
         self._again: set[tuple[int, int]] = set()  # sessions that run a second time
         self._size = 0
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._waiting or self._running)
-
-    @property
-    def count(self) -> int:
-        """Number of running programs."""
-        return len(self._running)
 
     def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
         """Queue the sessions of all prompts. Yield the groups that are recorded completely."""
@@ -222,69 +190,58 @@ class _RunningSessions:
         for prompt in prompts:
             known = self._log.recall(prompt) if self._log is not None else {}
             done = self._over[prompt.position] = {i: rollout for i, rollout in known.items() if i < size}
-            self._waiting += [Session(prompt, i, self.form, self.settings.limits) for i in range(size) if i not in done]
-            if len(done) == size:
-                yield self._group(prompt)
+            self.waiting += [Session(prompt, i, self.form, self.settings.limits) for i in range(size) if i not in done]
+            yield from self._complete(prompt)
 
-    def _group(self, prompt: Prompt) -> Group:
-        rollouts = tuple(rollout for _, rollout in sorted(self._over.pop(prompt.position).items()))
-        return Group(prompt.example, rollouts, prompt.position)
+    def _complete(self, prompt: Prompt) -> Iterator[Group]:
+        """Yield a prompt's group if all its sessions are over."""
+        if len(self._over[prompt.position]) == self._size:
+            rollouts = tuple(rollout for _, rollout in sorted(self._over.pop(prompt.position).items()))
+            yield Group(prompt.example, rollouts, prompt.position)
 
     def start(self) -> None:
         """Start waiting sessions, as many as `at_once` allows."""
-        while self._waiting and len(self._running) < self.settings.at_once:
-            session = self._waiting.pop(0)
+        while self.waiting and len(self.running) < self.settings.at_once:
+            session = self.waiting.pop(0)
             self.endpoint.sessions[session.key] = session
             session.began = time.perf_counter()
-            program = self.agent.start(self.address, session.key, self.model, session.prompt.example)
-            program.future.add_done_callback(lambda _: self.endpoint.queue.wake())
-            limit = self.settings.timeout
-            self._running.append(_Running(session, program, math.inf if limit is None else session.began + limit))
+            session.program = self.agent.start(self.address, session.key, self.model, session.prompt.example)
+            session.program.future.add_done_callback(lambda _: self.endpoint.queue.wake())
+            self.running.append(session)
 
     def finished(self) -> Iterator[Group]:
         """End the finished and late sessions. Yield the groups that are complete now."""
-        now = time.perf_counter()
-        ended = [each for each in self._running if each.program.future.done() or now > each.deadline]
-        self._running = [each for each in self._running if each not in ended]
-        for each in ended:
-            session, prompt = each.session, each.session.prompt
-            if self._runs_again(each):
+        now, limit = time.perf_counter(), self.settings.timeout
+        for session in [*self.running]:
+            prompt, program = session.prompt, session.program
+            if program.future.done():
+                outcome = program.future.result()
+            elif limit is not None and now > session.began + limit:
+                outcome = Outcome("late", None, limit)
+            else:
                 continue
-            done = self._over[prompt.position]
-            done[session.index] = self._end(each)
+            self.running.remove(session)
+            place = prompt.position, session.index
+            if outcome.kind == "died" and outcome.value[0] in TERMINATED and place not in self._again:
+                # A scheduler has sent a signal to all processes of the job. The session runs once more.
+                self._again.add(place)
+                self.endpoint.close(session, "its program was terminated")
+                program.stop()
+                self.waiting.insert(0, Session(prompt, session.index, self.form, self.settings.limits))
+                continue
+            rollout = self._end(session, outcome)
+            self._over[prompt.position][session.index] = rollout
             if self._log is not None:
-                self._log.add(prompt, session.index, done[session.index])
-            if len(done) == self._size:
-                yield self._group(prompt)
+                self._log.add(prompt, session.index, rollout)
+            yield from self._complete(prompt)
 
-    def _runs_again(self, each: _Running) -> bool:
-        """Run a session again, once, if a scheduler's signal to all processes of the job ended its command.
-
-        Return whether the session runs again.
-        """
-        session, future = each.session, each.program.future
-        place = session.prompt.position, session.index
-        if not future.done() or place in self._again:
-            return False
-        outcome = future.result()
-        if outcome.kind != "died" or outcome.value[0] not in TERMINATED:
-            return False
-        self._again.add(place)
-        self.endpoint.close(session, "its program was terminated")
-        each.program.stop()
-        self._waiting.insert(0, Session(session.prompt, session.index, self.form, self.settings.limits))
-        return True
-
-    def _end(self, each: _Running) -> Rollout:
-        session, future = each.session, each.program.future
-        if future.done():
-            outcome = future.result()
-            self.endpoint.close(session, "its program has ended")
-        else:
-            outcome = Outcome("late", None, self.settings.timeout or 0.0)
-            self.endpoint.close(session, f"agent_timeout ({outcome.seconds:g} s) is over")
+    def _end(self, session: Session, outcome: Outcome) -> Rollout:
+        late = outcome.kind == "late"
+        over = f"agent_timeout ({outcome.seconds:g} s) is over" if late else "its program has ended"
+        self.endpoint.close(session, over)
+        if late:
             self.counts["agent/timeouts"] += 1
-        each.program.stop()  # also ends processes that the command has left behind
+        session.program.stop()  # also ends processes that the command has left behind
         columns, failure = returned(outcome)
         failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
@@ -301,9 +258,9 @@ class _RunningSessions:
 
     def close(self) -> None:
         """End the running sessions."""
-        for each in self._running:
-            self.endpoint.close(each.session, "the generation was aborted")
-            each.program.stop()
+        for session in self.running:
+            self.endpoint.close(session, "the generation was aborted")
+            session.program.stop()
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:

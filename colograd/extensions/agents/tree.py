@@ -9,6 +9,7 @@ is the prompt p p p with the branches [a a], [t b] behind [a a], and [s c], whic
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,20 +30,9 @@ class Node:
     children: list[Node] = field(default_factory=list)
     number: int | None = None  # number of the answer that begins with this node
 
-    def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens. The rest becomes the only child and gets the previous children."""
-        logprobs = self.logprobs
-        rest = Node(self.ids[length:], None if logprobs is None else logprobs[length:], self.trained, self.children)
-        self.ids, self.logprobs = self.ids[:length], None if logprobs is None else logprobs[:length]
-        self.children = [rest]
-
 
 class TokenTree:
-    """The contexts and answers of one session's requests.
-
-    Args:
-        prompt: ids that the first request read.
-    """
+    """The contexts and answers of one session's requests; ``prompt`` is what the first one read."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.places: dict[int, int] = {}  # number of an answer -> its first index in the completion
@@ -57,11 +47,7 @@ class TokenTree:
         """Add a request's context and answer, after the requests that it continues.
 
         The context joins equal tokens that are already in the tree. The answer never does: two equal samples remain
-        two, and each is trained.
-
-        Args:
-            logprobs: log-probabilities of the answer's tokens, in nats.
-            number: key of the answer in `places`.
+        two, and each is trained. ``number`` is the answer's key in `places`.
         """
         children = self._read(array("i", read))
         if len(wrote):
@@ -71,33 +57,24 @@ class TokenTree:
         """Follow or add the tokens of a context. Return the list of nodes behind it."""
         children, at = self._roots, 0
         while at < len(ids):
-            shared, node = max(((_shared(node, ids, at), node) for node in children), key=_first, default=(0, None))
+            shared, node = max(
+                ((_shared(node, ids, at), node) for node in children), key=operator.itemgetter(0), default=(0, None)
+            )
             if node is None or not shared:
                 node, shared = Node(ids[at:], None, False), len(ids) - at
                 children.append(node)
             elif shared < len(node.ids):
-                node.cut(shared)
+                logprobs = node.logprobs  # the rest becomes the only child and gets the previous children
+                rest = Node(node.ids[shared:], logprobs and logprobs[shared:], node.trained, node.children)
+                node.ids, node.logprobs, node.children = node.ids[:shared], logprobs and logprobs[:shared], [rest]
             children, at = node.children, at + shared
         return children
 
     def rollout(self, version: int, finish_reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout, with the first request's context as its prompt.
-
-        Return None if there are no tokens behind the prompt.
-        """
+        """Return the session as a rollout behind the first request's context, or None without tokens behind it."""
         asked, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
-
-        def take(run: Sequence[Node], after: int | None, seen: int) -> int:
-            for node in run:
-                if node.number is not None:
-                    self.places[node.number] = len(ids)
-                ids.extend(node.ids)
-                logprobs.extend(node.logprobs if node.logprobs is not None else [0.0] * len(node.ids))
-                sampled.extend([node.trained] * len(node.ids))
-            branches.append(Branch(sum(len(node.ids) for node in run), after, seen))
-            return len(branches) - 1
 
         # A loop, not recursion, because contexts may be thousands of turns deep. Each entry: the node, the index of the
         # branch before it, and the number of prompt tokens before it (-1: it is behind a branch).
@@ -111,8 +88,14 @@ class TokenTree:
             run = [node]
             while len(run[-1].children) == 1:
                 run += run[-1].children
-            branch = take(run, after, max(seen, 0) if after is None else 0)
-            todo += [(child, branch, -1) for child in reversed(run[-1].children)]
+            branches.append(Branch(sum(len(each.ids) for each in run), after, max(seen, 0) if after is None else 0))
+            for each in run:
+                if each.number is not None:
+                    self.places[each.number] = len(ids)
+                ids.extend(each.ids)
+                logprobs.extend(each.logprobs if each.logprobs is not None else [0.0] * len(each.ids))
+                sampled.extend([each.trained] * len(each.ids))
+            todo += [(child, len(branches) - 1, -1) for child in reversed(run[-1].children)]
         if not ids:
             return None
         return Rollout(
@@ -126,31 +109,10 @@ class TokenTree:
             **further,
         )
 
-    @staticmethod
-    def nothing(version: int, asked: ModelInput, token: int, **further: Any) -> Rollout:
-        """Return the rollout of a session without requests: one token that isn't trained."""
-        return Rollout(
-            input=asked,
-            completion_ids=array("i", [token]),
-            sampler_logprobs=torch.zeros(1),
-            sampled=torch.zeros(1, dtype=torch.bool),
-            finish_reason=FinishReason.ABORT,
-            policy_version=version,
-            **further,
-        )
-
-
-def _first(pair: tuple[int, Node]) -> int:
-    return pair[0]
-
 
 def _shared(node: Node, ids: array[int], at: int) -> int:
     """Return the number of the node's first tokens that ``ids`` has from ``at`` on."""
     own, count = node.ids, min(len(node.ids), len(ids) - at)
     if own[:count] == ids[at : at + count]:
         return count
-    low, high = 0, count  # the first `low` tokens are equal, the first `high` aren't
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if own[:middle] == ids[at : at + middle] else (low, middle)
-    return low
+    return next(index for index in range(count) if own[index] != ids[at + index])

@@ -30,25 +30,14 @@ HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is ea
 
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
-    """Let the curriculum choose among the prompts, if the run has one. A stream has refused it.
-
-    Raises:
-        ValueError: see `CurriculumState`.
-    """
+    """Let the curriculum choose among the prompts, if the run has one. A stream has refused it."""
     curriculum = read_curriculum(config)
     if curriculum is not None and isinstance(prompts, PromptDataset):
         prompts.choice = CurriculumState(curriculum, prompts.dataset, config)
 
 
 class CurriculumState:
-    """The choice of each round's prompts, and the record that it depends on.
-
-    Args:
-        dataset: the kept rows, as `PromptDataset.dataset`.
-
-    Raises:
-        ValueError: the dataset lacks a column of the curriculum, or a column has values without a share.
-    """
+    """The choice of each round's prompts among a dataset's rows, and the record that it depends on."""
 
     missing = "had no curriculum"  # see `PromptDataset.choice`
 
@@ -56,24 +45,15 @@ class CurriculumState:
         self.settings, self.rows = curriculum, len(dataset)
         self.round_size = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
         self.rounds_per_epoch = max(1, self.rows // self.round_size)
-        self._seed, self._shuffle, self._round_length = (
-            seed_of(config),
-            bool(config.shuffle_dataset),
-            config.round_length,
-        )
+        self._seed, self._shuffle = seed_of(config), bool(config.shuffle_dataset)
+        self._round_length = config.round_length
         self._names = list(curriculum.shares or ())
         self._pools = None if curriculum.column is None else _pools(curriculum, dataset)
         self._difficulty = None if curriculum.difficulty is None else _numbers(dataset, curriculum.difficulty)
         self.load({})
 
-    # -- the record
-
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's record; ``{}`` begins a new one.
-
-        Raises:
-            ValueError: the record is of another dataset.
-        """
+        """Continue from a checkpoint's record; ``{}`` begins a new one."""
         self.rounds = int(state.get("rounds", 0))  # number of rounds in the record
         if state and state.get("rows") != self.rows:
             raise ValueError(
@@ -83,7 +63,7 @@ class CurriculumState:
         self.drawn = self._array(state, "drawn", np.int32, 0)  # int32 [rows], number of draws
         self.last = self._array(state, "last", np.int32, -1)  # int32 [rows], round of the last draw
         self.rate = self._array(state, "rate", np.float32, np.nan)  # float32 [rows], pass rate of the last judged draw
-        self._begun = self.rounds  # a resumed run skips the rounds before this one
+        self.begun = self.rounds  # a resumed run skips the rounds before this one
         self._present: list[int] = []  # rows of the round that is being sampled
 
     def _array(self, state: dict[str, Any], name: str, kind: Any, empty: float) -> np.ndarray:
@@ -99,15 +79,9 @@ class CurriculumState:
         return {"rounds": self.rounds, "rows": self.rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Add the sampled round to the record.
-
-        Args:
-            passes: (position, pass rate) of the round's prompts on all ranks. NaN means unjudged: the old rate stays.
-        """
-        by_position = dict(passes)
-        first = self.rounds * self.round_size
-        for position, rate in sorted(by_position.items()):
-            row = self._present[position - first]
+        """Add (position, pass rate) of the sampled round's prompts on all ranks. NaN: unjudged, the old rate stays."""
+        for position, rate in sorted(dict(passes).items()):
+            row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
             self.last[row] = self.rounds
             if rate == rate:
@@ -121,17 +95,11 @@ class CurriculumState:
             "curriculum/never_drawn": float((self.drawn == 0).sum()),
         }
 
-    # -- the draw
-
     def order(self, config: GRPOConfig) -> CurriculumOrder:
         """Return the order of a run's prompts."""
         order = CurriculumOrder.of(config, self.rows)
         order.state = self
         return order
-
-    def skips(self, number: int) -> bool:
-        """Return whether round ``number`` of the run was trained before the checkpoint."""
-        return number < self._begun
 
     def choose(self, number: int) -> list[int]:
         """Choose the rows of round ``number`` by the record of the rounds before."""
@@ -139,8 +107,10 @@ class CurriculumState:
         step, count = number * self._round_length, self.round_size
         ties = self._ties(number)
         turn = np.lexsort((ties, self.drawn))  # least often drawn first
-        rests, shut = self._resting(number), self._shut(step)
-        able = ~rests & ~shut
+        until, shut = self.settings.difficulty_until, np.zeros(self.rows, dtype=bool)
+        if self._difficulty is not None and until is not None:
+            shut = self._difficulty > until.at(step)
+        able = ~self._resting(number) & ~shut
         chosen: list[int] = []
         taken = np.zeros(self.rows, dtype=bool)
 
@@ -178,19 +148,17 @@ class CurriculumState:
         with np.errstate(invalid="ignore"):  # NaN: never judged
             return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
-    def _shut(self, step: int) -> np.ndarray:
-        """Return a mask of the rows that are still too difficult at this step, bool [rows]."""
-        until = self.settings.difficulty_until
-        if self._difficulty is None or until is None:
-            return np.zeros(self.rows, dtype=bool)
-        return self._difficulty > until.at(step)
-
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield each pool's mask and number of rows in the round: its share, rounded so that it holds on average."""
         shares = self.settings.shares
         if shares is None:
             return
-        labels = self._levels() if self._pools is None else self._pools
+        labels = self._pools
+        if labels is None:  # each row's level by its pass rate; -1 if the level has no share
+            with np.errstate(invalid="ignore"):
+                conditions = [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY]
+            level = np.select(conditions, [LEVELS.index(name) for name in LEVELS[:3]], 3)
+            labels = np.array([self._names.index(name) if name in self._names else -1 for name in LEVELS])[level]
         pools = [labels == index for index in range(len(self._names))]
         given = zip(shares.values(), pools, strict=True)
         weights = [share.at(step) if (able & pool).any() else 0.0 for share, pool in given]
@@ -205,15 +173,6 @@ class CurriculumState:
             yield pool, upto - before
             before = upto
 
-    def _levels(self) -> np.ndarray:
-        """Return the index in ``shares`` of each row's level; -1 if the level has no share."""
-        with np.errstate(invalid="ignore"):
-            level = np.select(
-                [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY], [LEVELS.index(n) for n in LEVELS[:3]], 3
-            )
-        places = np.array([self._names.index(name) if name in self._names else -1 for name in LEVELS])
-        return places[level]
-
 
 class CurriculumOrder(StepOrder):
     """A `StepOrder` that lets a curriculum draw each round just before its first step."""
@@ -224,7 +183,7 @@ class CurriculumOrder(StepOrder):
         per_rank = self.prompts_per_step // self.data_size
         for round_index in range(self.num_rounds):
             number = self.epoch * self.num_rounds + round_index
-            rows = None if self.state.skips(number) else self.state.choose(number)
+            rows = None if number < self.state.begun else self.state.choose(number)
             start = number * self.state.round_size
             for _ in range(self.num_iterations):
                 for step in range(self.steps_per_generation):

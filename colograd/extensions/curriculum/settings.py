@@ -24,11 +24,7 @@ class Schedule:
 
     @classmethod
     def of(cls, value: Any, name: str) -> Schedule:
-        """Read ``0.5`` or ``{0: 1.0, 200: 0.2}``.
-
-        Raises:
-            ValueError: the value is neither.
-        """
+        """Read ``0.5`` or ``{0: 1.0, 200: 0.2}``."""
         given = value.items() if isinstance(value, Mapping) and value else [(0, value)]
         try:
             points = sorted((int(step), float(number)) for step, number in given)
@@ -54,10 +50,6 @@ class Schedule:
         return low + (high - low) * (step - before) / (after - before)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 @dataclass(frozen=True, slots=True)
 class Curriculum:
     """The parsed `GRPOConfig.curriculum`."""
@@ -72,11 +64,7 @@ class Curriculum:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Curriculum:
-        """Read the mapping.
-
-        Raises:
-            ValueError: an unknown key, a bad value, or keys that don't go together.
-        """
+        """Read the mapping."""
         known = [field.name for field in fields(cls)]
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
@@ -85,7 +73,8 @@ class Curriculum:
         found: dict[str, Any] = dict(given)
         for name in ("pass_threshold", "solved_at", "revisit_after"):
             value = found.get(name, 0.0)
-            if not (_is_number(value) or (value is None and name == "solved_at")):
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number and not (value is None and name == "solved_at"):
                 raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number: give one.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
@@ -96,11 +85,9 @@ class Curriculum:
             found["shares"] = {str(k): Schedule.of(v, f"curriculum: the share of {k}") for k, v in shares.items()}
         if found.get("difficulty_until") is not None:
             found["difficulty_until"] = Schedule.of(found["difficulty_until"], "curriculum: difficulty_until")
-        made = cls(**found)
-        made._check()
-        return made
+        return cls(**found)
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if self.solved_at is not None and not 0 < self.solved_at <= 1:
             raise ValueError(
                 f"curriculum: solved_at is {self.solved_at}, but a pass rate is in (0, 1]: 1.0 skips what every "

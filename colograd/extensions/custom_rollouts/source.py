@@ -39,11 +39,7 @@ class UserFeature(SourceFeature):
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Import the function if it is a path.
-
-        Raises:
-            ValueError: an import path without an object, no rollout source, tools in addition, or `router_replay`.
-        """
+        """Import the function if it is a path."""
         write, others = arguments.sources["rollout_func"], arguments.sources
         if write is None:
             return None
@@ -98,11 +94,7 @@ class CustomRollouts:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Generate groups as `Engine.generate` does, but ignore ``seed``: the function makes its own random numbers.
-
-        Raises:
-            ValueError: an entry of the function's dict is missing or has the wrong length.
-        """
+        """Generate groups as `Engine.generate` does, but ignore ``seed``: the function makes its own random numbers."""
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return

@@ -3,10 +3,10 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
     "context": "teacher:check_teacher_context",
-    "loaded_policy": "run:check_policy",
+    "loaded_policy": "teacher:check_teacher",
     "loss_term": "losses:teacher_term",
     "prompt_columns": "run:prompt_columns",
-    "second_model": ("second:LOGPROBS", "second:STATES", "second:TOP"),
+    "second_model": ("teacher:LOGPROBS", "teacher:STATES", "teacher:TOP"),
     "train_prompts": "run:check_teacher_column",
     "without_rewards": "run:goes_without_rewards",
 }

@@ -8,7 +8,7 @@ and its part of each tile's gradient (`spread`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,35 +53,34 @@ class TeacherHead:
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of the head's products, and so of its input states."""
-        return product_dtype(self.weight, device, self.wide)
-
     def beside(self, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherLogits:
         """Return the teacher's logits for a micro-batch's labels, from the `teacher_states` of its rows."""
         return self.logits(micro_batch.scores["teacher_states"], temperature, candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return the logits for hidden states.
+        """Return the logits for (N, hidden) last hidden states of the teacher, on the head's device.
 
-        Args:
-            states: (N, hidden) last hidden states of the teacher's model, on the head's device.
-            candidates: candidate tokens of the labels; None: the whole vocabulary.
+        ``candidates`` are the labels' candidate tokens; None: the whole vocabulary.
         """
-        head = Head(
-            temperature, dtype=self.dtype(states.device), wide=self.wide, candidates=candidates, **self.transform
-        )
+        dtype = product_dtype(self.weight, states.device, self.wide)
+        head = Head(temperature, dtype=dtype, wide=self.wide, candidates=candidates, **self.transform)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """Logits of the teacher for the policy's N labels. One tile exists at a time."""
+    """Logits y of the teacher for the policy's N labels, and KL(policy || teacher), added up tile by tile.
+
+    With logits x of the policy the divergence is E_policy[x - y] - log sum e^x + log sum e^y.
+    """
 
     states: torch.Tensor  # (N, hidden)
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: Head
+    gap: torch.Tensor = field(init=False)  # (N,) sum of e^(x - max) (x - y) so far
+    total: torch.Tensor = field(init=False)  # (N,) sum of e^(y - maximum) so far
+    maximum: torch.Tensor = field(init=False)  # (N,)
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
         """Compute a tile (n, c) of the logits that the teacher would sample from."""
@@ -90,8 +89,31 @@ class TeacherLogits:
         tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
         return self.head.hide_(tile, row, vocabulary)
 
-    def sums(self, like: torch.Tensor) -> DivergenceSums:
-        return DivergenceSums(self, like)
+    def sums(self, like: torch.Tensor) -> TeacherLogits:
+        self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)
+        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
+        return self
+
+    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Return x - y (n, c) for the policy's finished ``tile``, and update the teacher's running sum."""
+        other = self.tile(row, vocabulary)
+        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
+        self.total[row] *= (self.maximum[row] - largest).exp()
+        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
+        self.maximum[row] = largest
+        return other.neg_().add_(tile)
+
+    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
+        """Update `gap`. ``power`` is e^(x - max), and ``decay`` rescales the sum from the former maximum."""
+        self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
+
+    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence (N,) and the teacher's log sum e^y (N,).
+
+        ``total`` is the policy's sum of e^(x - max), ``normaliser`` its log sum e^x.
+        """
+        theirs = self.maximum + self.total.log()
+        return self.gap / total - normaliser + theirs, theirs
 
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
@@ -103,42 +125,6 @@ class TeacherLogits:
         if first is not None:
             slope, constant = slope + first.slope, constant + first.constant
         return Spread(slope, constant, logq)
-
-
-class DivergenceSums:
-    """KL(policy || teacher) of N labels' distributions over the vocabulary, added up tile by tile.
-
-    With logits x of the policy and y of the teacher it is E_policy[x - y] - log sum e^x + log sum e^y.
-    """
-
-    def __init__(self, teacher: TeacherLogits, like: torch.Tensor) -> None:
-        self.teacher = teacher
-        self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)  # (N,) running sums, see `add`
-        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
-
-    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return x - y (n, c) for the policy's finished ``tile``, and update the teacher's running sum."""
-        other = self.teacher.tile(row, vocabulary)
-        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
-        self.total[row] *= (self.maximum[row] - largest).exp()
-        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
-        self.maximum[row] = largest
-        return other.neg_().add_(tile)
-
-    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Update the policy's sum of e^(x - max) (x - y).
-
-        ``power`` is e^(x - max). ``decay`` rescales the sum so far from the former maximum.
-        """
-        self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
-
-    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and the teacher's log sum e^y (N,).
-
-        ``total`` is the policy's sum of e^(x - max), ``normaliser`` its log sum e^x.
-        """
-        theirs = self.maximum + self.total.log()
-        return self.gap / total - normaliser + theirs, theirs
 
 
 REST = 1e-6  # minimum probability of all tokens outside the top K: 1 minus the top's sum has a rounding error
@@ -153,21 +139,21 @@ class TopTokens:
         return TeacherTop(ids.long(), logprobs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TeacherTop:
-    """Most probable K tokens of the teacher for each of N labels."""
+    """Most probable K tokens of the teacher for each of N labels, and KL(policy || teacher) with all others as one
+    token, which is a lower bound."""
 
     ids: torch.Tensor  # (N, K) int64
     logprobs: torch.Tensor  # (N, K)
+    own: torch.Tensor = field(init=False)  # the policy's logits of these tokens (N, K)
 
-    def sums(self, like: torch.Tensor) -> TopSums:
-        return TopSums(self, like)
+    def sums(self, like: torch.Tensor) -> TeacherTop:
+        self.own = like.new_full(self.ids.shape, HIDDEN)
+        return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's column in the tile (n, K), and whether the tile has the token (n, K).
-
-        The column of other tiles' tokens is 0.
-        """
+        """Return each token's column in the tile (n, K), 0 for those of other tiles, and whether the tile has it."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside
@@ -175,10 +161,9 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Add the divergence's part of a tile's gradient to ``first``.
+        """Add the divergence's part of a tile's gradient to ``first``: p (gap of the rest - KL) for each token.
 
-        It is p (gap of the rest - KL) for each token. The teacher's top tokens have their own gap instead of the
-        rest's.
+        The teacher's top tokens have their own gap instead of the rest's.
         """
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
@@ -188,27 +173,19 @@ class TeacherTop:
         index, inside = self.columns(*place)
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
-
-class TopSums:
-    """KL(policy || teacher) with all tokens outside the teacher's top K counted as one token: a lower bound."""
-
-    def __init__(self, teacher: TeacherTop, like: torch.Tensor) -> None:
-        self.teacher = teacher
-        self.logits = like.new_full(teacher.ids.shape, HIDDEN)  # the policy's logits of these tokens (N, K)
-
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
         """Read the top tokens' logits from the policy's finished ``tile``. There are no gaps for `add`."""
-        index, inside = self.teacher.columns(row, vocabulary)
-        self.logits[row] = torch.where(inside, tile.gather(1, index), self.logits[row])
+        index, inside = self.columns(row, vocabulary)
+        self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
         """Do nothing: `gaps` has read the logits."""
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergence (N,), and (N, K + 1): p (gap - gap of the rest) of each token, and the rest's gap."""
-        logp, logq = self.logits - normaliser[:, None], self.teacher.logprobs.to(self.logits)
+        logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        here = logq.exp().where(self.logits > HIDDEN / 2, 0.0)  # tokens without a policy logit count as rest
+        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)  # tokens without a policy logit count as rest
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
         found = torch.linalg.vecdot(p, gap) + rest * of_rest
@@ -228,8 +205,8 @@ class TeacherStep(ForwardStep):
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
     """End a teacher's forward with the inputs of its head for the labels, (N, hidden), in its products' dtype."""
-    hidden = row.label_states()
-    return (hidden.to(TeacherHead.of(row.model).dtype(hidden.device)),)
+    hidden, head = row.label_states(), TeacherHead.of(row.model)
+    return (hidden.to(product_dtype(head.weight, hidden.device, head.wide)),)
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
@@ -249,16 +226,12 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
     """Compute each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32.
 
-    Args:
-        tile: rows and columns of the logits that exist at once.
+    ``tile`` is the number of rows and columns of the logits that exist at once.
     """
     found = []
     for row in parts(len(logits.states), tile[0]):
-        states = logits.states[row]
-        best, ids = (
-            states.new_empty((len(states), 0), dtype=logits.head.exact),
-            states.new_empty((len(states), 0)).long(),
-        )
+        best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
+        ids = best.long()
         total = torch.zeros_like(best.sum(1))
         maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)  # see `_LabelLogprobs`
         for vocabulary in parts(len(logits.weight), tile[1]):

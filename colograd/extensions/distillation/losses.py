@@ -15,7 +15,7 @@ from ...losses.terms import LossTerm
 from ...losses.tokens import Means
 from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TopTokens
-from .second import UNTAUGHT
+from .teacher import UNTAUGHT
 
 DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the rows' field by `distillation_kl`
 

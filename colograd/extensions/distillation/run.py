@@ -1,4 +1,4 @@
-"""Checks of a run with a teacher: its policy, and the dataset's column that names each prompt's teacher."""
+"""Checks of a run with a teacher: the dataset's column that names each prompt's teacher, and missing rewards."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from ...batch import TEACHER
 from ...config import GRPOConfig
 from ...data import PromptDataset
 from ...data.columns import columns_of
-from ...policy.loading import Policy
 from ...training.prompts import Prompts
-from .teacher import check_teacher
-
-
-def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
-    """Return the policy if the teachers can score its samples; see `check_teacher`."""
-    check_teacher(config, policy)
-    return policy
 
 
 def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
@@ -42,11 +34,7 @@ def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
 
 
 def goes_without_rewards(args: GRPOConfig) -> bool:
-    """Return whether the run only distils, so that it needs no reward function.
-
-    Raises:
-        ValueError: a setting needs rewards.
-    """
+    """Return whether the run only distils, so that it needs no reward function."""
     if not args.distils:
         return False
     if args.dynamic_sampling:

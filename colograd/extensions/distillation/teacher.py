@@ -23,29 +23,33 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from ...batch import TEACHER, PackedRow
 from ...config import GRPOConfig
 from ...policy.frozen import FrozenModel, offloads, values_in_place
 from ...policy.loading import Policy, from_name
-from ...policy.logprobs import evaluation_mode, products_in_float32
+from ...policy.logprobs import PolicyForward, evaluation_mode, products_in_float32
 from ...policy.lora import adapter_folder, unwrap
 from ...policy.outline import outline, to_pack
 from ...policy.packed_weights import packed_weights
 from ...policy.row_proof import choose_rows
+from ...policy.second_models import Kind, own_logprobs, prepared
 from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
-from .head import TeacherHead
+from .head import TeacherHead, label_states, label_top_tokens
 
-SCALE = (
-    "lora_alpha",
-    "r",
-    "use_rslora",
-    "use_dora",
-    "alpha_pattern",
-    "rank_pattern",
-)  # fields of an adapter's configuration that determine the scale of its values
+# Fields of an adapter's configuration that determine the scale of its values.
+SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
-class Teacher(FrozenModel):
+class Unsaved:
+    """A second model that isn't in a checkpoint: the next start loads the same teacher."""
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
+
+    def load(self, checkpoint: str | Path) -> None: ...
+
+
+class Teacher(Unsaved, FrozenModel):
     """Teacher with its own model.
 
     Args:
@@ -67,14 +71,8 @@ class Teacher(FrozenModel):
         size = f"{unwrap(self.model).num_parameters() / 1e6:,.0f} M parameters, {dtype}{also}"
         return f"teacher: {self.name}, {size}, {self.where()}"
 
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Save nothing: the next start loads the same teacher."""
 
-    def load(self, checkpoint: str | Path) -> None:
-        """Load nothing, because `save` writes nothing."""
-
-
-class OtherAdapter:
+class OtherAdapter(Unsaved):
     """Teacher that is the policy's model with another adapter's values, exchanged in while the teacher runs."""
 
     of_policy = True
@@ -93,12 +91,6 @@ class OtherAdapter:
         with values_in_place(self.values), evaluation_mode(self.model):
             yield self.model
 
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Save nothing: the next start loads the same teacher."""
-
-    def load(self, checkpoint: str | Path) -> None:
-        """Load nothing, because `save` writes nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Source:
@@ -108,6 +100,8 @@ class _Source:
     base: str  # folder or Hub id of the model
     adapter: str  # folder of the adapter on it; empty: none
     loading: GRPOConfig  # configuration with the teacher's loading settings in place of the policy's
+    revision: str | None
+    trust: bool  # whether the model's own code may run
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -129,105 +123,81 @@ class _Source:
             dtype = getattr(self.configuration(), "dtype", None) or torch.float32
         return _outline(self.base, dtype, self.trust, self.revision)
 
-    @property
-    def revision(self) -> str | None:
-        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
-        return given.get("revision")
-
-    @property
-    def trust(self) -> bool:
-        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
-        return bool(given.get("trust_remote_code", self.loading.trust_remote_code))
-
 
 _outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
-    """Return the teacher's location and loading settings.
-
-    Raises:
-        ValueError: the folder has an adapter that names no base.
-    """
+    """Return the teacher's location and loading settings."""
     name = str(config.teacher_model_name_or_path)
-    loading, given = copy.copy(config), dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
-    if given.get("dtype") is None and given.get("torch_dtype") is None:
-        given["dtype"] = str(policy.model.dtype).removeprefix("torch.")
+    loading = copy.copy(config)
+    arguments: dict[str, Any] = dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
+    if arguments.get("dtype") is None and arguments.get("torch_dtype") is None:
+        arguments["dtype"] = str(policy.model.dtype).removeprefix("torch.")
     if config.teacher_model_revision is not None:
-        given["revision"] = config.teacher_model_revision
-    loading.model_init_kwargs = given
+        arguments["revision"] = config.teacher_model_revision
+    loading.model_init_kwargs = arguments
+    revision, trust = arguments.get("revision"), bool(arguments.get("trust_remote_code", config.trust_remote_code))
     saved = adapter_folder(name)
     if saved is None:
-        return _Source(name, name, "", loading)
+        return _Source(name, name, "", loading, revision, trust)
     base = str(saved.get("base_model_name_or_path") or "")
     if not base:
         raise ValueError(
             f"teacher_model_name_or_path {name!r} holds an adapter that doesn't name its base: set "
             "base_model_name_or_path in its adapter_config.json."
         )
-    return _Source(name, base, name, loading)
+    return _Source(name, base, name, loading, revision, trust)
 
 
-def check_teacher(config: GRPOConfig, policy: Policy) -> None:
-    """Check that the teachers can score the policy's samples, before their weights are read.
-
-    Raises:
-        ValueError: a teacher can't; with the value, the rule and the remedy.
-    """
-    for name in config.teachers:
-        _check_one(config_of(config, name), policy)
+def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
+    """Return each teacher's configuration, as if it were the only one; unchanged if there is only one, named ""."""
+    configs = {name: copy.copy(config) if name else config for name in config.teachers}
+    for name in filter(None, configs):
+        configs[name].teacher_model_name_or_path = config.teachers[name]
+    return configs
 
 
-def config_of(config: GRPOConfig, name: str) -> GRPOConfig:
-    """Return the configuration with only the named one of several teachers; unchanged if ``name`` is empty."""
-    if not name:
-        return config
-    own = copy.copy(config)
-    own.teacher_model_name_or_path = config.teachers[name]
-    return own
-
-
-def _check_one(config: GRPOConfig, policy: Policy) -> None:
-    source = _source_of(config, policy)
-    found = source.outline()
-    _check_tokens(source, found, policy)
-    kind, own = found.config.model_type, unwrap(policy.model).config.model_type
-    if policy.processor is not None and kind != own:
-        raise ValueError(
-            f"The policy reads images as {own} does, and the teacher {source.name!r} is a {kind}, for which they would "
-            f"have to be made anew: choose a teacher of {own}."
-        )
-    settings = source.quantization
-    wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
-    check_installed(wanted)
-    for kind in registry.hooks_of("quantized", "model_feature"):
-        kind().check(wanted)
-    if settings is not None and config.offload_teacher:
-        raise ValueError(
-            "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
-        )
-    if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
-        what = "quantised" if settings is not None else "an adapter on its base"
-        raise ValueError(
-            f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: gradients, "
-            "or choose a teacher that is a whole model."
-        )
+def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
+    """Return the policy if the teachers can score its samples. Their weights aren't read."""
+    for each in configs_of(config).values():
+        source = _source_of(each, policy)
+        model = source.outline()
+        _check_tokens(source, model, policy)
+        kind, own = model.config.model_type, unwrap(policy.model).config.model_type
+        if policy.processor is not None and kind != own:
+            raise ValueError(
+                f"The policy reads images as {own} does, and the teacher {source.name!r} is a {kind}, for which they "
+                f"would have to be made anew: choose a teacher of {own}."
+            )
+        settings = source.quantization
+        wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
+        check_installed(wanted)
+        for feature in registry.hooks_of("quantized", "model_feature"):
+            feature().check(wanted)
+        if settings is not None and config.offload_teacher:
+            raise ValueError(
+                "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
+            )
+        if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
+            what = "quantised" if settings is not None else "an adapter on its base"
+            raise ValueError(
+                f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: "
+                "gradients, or choose a teacher that is a whole model."
+            )
+    return policy
 
 
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
     """Raise a ValueError if a sequence may be longer than a teacher's context."""
-    for name in config.teachers:
-        _check_context(config_of(config, name), policy, tokens)
-
-
-def _check_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
-    source = _source_of(config, policy)
-    most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and tokens > most:
-        raise ValueError(
-            f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
-            f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
-        )
+    for each in configs_of(config).values():
+        source = _source_of(each, policy)
+        most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and tokens > most:
+            raise ValueError(
+                f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
+                f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
+            )
 
 
 def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
@@ -303,23 +273,19 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
     if config.on_cpu:
         choose_rows(model)  # on a GPU the rows are proved later, on the device
     offload = offloads(config, config.offload_teacher)
-    _bring(model, config.device, stays=offload or config.cuts_weights)
+    stays = offload or config.cuts_weights
+    if stays:  # nothing else will move its buffers
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(config.device)
+    else:
+        model.to(config.device)
     head = TeacherHead.of(unwrap(model)) if config.distillation_kl == "exact" else None
-    if head is not None and (offload or config.cuts_weights):
+    if head is not None and stays:
         head = head.copied_to(config.device)
     if offload:
         for parameter in model.parameters():
             parameter.data = parameter.data.pin_memory()
     return Teacher(source.name, model, config.device, offload, head, config.distillation_top_k)
-
-
-def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:
-    """Move the model to ``device``; if it ``stays``, only its buffers, because nothing else will move them there."""
-    if not stays:
-        model.to(device)
-        return
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
@@ -350,3 +316,49 @@ def _adapter_values(file: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return dict(load_file(file))
+
+
+UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
+
+Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # as `Kind.read`, without a name
+
+
+def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
+    """Compute a row's hidden states, and keep them on the host: they are larger than the rest of the row."""
+    (states,), _ = PolicyForward(model, temperature).run(label_states, prepared(row))
+    return states.cpu()
+
+
+def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
+    (found,), _ = PolicyForward(model, temperature).run(functools.partial(label_top_tokens, second.top), prepared(row))
+    return found.cpu()
+
+
+def _of_its_groups(
+    field: str, read: Read, second: Any, model: Any, row: PackedRow, temperature: float, name: str
+) -> torch.Tensor:
+    """Compute (N,) values of the groups that ``name`` this one of several teachers; empty: there is one teacher.
+
+    Other places keep their value, or are UNTAUGHT.
+    """
+    if not name:
+        return read(second, model, row, temperature)
+    lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
+    values = row.values(field)
+    values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
+    own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
+    if own:
+        places = values.split(lengths)  # views
+        parts = tuple(row.parts[index] for index in own)
+        said = read(second, model, PackedRow(parts, row.mask_truncated, row.device), temperature)
+        for index, of_part in zip(own, said.split([lengths[index] for index in own]), strict=True):
+            places[index].copy_(of_part)
+    return values
+
+
+def _kind(field: str, read: Read) -> Kind:
+    return Kind(field, "teacher", teacher_of, teacher_bytes, functools.partial(_of_its_groups, field, read), configs_of)
+
+
+LOGPROBS = _kind("teacher_logprobs", own_logprobs)
+STATES, TOP = _kind("teacher_states", _states), _kind("teacher_top", _top)

@@ -30,10 +30,6 @@ PASSING = (408, 409, 429)  # HTTP statuses to try again, in addition to 5xx
 LONGEST_WAIT = 60.0  # maximum seconds between two tries
 
 
-def _cache_folder() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge")
-
-
 @dataclass(eq=False)
 class Judge:
     """Scores completions from 0 to 1, by the last number of the judge's reply.
@@ -46,7 +42,11 @@ class Judge:
     question: str = QUESTION  # with {prompt}, {completion}, {low}, {high} and columns of the dataset
     scale: tuple[float, float] = (0.0, 10.0)  # lowest and highest number of a reply; others are no score
     settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # of a request
-    cache: str | None = field(default_factory=_cache_folder)  # folder of replies; None: no cache
+    cache: str | None = field(  # folder of replies; None: no cache
+        default_factory=lambda: os.path.join(
+            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge"
+        )
+    )
     tries: int = 4  # maximum requests for one score
     backoff: float = 1.0  # seconds before the second try, doubled before each later one
     timeout: float = 120.0  # seconds of one request
@@ -61,11 +61,7 @@ class Judge:
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
-        """Check the settings, at a run's start.
-
-        Raises:
-            ValueError: no address or model, or an impossible scale.
-        """
+        """Check the settings, at a run's start."""
         if not (self.address or os.environ.get(ADDRESS)) or not (self.model or os.environ.get(MODEL)):
             raise ValueError(
                 f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1) and "
@@ -101,7 +97,13 @@ class Judge:
         if log_metric is not None:
             for name in ("calls", "cached", "failed", "over_budget"):
                 log_metric(f"judge/{name}", float(counts[name]))
-        return [self._score(replies[question]) for question in asked]
+        low, high = self.scale
+        scores: list[float | None] = []
+        for question in asked:
+            number = number_in(replies[question] or "")
+            in_scale = number is not None and low <= number <= high
+            scores.append((float(number or 0) - low) / (high - low) if in_scale else None)
+        return scores
 
     def _question(self, prompt: Any, completion: Any, row: dict[str, Any]) -> str:
         if not isinstance(prompt, str):
@@ -109,10 +111,6 @@ class Judge:
         low, high = self.scale
         own = {"prompt": prompt, "completion": text_of(completion), "low": low, "high": high}
         return self.question.format(**(row | own))
-
-    def _score(self, reply: str | None) -> float | None:
-        found, (low, high) = number_in(reply) if reply else None, self.scale
-        return (float(found) - low) / (high - low) if found is not None and low <= found <= high else None
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
         """Return the judge's reply, from the cache or the address; None: there is none."""
@@ -131,15 +129,21 @@ class Judge:
                 return reply
         for tried in range(self.tries):
             async with self._free:
-                if self._is_spent():
+                ranks = max(int(os.environ.get("WORLD_SIZE") or 1), 1)
+                spent = ((self.calls, self.max_calls), (self.tokens, self.max_tokens))
+                if any(most is not None and used * ranks >= most for used, most in spent):
                     counts["over_budget"] += 1
                     return None
                 self.calls += 1
                 counts["calls"] += 1
                 found, wait = await self._request(client, address, request)
             if found is not None:
-                if file is not None:
-                    _write(file, {"reply": found})
+                with contextlib.suppress(OSError):  # a full disk only loses the cache
+                    if file is not None:  # written whole or not at all
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        part = file.with_name(f"{file.name}.{os.getpid()}")
+                        part.write_text(json.dumps({"reply": found}))
+                        os.replace(part, file)
                 return found
             if wait is None or tried == self.tries - 1:
                 break
@@ -147,11 +151,6 @@ class Judge:
             await asyncio.sleep(min(max(wait, own), LONGEST_WAIT))
         counts["failed"] += 1
         return None
-
-    def _is_spent(self) -> bool:
-        ranks = max(int(os.environ.get("WORLD_SIZE") or 1), 1)
-        spent = ((self.calls, self.max_calls), (self.tokens, self.max_tokens))
-        return any(most is not None and used * ranks >= most for used, most in spent)
 
     async def _request(self, client: Any, address: str, request: dict[str, Any]) -> tuple[str | None, float | None]:
         """Send one request. Return the reply, or None and the seconds to wait before another try; None: don't try."""
@@ -172,15 +171,6 @@ class Judge:
             return str(found["choices"][0]["message"]["content"]), None
         except (ValueError, LookupError, TypeError, AttributeError):  # an error's page, or no completion
             return None, None
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    """Write a cached reply whole or not at all; a full disk only loses the cache."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.{os.getpid()}")
-        part.write_text(json.dumps(content))
-        os.replace(part, file)
 
 
 judge = Judge()

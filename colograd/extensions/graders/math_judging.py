@@ -44,9 +44,12 @@ def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
         return Verdict(None, "[unparseable]", "[skipped]")
     extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
     answer = _read(_answer_in(text), extraction, first=not bare_numbers)
-    rounding = ROUNDING[extraction] + _leading_zeros(_shown(expected))
+    shown, rounding = _shown(expected), ROUNDING[extraction]
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # zeros behind the decimal point: 3 for 0.0001
+        number = Decimal(shown)
+        rounding += max(0, -number.adjusted() - 1) if number else MOST_DIGITS
     right = verify(expected, answer, float_rounding=rounding, timeout_seconds=SECONDS)
-    return Verdict(bool(right), _shown(expected), _shown(answer))
+    return Verdict(bool(right), shown, _shown(answer))
 
 
 def _read(text: str, extraction: tuple[Any, ...], first: bool = False) -> list[Any]:
@@ -70,32 +73,13 @@ def _shown(parsed: list[Any]) -> str:
     return next((part for part in parsed if isinstance(part, str)), "[unparseable]")
 
 
-def _leading_zeros(gold: str) -> int:
-    """Return the number of zeros behind the decimal point of a right answer: 3 for 0.0001."""
-    if not re.fullmatch(r"-?[0-9]*\.?[0-9]+", gold):
-        return 0
-    number = Decimal(gold)
-    return max(0, -number.adjusted() - 1) if number else MOST_DIGITS
-
-
 def _answer_in(text: str) -> str:
     """Return the last box of a text, in a form that math-verify reads. Without boxes return the text.
 
     math-verify joins boxes that are near each other, even if the later box corrects the earlier one. Here boxes are one
     answer only if nothing but commas, "and" or "or" stands between them.
     """
-    boxes = _boxes(text)
-    if not boxes:
-        return _readable(text)
-    first = len(boxes) - 1
-    while first and _are_joined(text[boxes[first - 1][1] : boxes[first][0]]):
-        first -= 1
-    return ",".join(rf"\boxed{{{_readable(content)}}}" for _, _, content in boxes[first:])
-
-
-def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return start, end and content of the closed boxes of a text, without boxes inside other boxes."""
-    boxes: list[tuple[int, int, str]] = []
+    boxes: list[tuple[int, int, str]] = []  # start, end and content of closed boxes that aren't inside another one
     opened: list[re.Match[str]] = []  # braces and boxes that aren't closed yet
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
@@ -104,11 +88,15 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
             while boxes and boxes[-1][0] > start.start():
                 boxes.pop()  # it is inside the new box
             boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
-    return boxes
-
-
-def _are_joined(between: str) -> bool:
-    return _JOINT.fullmatch(between) is not None and re.search(r",|;|and|or", between) is not None
+    if not boxes:
+        return _readable(text)
+    first = len(boxes) - 1
+    while first:
+        between = text[boxes[first - 1][1] : boxes[first][0]]
+        if not _JOINT.fullmatch(between) or not re.search(r",|;|and|or", between):
+            break
+        first -= 1
+    return ",".join(rf"\boxed{{{_readable(content)}}}" for _, _, content in boxes[first:])
 
 
 def _readable(text: str) -> str:

@@ -36,9 +36,6 @@ def accuracy_reward(
     The rule is TRL's. The last box is the answer, else LaTeX behind words such as "the answer is"; text outside LaTeX
     isn't an answer. The reward is None if the solution can't be parsed. The texts of both are logged in the completions
     table (``gold_parsed``, ``answer_parsed``).
-
-    Raises:
-        ImportError: math-verify isn't installed.
     """
     return _accuracy([text_of(completion) for completion in completions], solution, log_extra)
 
@@ -71,9 +68,6 @@ def math_answer_reward(
 
     The last box is the answer, else other LaTeX, else a bare number: lighteval's rule for MATH-500 and AIME. The reward
     is None if the expected answer can't be read.
-
-    Raises:
-        ImportError: math-verify isn't installed.
     """
     begun = thought_begun(prompt_texts, len(completions))
     texts = [
@@ -87,20 +81,16 @@ def math_answer_reward(
 def _accuracy(
     texts: list[str] | list[str | None], solution: list[Any], log_extra: Callable[[str, list[Any]], None] | None
 ) -> list[float | None]:
-    rewards: list[float | None] = []
-    golds, answers = [], []
-    for text, expected in zip(texts, solution, strict=True):
-        if text is None:
-            verdict = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
-        else:
-            verdict = compare(text, expected, bare_numbers=False)
-        rewards.append(_reward_of(verdict))
-        golds.append(verdict.gold)
-        answers.append(verdict.answer)
+    unfinished = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
+    verdicts = [
+        unfinished if text is None else compare(text, expected, bare_numbers=False)
+        for text, expected in zip(texts, solution, strict=True)
+    ]
     if log_extra is not None:
-        for column, values in (("solution", list(solution)), ("gold_parsed", golds), ("answer_parsed", answers)):
-            log_extra(column, values)
-    return rewards
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
+        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
+    return [_reward_of(verdict) for verdict in verdicts]
 
 
 def _reward_of(verdict: Verdict) -> float | None:
@@ -111,10 +101,6 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
     """Judge one answer (see `math_judging.judge`). An answer that takes too long is wrong.
 
     A ``gold`` of None or NaN can't be read: the verdict is None.
-
-    Raises:
-        ImportError: math-verify isn't installed.
-        RuntimeError: the judging process can't start, or judging raised.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")

@@ -34,9 +34,6 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
         reward_funcs: one or several items for `resolve_rewards`, or modules, folders and Hub ids of models.
         processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the only reward function, or a list
             with one entry per function. None: the model's own tokenizer. Entries for functions are ignored.
-
-    Raises:
-        ValueError: the number of entries isn't the number of functions, or a model can't give rewards.
     """
     given = as_list(reward_funcs)
     classes = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
@@ -73,9 +70,6 @@ class RewardModel(ModelReward):
         tokenizer: the tokenizer; None: the model's own.
         config: the run's configuration. Its ``model_init_kwargs``, except `POLICY_KWARGS`, apply to a model that is
             loaded here.
-
-    Raises:
-        ValueError: the model or its tokenizer can't be loaded, or the model doesn't have one output.
     """
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
@@ -125,14 +119,14 @@ class RewardModel(ModelReward):
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
             self._settings.pad_token_id = padding
-        padded = {}
-        for name, values in rows.items():
-            tensors = [torch.tensor(row, dtype=torch.long) for row in values]
-            fill = padding if name == "input_ids" else 0
-            padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill).to(
-                self.device
-            )
-        return padded
+        return {
+            name: torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(row, dtype=torch.long) for row in values],
+                batch_first=True,
+                padding_value=padding if name == "input_ids" else 0,
+            ).to(self.device)
+            for name, values in rows.items()
+        }
 
     def _joined_text(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, list):

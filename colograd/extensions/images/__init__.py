@@ -3,10 +3,10 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "activations": "memory:tower_of",
     "engine_feature": "engine.features:towers_of",
-    "forward": "forward:step_of",
+    "forward": "towers:step_of",
     "model_feature": "model:Images",
     "picture": "data:in_rgb",
     "prompt_reader": "data:reader_of",
-    "proof_prompts": "run:proof_prompts",
+    "proof_prompts": "data:proof_prompts",
     "riders": "rider:Images",
 }

@@ -2,6 +2,10 @@
 
 As TRL has it, a row's images are in its column ``images`` (a list) or ``image`` (one), and their places are the parts
 ``{"type": "image"}`` of its conversation; where no message has any, they stand before the first user message.
+
+A processor takes up to half a second for one row (SmolVLM's cuts an image into 13 tiles of 512 x 512 pixels). Most
+processors can compute the number of tokens from an image's size. A few rows are processed to check these counts; if one
+is wrong, all rows are processed.
 """
 
 from __future__ import annotations
@@ -9,23 +13,36 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import datasets
 import jinja2
 from datasets import Dataset
 
 from ...batch import ModelInput
+from ...data import PromptDataset
 from ...data.columns import IMAGES as COLUMNS
 from ...data.messages import content_parts, text_of, without_nones
 from ...data.prompts import PromptRules, check_prompt, template_arguments, text_ids
 from ...data.vocabulary import check_rows
-from .lengths import image_lengths
+from ...parallel import watchdog
+from ...policy.loading import Policy
+from ...rollout.features import SourceFeature
+from ...runtime.process import cpu_threads
+from ...training.prompts import Prompts
 from .rider import PER_TOKEN, Images, digest_of
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
 PROMPTS_IN_MEMORY = 64  # prompts that keep their images in memory,
 BYTES_IN_MEMORY = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
+ROWS_LOOKED_AT = 64  # rows to search for an image for the proof
+Row = dict[str, Any]
+PROBES = 4  # processed rows of different lengths, in addition to the first, shortest and longest row
+AT_ONCE = 4  # rows per thread that have their images in memory
+SAID_AFTER = 10.0  # seconds between two progress lines
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
 
 
@@ -33,7 +50,6 @@ class ImageReader:
     """The conversion of a row's conversation and images into the inputs of the model and the engine.
 
     Args:
-        processor: of transformers, with an image processor, a tokenizer and a chat template.
         image_token: the id of the tokens that an image's features replace.
         rows: number of rows of the model's embedding; 0: unknown.
     """
@@ -66,13 +82,7 @@ class ImageReader:
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
         """Convert a row into its prompt: the tokens, with one per image feature, and the images.
 
-        Args:
-            row: of the dataset; its ``prompt`` is a conversation.
-            arguments: of the chat template.
-            where: the row's name in messages.
-
-        Raises:
-            ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
+        ``arguments`` are the chat template's, ``where`` is the row's name in messages.
         """
         with _refusals(row, where):
             return self.made(*self._messages(row, where), arguments)
@@ -80,11 +90,7 @@ class ImageReader:
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """Convert a conversation and its pictures with the processor.
-
-        Args:
-            messages: with all contents as parts.
-            pictures: PIL images in RGB, in the order of their places in the messages.
+        """Convert a conversation, with all contents as parts, and its pictures in RGB with the processor.
 
         Raises:
             REFUSALS: the template or the processor failed, or the text has an image token without a picture.
@@ -126,12 +132,19 @@ class ImageReader:
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
 
     def split(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return a conversation with all contents as parts, and the images that its parts had; see `with_images`."""
+        """See `with_images`."""
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
         """Return a row's conversation with its images in their parts, and whether its columns have images."""
-        return with_own_images(row, where), bool(images_of(row, where))
+        of_columns = images_of(row, where)
+        messages, images = with_images(row["prompt"], of_columns, where)
+        waiting = iter(images)
+        for message in messages:
+            message["content"] = [
+                part | {"image": next(waiting)} if part["type"] == "image" else part for part in message["content"]
+            ]
+        return messages, bool(of_columns)
 
     @property
     def placeholder(self) -> int:
@@ -140,11 +153,7 @@ class ImageReader:
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
         """Count the tokens of the prompt that `read` will make, by the images' sizes, without their pixels. None: the
-        processor can't compute it.
-
-        Raises:
-            ValueError: as `read`, except for problems that show only when pixels are processed.
-        """
+        processor can't compute it."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
@@ -165,31 +174,54 @@ class ImageReader:
         """Count the tokens of each row's prompt with its images. The pixels are made only when a prompt is trained on,
         because a whole dataset's pixels don't fit into memory."""
 
-        def counted(example: dict[str, Any], row: int) -> int | None:
-            if _is_text(example):
-                return len(text_ids(rules.tokenizer, [example["prompt"]])[0])
-            return self.count(example, _arguments(example, row, rules), rules.where(row))
+        def processed(row: int) -> int:
+            return len(self.prompt(rows[row], row, rules).ids)
 
-        return image_lengths(
-            rows,
-            load=lambda example, row: loaded(example, rules.where(row)),
-            counted=counted,
-            processed=lambda example, row: len(self.prompt(example, row, rules).ids),
-            tell=lambda line: rules.tell(f"{rules.name}: {line}"),
+        found = self._counted(rows, rules)
+        if found is not None:
+            of_each: dict[int, int] = {}  # length -> its first row
+            for row, length in enumerate(found):
+                of_each.setdefault(length, row)
+            probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
+            if all(processed(row) == found[row] for row in probes):
+                return found
+        rules.tell(
+            f"{rules.name}: images: the processor can't tell numbers of tokens by images' sizes alone, so each row is "
+            "processed"
         )
+        return [processed(row) for row in _marked(range(len(rows)), len(rows), rules)]
+
+    def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
+        """Count the tokens of each row by its images' sizes; None: the processor can't compute them."""
+        lengths, size = [], AT_ONCE * cpu_threads()
+        raw = rows.with_format(None)
+        raw.info.features = _undecoded(raw.features)  # images as bytes and paths
+
+        def load(example: Row, row: int) -> Row:
+            return example | {"images": images_of(example, rules.where(row)) or None, "image": None}
+
+        with ThreadPoolExecutor(cpu_threads()) as threads:
+            for first in _marked(range(0, len(raw), size), len(raw), rules):
+                part = raw[first : first + size]
+                numbers = range(first, first + len(part["prompt"]))
+                each = [{name: of[row - first] for name, of in part.items()} for row in numbers]
+                for row, example in zip(numbers, threads.map(load, each, numbers), strict=True):
+                    if _is_text(example):
+                        lengths.append(len(text_ids(rules.tokenizer, [example["prompt"]])[0]))
+                        continue
+                    length = self.count(example, _arguments(example, row, rules), rules.where(row))
+                    if length is None:
+                        return None
+                    lengths.append(length)
+        return lengths
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return a row's conversation, and its images in RGB."""
         messages, pictures = with_images(row["prompt"], images_of(row, where), where)
         self.most = max(self.most, len(pictures))
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the text's tokens, with one placeholder for each picture.
-
-        Raises:
-            ValueError: the text has an image token without a picture, or a token without a row in the embedding.
-        """
+        """Return the text's tokens, with one placeholder for each picture."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -235,22 +267,8 @@ def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
         raise ValueError(f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}") from error
 
 
-def loaded(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the row with its image columns decoded.
-
-    Raises:
-        ValueError: see `images_of`.
-    """
-    found = images_of(row, where)
-    return {**row, "images": found or None, "image": None}
-
-
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
-    """Return the row's images in RGB, from its column ``images`` or ``image``.
-
-    Raises:
-        ValueError: both columns have some, or one isn't an image.
-    """
+    """Return the row's images in RGB, from its column ``images`` or ``image``."""
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
         raise Unreadable(f"{where}: it has both `images` and `image`: leave one of the columns out.")
@@ -258,17 +276,13 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
         raise Unreadable(
             f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into `image`."
         )
-    given = [*several] if several else [] if one is None else [one]
-    return [in_rgb(image, where) for image in given]
+    return [in_rgb(image, where) for image in several or ([] if one is None else [one])]
 
 
 def in_rgb(image: Any, where: str) -> Any:
     """Convert a datasets image (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB.
 
     The camera's orientation tag is applied, as datasets and transformers do.
-
-    Raises:
-        ValueError: the value is no image, or can't be read.
     """
     from PIL import ExifTags, Image, ImageOps
 
@@ -289,11 +303,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the conversation with all contents as parts that hold no image, and the images in their order.
-
-    Raises:
-        ValueError: the prompt is no conversation, or has more or fewer places than there are images.
-    """
+    """Return the conversation with all contents as parts that hold no image, and the images in their order."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
@@ -311,32 +321,15 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
             f"{len(images)} image(s): give as many of one as of the other."
         )
-    waiting, found = iter(images), []
-    messages = []
+    waiting, messages, pictures = iter(images), [], []
     for message, content in zip(prompt, contents, strict=True):
-        parts = []
-        for part in content:
+        for index, part in enumerate(content):
             if part["type"] == "image":
                 own = part.get("image")
-                found.append(in_rgb(own, where) if own else next(waiting))
-                part = {"type": "image"}
-            parts.append(part)
-        messages.append({**without_nones({**message, "content": None}), "content": parts})
-    return messages, found
-
-
-def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the row's conversation with its images in their parts.
-
-    Raises:
-        ValueError: see `with_images`.
-    """
-    messages, images = with_images(row["prompt"], images_of(row, where), where)
-    waiting = iter(images)
-    return [
-        {**m, "content": [p | {"image": next(waiting)} if p["type"] == "image" else p for p in m["content"]]}
-        for m in messages
-    ]
+                pictures.append(in_rgb(own, where) if own else next(waiting))
+                content[index] = {"type": "image"}
+        messages.append({**without_nones({**message, "content": None}), "content": content})
+    return messages, pictures
 
 
 def reader_of(policy: Any) -> ImageReader | None:
@@ -344,5 +337,37 @@ def reader_of(policy: Any) -> ImageReader | None:
     return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
-def has_images(columns: Sequence[str]) -> bool:
-    return bool({*COLUMNS} & {*columns})
+def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
+    """Return one prompt with images, to prove forwards on; empty if the run has no images.
+
+    The prompt is made up if only tools, or rows behind the first ROWS_LOOKED_AT, have images.
+    """
+    if (reader := reader_of(policy)) is None:
+        return []
+    if isinstance(prompts[0], PromptDataset) and prompts[0].most_images:
+        inputs = (prompts[0][row, row].input for row in range(min(ROWS_LOOKED_AT, len(prompts[0]))))
+        if (first := next((each for each in inputs if each.media is not None), None)) is not None:
+            return [first]
+    has_some = feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)
+    return [reader.made_up()] if has_some else []
+
+
+def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:
+    """Yield the rows, and report progress every `SAID_AFTER` seconds."""
+    last = time.monotonic()
+    for row in rows:
+        watchdog.progress("the prompts' images")
+        if time.monotonic() - last > SAID_AFTER:
+            last = time.monotonic()
+            rules.tell(f"{rules.name}: reading images: {row:,} of {total:,} rows")
+        yield row
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(mode=feature.mode, decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature), length=feature.length)
+    if isinstance(feature, dict):
+        return type(feature)({name: _undecoded(part) for name, part in feature.items()})
+    return feature

@@ -31,28 +31,22 @@ class Tower:
 
         hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1
         inner = size("intermediate_size") or 4 * hidden
-        layers = size("num_hidden_layers", "depth")
-        return cls(Shape(layers, hidden, inner, hidden, hidden, hidden // heads, 0), _patches(config))
+        shape = Shape(size("num_hidden_layers", "depth"), hidden, inner, hidden, hidden, hidden // heads, 0)
+        names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
+        merged = next((side for of, name in names if (side := getattr(of, name, None))), None)
+        patches = 1.0
+        if pooled := getattr(vision, "pooling_kernel_size", None) or merged:
+            patches = float(pooled) ** 2
+        elif ratio := getattr(config, "downsample_ratio", None):
+            patches = float(ratio) ** -2
+        elif tokens := getattr(config, "mm_tokens_per_image", None):
+            patches = float((vision.image_size // vision.patch_size) ** 2 / tokens)
+        return cls(shape, patches)
 
     def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
         """Estimate the activations' bytes of a row of ``tokens``, as if all prompt tokens were image tokens."""
         patches = self.patches * tokens * lengths.prompts_share(tokens)
         return int(patches * sum(kept_by_layers(self.shape, itemsize, checkpointing)))
-
-
-def _patches(config: Any) -> float:
-    """Compute the tower's patches per image token."""
-    vision = config.vision_config
-    if pooled := getattr(vision, "pooling_kernel_size", None):
-        return float(pooled) ** 2
-    names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
-    if merged := next((found for of, name in names if (found := getattr(of, name, None))), None):
-        return float(merged) ** 2
-    if ratio := getattr(config, "downsample_ratio", None):
-        return float(ratio) ** -2
-    if tokens := getattr(config, "mm_tokens_per_image", None):
-        return float((vision.image_size // vision.patch_size) ** 2 / tokens)
-    return 1.0
 
 
 tower_of = Tower.of

@@ -25,7 +25,7 @@ class Images(ModelFeature):
             return None
         if config.freeze_vision_tower:
             freeze_tower(model)
-        return given if hasattr(given, "image_processor") else load_processor(path, config)
+        return given if hasattr(given, "image_processor") else _load_processor(path, config)
 
     def why_rows_stay_whole(self, model: Any) -> str:
         reads_images = takes_images(model.config) and not reads_text_alone(model)
@@ -63,12 +63,7 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
         raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
 
 
-def load_processor(path: str, config: GRPOConfig) -> Any:
-    """Load a vision-language model's processor.
-
-    Raises:
-        ValueError: there is no processor, or a library for it isn't installed.
-    """
+def _load_processor(path: str, config: GRPOConfig) -> Any:
     from transformers import AutoProcessor
 
     find_processors()

@@ -19,11 +19,12 @@ import torch
 from ...batch import ModelInput, Rollout
 from ...riders import Media
 from ...rollout.marked_table import read_table, table_bytes
-from .thumbnails import thumbnails
+from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
 STAND_IN = 0  # a token that is no model's image placeholder
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # model inputs that mark the tokens of images
 ENVIRONMENTS = "environments"  # the rollout's column with its environment
+SIDE = 64  # pixels of a thumbnail
 COMPRESSION = 1  # zlib's level: three times as fast as the default, for a tenth more bytes
 ROWS = pa.schema(
     [
@@ -115,35 +116,53 @@ class Images(Media):
             of_prompt = rollout.input.media if ENVIRONMENTS in rollout.columns else None
             prompts = [(True, of_prompt)] if isinstance(of_prompt, Images) else []
             for in_prompt, images in (*prompts, *((False, part) for part in rollout.all(cls))):
-                files = None if images.digest in written else [_file_of(picture) for picture in images.pictures]
+                files: list[bytes] | None = None
+                if images.digest not in written:
+                    files = []
+                    for picture in images.pictures:
+                        file = io.BytesIO()
+                        # No colour profile: nothing reads it, and PIL opens no PNG with a profile of a mebibyte.
+                        picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
+                        files.append(file.getvalue())
                 written.add(images.digest)
                 rows.append((index, in_prompt, images.digest, images.engine_ids, images.places, files))
         return table_bytes(cls.MARK, rows, ROWS)
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """See `Rider.with_table`.
+        """See `Rider.with_table`."""
+        from PIL import Image
 
-        Raises:
-            AssertionError: the run's model reads no images, or a picture isn't the one that was recorded.
-        """
         assert encoder is not None, "it has images, which the model doesn't read"
         found, pictures = [*rollouts], dict[str, list[Any]]()
         for row in read_table(reader, cls.MARK, ROWS).to_pylist():
             if row["files"] is not None:
-                pictures[row["digest"]] = [_picture_of(file) for file in row["files"]]
+                pictures[row["digest"]] = [Image.open(io.BytesIO(file)) for file in row["files"]]
                 assert digest_of(pictures[row["digest"]]) == row["digest"], "a picture isn't the one that was recorded"
             rollout = found[row["rollout"]]
             length = len(rollout.input) if row["in_prompt"] else len(rollout.completion_ids)
             places = row["places"]
             assert places and 0 <= min(places) <= max(places) < length, "a picture's place is wrong"
             images = encoder.again(pictures[row["digest"]], row["engine_ids"], places)
-            if row["in_prompt"]:
-                rollout = dataclasses.replace(rollout, input=ModelInput(rollout.input.ids, images))
-            else:
-                rollout = rollout.carrying(images)
-            found[row["rollout"]] = rollout
+            found[row["rollout"]] = (
+                dataclasses.replace(rollout, input=ModelInput(rollout.input.ids, images))
+                if row["in_prompt"]
+                else rollout.carrying(images)
+            )
         return found
+
+
+def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
+    """Convert the first images to small JPEG files; a file of more than THUMBNAIL_BYTES is left out."""
+    files = []
+    for picture in pictures[:THUMBNAILS]:
+        small, file = picture.copy(), io.BytesIO()
+        small.info.clear()  # a comment, which would be written too, may be larger than the picture
+        small.thumbnail((SIDE, SIDE))
+        small.convert("RGB").save(file, "JPEG", quality=70)
+        if file.tell() <= THUMBNAIL_BYTES:
+            files.append(file.getvalue())
+    return files
 
 
 def digest_of(pictures: Sequence[Any]) -> str:
@@ -153,18 +172,3 @@ def digest_of(pictures: Sequence[Any]) -> str:
         found.update(repr(picture.size).encode())
         found.update(picture.tobytes())
     return found.hexdigest()
-
-
-def _file_of(picture: Any) -> bytes:
-    file = io.BytesIO()
-    # Drop the colour profile: nothing reads it, and PIL opens no PNG with a profile of a mebibyte.
-    picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
-    return file.getvalue()
-
-
-def _picture_of(file: bytes) -> Any:
-    from PIL import Image
-
-    picture = Image.open(io.BytesIO(file))
-    picture.load()
-    return picture

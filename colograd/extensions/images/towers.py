@@ -10,15 +10,18 @@ import importlib
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...batch import MicroBatch
 from ...policy import attention
+from ...policy.logprobs import ForwardStep, Pass, run_body
+from ...policy.packing import PackedSequence
+from ...policy.padded import PaddedInputs
 from ...policy.sending import to_device_async
-from ...policy.towers import in_tower, keep_gradients_out, reads_text_alone, tower_layers
+from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
 
@@ -66,58 +69,8 @@ def freeze_tower(model: Any) -> int:
 
 
 def in_each_forward(model: Any) -> bool:
-    """Return whether rows without pictures go through the tower too.
-
-    Some sharding strategies require it, because ranks exchange tensors there.
-    """
+    """Return whether text rows go through the tower too, as some sharding strategies require: ranks exchange there."""
     return getattr(model, "tower_in_each_forward", False)
-
-
-def embeds(model: Any, micro_batch: MicroBatch) -> bool:
-    """Return whether this module makes a row's embeddings.
-
-    It does for rows with pictures, for rows that must go through the tower, and for models with hidden tokens.
-    """
-    if micro_batch.media is not None or in_each_forward(model):
-        return True
-    return bool(hidden_tokens(model.config)) and not reads_text_alone(model)
-
-
-def tower_attention_of(model: Any) -> str:
-    """Return the attention of a vision tower when the language model runs packed rows.
-
-    It is transformers' own, except on machines with GPUs for layers that take windows (`cu_seqlens`). There
-    transformers would wait in each layer for the GPU to return the windows' lengths.
-
-    The model's present device doesn't matter: a reference in host memory moves to the GPU later.
-    """
-    layers = tower_layers(model)
-    windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
-    return attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
-
-
-def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
-    """Return the image inputs of the model's own forward for one sequence of a prompt and ``completion`` tokens."""
-    return {
-        name: torch.nn.functional.pad(value, (0, completion)) if name in PER_TOKEN else value
-        for name, value in images.inputs.items()
-    }
-
-
-def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tuple[int, int]) -> dict[str, Any]:
-    """Return `own_inputs` of a sequence with pictures in its completion too.
-
-    ``lengths`` are the tokens of prompt and completion.
-    """
-    placed = [*((0, of) for of in prompt), *((lengths[0], of) for of in answers)]
-    parts = [own_inputs(of, 0) for _, of in placed]
-    found: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        if name in PER_TOKEN:
-            found[name] = _kinds(placed, sum(lengths)).long()
-        else:
-            found[name] = _joined([part[name] for part in parts], tiled="pixel_attention_mask" in parts[0])
-    return found
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
@@ -128,7 +81,11 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
     if placed and (where := see_both_ways(model.config)):
-        runs = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
+        runs = []  # first and last + 1 of each run of consecutive places: one picture's tokens
+        for at, of in placed:
+            for _, run in itertools.groupby(enumerate(of.places), lambda pair: pair[1] - pair[0]):
+                places = [at + place for _, place in run]
+                runs.append((places[0], places[-1] + 1))
         more["both_ways" if where == "all" else "both_ways_in_window"] = runs
     output = model.get_decoder()(
         inputs_embeds=embeds,
@@ -139,13 +96,6 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
         **more,
     )
     return output.last_hidden_state
-
-
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and last + 1 of each run of consecutive places: one picture's tokens."""
-    for _, run in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
-        found = [place for _, place in run]
-        yield found[0], found[-1] + 1
 
 
 def padded_hidden_states(
@@ -166,8 +116,17 @@ def padded_hidden_states(
             if images:
                 positions[:, row] = to_device_async(_positions(model, ids[row].cpu(), images), ids.device)
     masks: Any = mask.long()
-    if see_both_ways(model.config):
-        masks = _masks_both_ways(model, embeds, masks, positions, placed)
+    if see_both_ways(model.config):  # Gemma's masks: causal, except within a picture
+        kinds = to_device_async(_kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long(), embeds.device)
+        theirs = sys.modules[type(_body(model)).__module__]
+        masks = theirs.create_masks_for_vision_model(
+            block_sequence_ids=theirs.get_block_sequence_ids_for_mask(kinds, device=embeds.device),
+            config=model.config.get_text_config(),
+            inputs_embeds=embeds,
+            attention_mask=masks,
+            past_key_values=None,
+            position_ids=positions,
+        )
     more |= {"attention_mask": masks, "position_ids": positions}
     return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
 
@@ -176,25 +135,31 @@ Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids 
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
-    found, at = [], 0
+    placed, at = [], 0
     for segment in chain:
-        found += [(at, of) for of in (micro_batch.media or {}).get(segment, ())]
+        placed += [(at, of) for of in (micro_batch.media or {}).get(segment, ())]
         at += micro_batch.layout.lengths[segment]
-    return found
+    return placed
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the embeddings of ``ids`` (B, L) with the pictures' features, and the language model's other image inputs.
 
     Indices in ``placed`` are of the flattened ids. Features of equal images are computed once.
-
-    Raises:
-        RuntimeError: the number of features differs from the number of places.
     """
-    embeds = model.get_input_embeddings()(ids)
-    more: dict[str, Any] = _of_each_layer(model, ids, placed)
+    embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
+    more: dict[str, Any] = {}
+    if getattr(decoder, "hidden_size_per_layer_input", None):  # Gemma 4: each layer adds embeddings
+        read = ids.flatten()
+        for at, of in placed:  # a picture's tokens have the embedding of the padding token
+            places = to_device_async(torch.tensor(of.places) + at, ids.device)
+            read = read.index_fill(0, places, decoder.config.pad_token_id)
+        more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        return (_beside_an_unseen_picture(model, embeds) if in_each_forward(model) else embeds), more
+        if in_each_forward(model):  # the embeddings unchanged, after the tower's forward on an unrelated picture
+            features, deeper = _features(model, [_unseen_picture(model.config)])
+            embeds = _Beside.apply(embeds, features, *deeper)
+        return embeds, more
     times: dict[Images, list[torch.Tensor]] = {}  # each image's places in the flattened ids, once per use
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
@@ -220,27 +185,6 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
         more["visual_pos_masks"] = seen.view_as(ids)
         more["deepstack_visual_embeds"] = [repeated(each).index_select(0, order) for each in deeper]
     return flat.view_as(embeds), more
-
-
-def _of_each_layer(model: Any, ids: torch.Tensor, placed: Placed) -> dict[str, torch.Tensor]:
-    """Return the embeddings that each layer adds, for models with such embeddings (Gemma 4).
-
-    A picture's tokens have the embedding of the padding token.
-    """
-    decoder = model.get_decoder()
-    if not getattr(decoder, "hidden_size_per_layer_input", None):
-        return {}
-    for at, of in placed:
-        places = to_device_async(torch.tensor(of.places) + at, ids.device)
-        ids = ids.flatten().index_fill(0, places, decoder.config.pad_token_id).view_as(ids)
-    return {"per_layer_inputs": decoder.get_per_layer_inputs(ids, None)}
-
-
-def _beside_an_unseen_picture(model: Any, embeds: torch.Tensor) -> torch.Tensor:
-    """Return the embeddings unchanged, after a forward of the tower on an unrelated picture with zero gradients."""
-    features, deeper = _features(model, [_unseen_picture(model.config)])
-    beside: torch.Tensor = _Beside.apply(embeds, features, *deeper)
-    return beside
 
 
 class _Beside(torch.autograd.Function):
@@ -312,11 +256,8 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return positions (3, 1, T) of a packed row.
-
-    The model computes the positions of segments with pictures, which don't depend on later segments. The positions of
-    other segments continue after their prompt.
-    """
+    """Return positions (3, 1, T) of a packed row: the model's own for segments with pictures, which don't depend on
+    later segments. Other segments' continue after their prompt."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
@@ -334,11 +275,9 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
     """Return the positions (3, L) in time, height and width of a sequence with pictures."""
-    grids = [of.inputs["image_grid_thw"] for _, of in placed]
-    kinds = _kinds(placed, len(ids))
-    found: torch.Tensor = _body(model).get_rope_index(
-        ids[None], mm_token_type_ids=kinds.int(), image_grid_thw=torch.cat(grids)
-    )[0]
+    grids = torch.cat([of.inputs["image_grid_thw"] for _, of in placed])
+    kinds = _kinds(placed, len(ids)).int()
+    found: torch.Tensor = _body(model).get_rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)[0]
     return found[:, 0]
 
 
@@ -350,23 +289,65 @@ def _kinds(placed: Placed, length: int) -> torch.Tensor:
     return kinds
 
 
-def _masks_both_ways(
-    model: Any, embeds: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, placed: Placed
-) -> Any:
-    """Make Gemma's masks: causal, except within a picture."""
-    kinds = _kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long()
-    kinds = to_device_async(kinds, embeds.device)
-    theirs = sys.modules[type(_body(model)).__module__]
-    return theirs.create_masks_for_vision_model(
-        block_sequence_ids=theirs.get_block_sequence_ids_for_mask(kinds, device=embeds.device),
-        config=model.config.get_text_config(),
-        inputs_embeds=embeds,
-        attention_mask=mask,
-        past_key_values=None,
-        position_ids=positions,
-    )
-
-
 def _body(model: Any) -> Any:
     """Return the model without its head."""
     return model.base_model if model.base_model is not model else model.model
+
+
+class ImageStep(ForwardStep):
+    """Rows with pictures, and models that could read more than text."""
+
+    def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
+        model, batch = row.model, row.batch
+        text_alone = reads_text_alone(model)
+        hides = hidden_tokens(model.config) and not text_alone
+        if batch.media is None and not in_each_forward(model) and not hides:
+            return run_body(row, model.get_decoder()) if text_alone else inner(row)
+        if model.config._attn_implementation == attention.NAME:
+            with attention.packed_rows():
+                return packed_hidden_states(model, batch)
+        rows = PaddedInputs.of(batch)
+        return rows.packed(padded_hidden_states(model, batch, rows.ids, rows.mask, rows.rows.chains))
+
+    def attention(self, model: Any, name: str) -> str | dict[str, str]:
+        """Set the attention of the language model and of a vision tower. The tower's rows are images."""
+        if not takes_images(model.config):
+            return name
+        tower = name
+        if name not in ("eager", "sdpa"):
+            # For layers that take windows (`cu_seqlens`) transformers would wait in each layer for the GPU to return
+            # the windows' lengths. The present device doesn't matter: a reference in host memory moves to the GPU.
+            layers = tower_layers(model)
+            windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
+            tower = attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
+        return {"": name, "text_config": name, "vision_config": tower}
+
+    def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
+        prompt, tokens = len(part.prompt_ids), len(part.prompt_ids) + len(part.completion_ids)
+        placed = [*((0, of) for of in part.images), *((prompt, of) for of in part.answers)]
+        inputs = [of.inputs for _, of in placed]
+        return {
+            name: _kinds(placed, tokens).long()
+            if name in PER_TOKEN
+            else _joined([each[name] for each in inputs], tiled="pixel_attention_mask" in inputs[0])
+            for name in dict.fromkeys(name for each in inputs for name in each)
+        }
+
+    def misreads(self, model: Any, part: PackedSequence) -> bool:
+        """Return whether the model would put a picture's features in place of a sampled image token, or hide a
+        sampled placeholder."""
+        if hidden := hidden_tokens(model.config):
+            places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
+            places |= {place for image in part.images for place in image.places}
+            ids = torch.cat([part.prompt_ids, part.completion_ids]).tolist()
+            return any(token in hidden for place, token in enumerate(ids) if place not in places)
+        if not (part.images or part.answers):
+            return False
+        known = {place for answer in part.answers for place in answer.places}
+        found = (part.completion_ids == model.config.image_token_id).nonzero().flatten().tolist()
+        return not known.issuperset(found)
+
+
+def step_of(model: Any) -> ForwardStep | None:
+    """Return the forward's step of a model that could read more than text."""
+    return ImageStep() if has_tower(model.config) else None

@@ -2,6 +2,6 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "engine_feature": "engine.kept_tokens:kept_tokens_record",
-    "policy": "head:set_up",
+    "policy": "rider:set_up",
     "riders": "rider:KeptTokens",
 }

@@ -11,6 +11,8 @@ import pyarrow as pa
 import torch
 
 from ...batch import PackedRow, Rollout
+from ...config import GRPOConfig
+from ...policy.logprobs import Compute, ForwardStep, Pass, install
 from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.marked_table import read_table, table_bytes
@@ -66,8 +68,9 @@ class KeptTokens(Rider, RowRider):
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        parts = (rollout.get(cls) for rollout in rollouts)
-        rows = [(None, None) if part is None else (_bytes(part.ids), _bytes(part.counts)) for part in parts]
+        rows: list[tuple[bytes | None, bytes | None]] = []
+        for part in (rollout.get(cls) for rollout in rollouts):
+            rows.append((None, None) if part is None else (part.ids.numpy().tobytes(), part.counts.numpy().tobytes()))
         return table_bytes(cls.MARK, rows, ROWS)
 
     @classmethod
@@ -75,7 +78,7 @@ class KeptTokens(Rider, RowRider):
         found = []
         for rollout, row in zip(rollouts, read_table(reader, cls.MARK, ROWS).to_pylist(), strict=True):
             if row["counts"] is not None:
-                rider = cls(_numbers(row["ids"]), _numbers(row["counts"]))
+                rider = cls(*(torch.tensor(np.frombuffer(row[name], np.int32)) for name in ("ids", "counts")))
                 assert len(rider.counts) == len(rollout.completion_ids), "the kept tokens are of another completion"
                 assert rider.counts.min() >= 0 and int(rider.counts.sum()) == len(rider.ids), "their number doesn't fit"
                 rollout = rollout.carrying(rider)
@@ -84,12 +87,7 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Candidate tokens of a head's N labels, indexed for tiles of the logits.
-
-    Args:
-        kept: candidate tokens of each label.
-        first: token id of the head's first row, if ranks share out the vocabulary.
-    """
+    """Candidate tokens of a head's N labels, indexed for tiles of the logits; ``first`` is the head's first token."""
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()
@@ -110,9 +108,20 @@ class Candidates:
         return found[:-1].view(shape) & ~self.all[row, None]
 
 
-def _bytes(numbers: torch.Tensor) -> bytes:
-    return bytes(numbers.numpy().tobytes())
+class KeptStep(ForwardStep):
+    """Distributions over the kept tokens, for rows that have them."""
+
+    of_rows = True
+
+    def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
+        if (kept := row.batch.get(KeptTokens)) is not None:
+            part = getattr(row.model.get_output_embeddings(), "vocabulary", None)
+            first = 0 if part is None else part.start
+            row.candidates = kept.candidates(row.batch.input_ids.device, first)
+        return inner(row)
 
 
-def _numbers(content: bytes) -> torch.Tensor:
-    return torch.tensor(np.frombuffer(content, dtype=np.int32))
+def set_up(model: Any, config: GRPOConfig) -> None:
+    """Install the step on a model of a run that truncates its sampling."""
+    if config.replays_truncation:
+        install(model, KeptStep())

@@ -3,8 +3,8 @@
     r_i - beta * sum over the completion's sampled tokens of k(log pi, log reference)
 
 The group's baseline and scale see this reward, as in verl (`use_kl_in_reward`), where a penalty per token is summed
-before GRPO's advantages. The log-probabilities of pi are the sampler's, as in verl's bypass mode; a token without one
-adds 0.
+before GRPO's advantages. (OpenRLHF subtracts it after them.) The log-probabilities of pi are the sampler's, as in
+verl's bypass mode; a token without one adds 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...batch import MicroBatch, PackedRow, RolloutId, ScoredGroup, StepBatch
+from ...batch import MicroBatch, RolloutId, ScoredGroup, StepBatch
 from ...config import GRPOConfig
 from ...losses.advantages import AdvantageEstimator, group_advantages
 from ...losses.terms import LossTerm
@@ -54,31 +54,24 @@ class RewardPenalty(LossTerm):
         return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        known = {identity: sum_ for row in step.rows for identity, sum_ in self._of_completions(row)}
-        groups = tuple(self._penalised(scored, known, estimator) for scored in step.groups)
-        of_rollout = {
-            identity: advantage
-            for scored in groups
-            for identity, advantage in zip(scored.group.rollout_ids, advantages_of(scored), strict=True)
-        }
+        sums: dict[RolloutId, float] = {}  # of each completion, over its sampled tokens
+        for row in step.rows:
+            assert row.ref_logprobs is not None, "the reference has read every row"
+            rollouts = [rollout for part in row.parts for rollout in part.rollouts]
+            sampler = torch.cat([rollout.sampler_logprobs for rollout in rollouts])
+            tokens = self.of_tokens_of(sampler.double(), row.ref_logprobs.double().cpu())
+            tokens = tokens * torch.cat([rollout.sampled for rollout in rollouts])
+            sums |= {identity: float(tokens[place].sum()) for identity, place in places(row)}
+        groups = tuple(self._penalised(scored, sums, estimator) for scored in step.groups)
+        advantages: dict[RolloutId, Any] = {}
+        for scored in groups:
+            advantages |= zip(scored.group.rollout_ids, advantages_of(scored), strict=True)
 
-        def changed(row: PackedRow) -> PackedRow:
-            parts = (
-                dataclasses.replace(part, advantages=tuple(map(of_rollout.get, part.ids, part.advantages)))
-                for part in row.parts
-            )
-            return dataclasses.replace(row, parts=tuple(parts))
+        def changed(part: Any) -> Any:
+            return dataclasses.replace(part, advantages=tuple(map(advantages.get, part.ids, part.advantages)))
 
-        return dataclasses.replace(step, rows=tuple(map(changed, step.rows)), groups=groups)
-
-    def _of_completions(self, row: PackedRow) -> list[tuple[RolloutId, float]]:
-        """Return each completion's sum over its sampled tokens."""
-        assert row.ref_logprobs is not None, "the reference has read every row"
-        rollouts = [rollout for part in row.parts for rollout in part.rollouts]
-        sampler = torch.cat([rollout.sampler_logprobs for rollout in rollouts])
-        tokens = self.of_tokens_of(sampler.double(), row.ref_logprobs.double().cpu())
-        tokens = tokens * torch.cat([rollout.sampled for rollout in rollouts])
-        return [(identity, float(tokens[place].sum())) for identity, place in places(row)]
+        rows = (dataclasses.replace(row, parts=tuple(map(changed, row.parts))) for row in step.rows)
+        return dataclasses.replace(step, rows=tuple(rows), groups=groups)
 
     def _penalised(
         self, scored: ScoredGroup, known: Mapping[RolloutId, float], estimator: AdvantageEstimator
@@ -102,11 +95,7 @@ class RewardPenalty(LossTerm):
 
 
 def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the penalty of a run with `kl_in_reward`.
-
-    Raises:
-        ValueError: a setting is wrong, or excludes the penalty.
-    """
+    """Return the penalty of a run with `kl_in_reward`."""
     if config.kl_in_reward == 0:
         return None
     name = f"kl_in_reward is {config.kl_in_reward:g}"

@@ -49,26 +49,15 @@ class Conversation:
     riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # of parts of the ids, with lengths
     media: list[Media] = field(default_factory=list)  # media in tools' answers, with places among the ids
 
-    def begin(self, asked: ModelInput) -> None:
-        self.input = self.read = asked
-
-    def add(self, turn: Sampled) -> None:
-        """Append the tokens of a turn."""
-        self.read = self.read.followed_by(turn.ids)
-        self.ids.extend(turn.ids)
-        self.logprobs.extend(turn.logprobs)
-        self.riders.append((turn.riders, len(turn.ids)))
-        self.sampled += [True] * len(turn.ids)
-
-    def add_answer(self, answer: ModelInput) -> None:
-        """Append the tokens of tools' answers."""
-        self.read = self.read.followed_by(answer.ids, answer.media)
-        if answer.media is not None:
-            self.media.append(answer.media.shifted(len(self.ids)))
-        self.ids.extend(answer.ids)
-        self.logprobs.extend([0.0] * len(answer))
-        self.riders.append(((), len(answer)))
-        self.sampled += [False] * len(answer)
+    def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
+        """Append the tokens of a turn, or of tools' answers."""
+        self.read = self.read.followed_by(part.ids, part.media)
+        if part.media is not None:
+            self.media.append(part.media.shifted(len(self.ids)))
+        self.ids.extend(part.ids)
+        self.logprobs.extend([0.0] * len(part) if turn is None else turn.logprobs)
+        self.riders.append((() if turn is None else turn.riders, len(part)))
+        self.sampled += [turn is not None] * len(part)
 
     def rollout(self, version: int) -> Rollout:
         assert self.finish_reason is not None
@@ -92,7 +81,6 @@ class Conversations:
     """A rollout source that writes groups as conversations.
 
     Args:
-        form: reads calls and writes answers.
         rules: tokenises a prompt that an environment has changed.
         max_iterations: rounds of calls in one conversation; None: no limit.
     """
@@ -114,13 +102,17 @@ class Conversations:
         self.engine.require(version)
         self.tools.environments.take_back()
         running = _RunningConversations(self, sampling, seed, purpose)
+        running.unopened.extend((prompt, index) for prompt in prompts for index in range(sampling.n))
+        over: dict[int, list[Conversation]] = {}  # finished conversations, by the prompt's position
         try:
-            running.open(prompts)
             while running.writing or running.waiting or running.unopened:
                 for conversation in running.advance():
-                    group = running.finish(conversation, version)
-                    if group is not None:
-                        yield group
+                    prompt, group = conversation.prompt, over.setdefault(conversation.prompt.position, [])
+                    group.append(conversation)
+                    if len(group) == sampling.n:
+                        group.sort(key=lambda each: each.index)
+                        rollouts = with_shared_riders(tuple(each.rollout(version) for each in group))
+                        yield Group(prompt.example, rollouts, prompt.position)
         finally:
             self.engine.abort(running.writing)
             for _, answers in running.waiting:
@@ -136,15 +128,11 @@ class _RunningConversations:
         self.writing: dict[str, Conversation] = {}  # conversations that the engine decodes, by request
         self.waiting: list[tuple[Conversation, Answers]] = []  # conversations that wait for tools
         self.unopened: deque[tuple[Prompt, int]] = deque()  # prompt, index in its group
+        self.shows_images = self.form.reader is not None  # whether an answer may have images
         self._is_limited = True  # whether the number of environments in use at once is limited
-        self._over: dict[int, list[Conversation]] = {}  # finished conversations, by the prompt's position
-
-    def open(self, prompts: Sequence[Prompt]) -> None:
-        """Begin ``sampling.n`` conversations of each prompt, as many as there are environments for."""
-        self.unopened.extend((prompt, index) for prompt in prompts for index in range(self.sampling.n))
-        self._open_next()
 
     def _open_next(self) -> None:
+        """Begin as many conversations as there are environments for."""
         environments = self.tools.environments
         while self.unopened and (not self._is_limited or environments.has_room(self.sampling.n)):
             prompt, index = self.unopened.popleft()
@@ -156,7 +144,7 @@ class _RunningConversations:
             else:
                 self.waiting.append((conversation, beginning))
         if self.unopened and not (self.writing or self.waiting):
-            if environments.are_scored:  # async reward functions still run
+            if environments.in_scoring:  # async reward functions still run
                 time.sleep(POLL)
             else:  # no group is scored before all are sampled, as in a subclass that collects them
                 self._is_limited = False
@@ -169,9 +157,16 @@ class _RunningConversations:
         if self.writing:
             for request, (turn,) in self.engine.advance():
                 conversation = self.writing.pop(request)
-                conversation.add(turn)
+                shown = (*conversation.input.ids, *conversation.ids)
+                message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
+                conversation.add(ModelInput(tuple(turn.ids)), turn)
+                conversation.messages.append(message)
                 conversation.turns += 1
-                if not self._start_calls(conversation, turn):
+                conversation.finish_reason = turn.finish_reason
+                is_last = self.max_iterations is not None and conversation.turns > self.max_iterations
+                if calls and turn.finish_reason is FinishReason.STOP and not is_last:
+                    self.waiting.append((conversation, self.tools.call(conversation.session, calls)))
+                else:
                     over.append(conversation)
         elif not any(answers.done() for _, answers in self.waiting):
             running = [call.future for _, answers in self.waiting for call in answers.calls if not call.done()]
@@ -182,15 +177,6 @@ class _RunningConversations:
                 over.append(pair[0])
         return over
 
-    def finish(self, conversation: Conversation, version: int) -> Group | None:
-        """Return the conversation's group if this conversation completes it, else None."""
-        prompt, others = conversation.prompt, self._over.setdefault(conversation.prompt.position, [])
-        others.append(conversation)
-        if len(others) < self.sampling.n:
-            return None
-        rollouts = with_shared_riders(tuple(c.rollout(version) for c in sorted(others, key=lambda c: c.index)))
-        return Group(prompt.example, rollouts, prompt.position)
-
     def _submit(self, conversation: Conversation) -> None:
         position, index, turn = conversation.prompt.position, conversation.index, conversation.turns
         if turn:
@@ -200,54 +186,35 @@ class _RunningConversations:
         request = self.engine.submit(conversation.read, self.sampling, seed, n=1, spent=len(conversation.ids))
         self.writing[request] = conversation
 
-    def _start_calls(self, conversation: Conversation, turn: Sampled) -> bool:
-        """Begin the calls of a turn. Return False if there are none, or if the conversation may have no more."""
-        shown = (*conversation.input.ids, *conversation.ids[: len(conversation.ids) - len(turn.ids)])
-        message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
-        conversation.messages.append(message)
-        conversation.finish_reason = turn.finish_reason
-        most = self.max_iterations
-        if not calls or turn.finish_reason is not FinishReason.STOP or (most is not None and conversation.turns > most):
-            return False
-        self.waiting.append((conversation, self.tools.call(conversation.session, calls)))
-        return True
-
     def _continue(self, conversation: Conversation, answers: Answers) -> bool:
         """Continue behind the tools' answers. Return False if there is no room for them."""
         if not conversation.turns:
             self._begin(conversation, answers)
             return True
+        own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
         room = min(self.sampling.max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
-        messages = self.tools.told(answers, self.form.shows_images)
-        if sum(characters(message["content"]) for message in messages) > CHARACTERS * room:
-            conversation.finish_reason = FinishReason.LENGTH
-            return False
-        messages, answer = self._answer(conversation, messages)
-        if len(answer) >= room:
-            conversation.finish_reason = FinishReason.LENGTH
-            return False
-        conversation.add_answer(answer)
-        conversation.messages += messages
-        self._submit(conversation)
-        return True
+        messages = self.tools.told(answers, images)
 
-    def _answer(
-        self, conversation: Conversation, messages: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], ModelInput]:
-        """Return the tools' messages and their tokens."""
-        own, images = conversation.prompt.example.get("chat_template_kwargs"), self.form.shows_images
-
-        def read(messages: list[dict[str, Any]]) -> ModelInput:
+        def tokens() -> ModelInput:
             shown = [{**message, "content": shown_content(message["content"], images)} for message in messages]
             return self.form.answer(shown, own, conversation.ids[-1])
 
-        if not images:
-            return messages, read(messages)
+        conversation.finish_reason = FinishReason.LENGTH
+        if sum(characters(message["content"]) for message in messages) > CHARACTERS * room:
+            return False
         try:
-            return messages, read(messages)
+            answer = tokens()
         except FAILURES as error:  # e.g. a picture that the processor doesn't take
+            if not images:
+                raise
             messages = self.tools.refused(messages, error)
-            return messages, read(messages)
+            answer = tokens()
+        if len(answer) >= room:
+            return False
+        conversation.add(answer)
+        conversation.messages += messages
+        self._submit(conversation)
+        return True
 
     def _begin(self, conversation: Conversation, answers: Answers) -> None:
         """Append the value that the environment's `reset` returned to the prompt, and let the model write.
@@ -259,11 +226,11 @@ class _RunningConversations:
         ((_, outcome),) = answers.outcomes()
         assert conversation.session.environment is not None
         name, prompt = type(conversation.session.environment.instance).__name__, conversation.prompt
+        where = f"environment {name}, prompt {prompt.position}"
         if outcome.kind != "value":
             problem = outcome.value[1] if outcome.kind == "raised" else f"it took longer than {outcome.seconds:g} s"
-            raise RuntimeError(f"environment {name}, prompt {prompt.position}: reset failed: {problem}")
+            raise RuntimeError(f"{where}: reset failed: {problem}")
         if outcome.value is not None:
-            where = f"environment {name}, prompt {prompt.position}"
             conversation.asked = self._with_observation(conversation, outcome.value, where)
             columns = {**prompt.example, "prompt": conversation.asked}
             asked = None
@@ -274,15 +241,15 @@ class _RunningConversations:
                     f"{where}: with what reset returned the prompt has more than "
                     f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less."
                 )
-            conversation.begin(asked)
+            conversation.input = conversation.read = asked
         self._submit(conversation)
 
     def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
         """Return the prompt's messages with the value of `reset` at the end of the last message."""
-
-        example, (*earlier, last) = conversation.prompt.example, conversation.asked
-        shown = shown_content(value, self.form.shows_images)
-        own, has_images = self.form.reader.own_messages(example, where) if self.form.shows_images else (None, False)
+        (*earlier, last), shown = conversation.asked, shown_content(value, self.shows_images)
+        own, has_images = None, False
+        if self.shows_images:
+            own, has_images = self.form.reader.own_messages(conversation.prompt.example, where)
         texts = isinstance(last["content"], str) and isinstance(shown, str)
         if own is None or (texts and not has_images):
             return [*earlier, {**last, "content": text_of(last["content"] or "") + shown}]

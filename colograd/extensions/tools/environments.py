@@ -29,13 +29,7 @@ class Environment:
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """The environment's tools: its public methods, by name.
-
-        They are looked up on the class, so that no property is evaluated.
-
-        Raises:
-            ValueError: the environment has no method `reset`.
-        """
+        """The environment's public methods, by name, looked up on the class so that no property is evaluated."""
         names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
         if "reset" not in names:
             raise ValueError(
@@ -55,12 +49,8 @@ def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
 class Environments:
     """Makes environments, lends them, and takes them back.
 
-    An environment is lent to a conversation until the reward functions that may look at it have returned.
-
-    Args:
-        factories: key -> factory. The key is the name in a row's column `environment`, or None if there is only one.
-        main_thread: see `Toolbox`.
-        limit: maximum number of environments lent at once; None: no limit.
+    An environment is lent to a conversation until the reward functions that may look at it have returned. A factory's
+    key is the name in a row's column `environment`, or None if there is only one.
     """
 
     def __init__(
@@ -74,7 +64,7 @@ class Environments:
         self._known: dict[int, Environment] = {}  # by the id of the instance
         self._lent: list[Environment] = []
         self._returning = threading.Lock()  # async reward functions end in a thread of their own
-        self._in_scoring: set[int] = set()  # positions of the groups in scoring
+        self.in_scoring: set[int] = set()  # positions of groups whose environments reward functions will give back
         self._begins = True  # whether the next environment lent is the first of a round
         self.latest: list[Any] | None = None  # instances of the present or else the last round's conversations
         self.first = {key: self._make(key) for key in factories}  # one environment per key, to describe its tools
@@ -94,14 +84,9 @@ class Environments:
         """Return whether another environment may be lent. One group of ``group`` conversations always has room."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
-    @property
-    def are_scored(self) -> bool:
-        """Whether running reward functions will give back some environments."""
-        return bool(self._in_scoring)
-
     def begin_scoring(self, groups: Sequence[Group]) -> None:
         """Note that reward functions look at the groups' environments."""
-        self._in_scoring |= {group.position for group in groups}
+        self.in_scoring |= {group.position for group in groups}
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
         """Take the groups' environments back, as no reward function looks at them any more."""
@@ -110,14 +95,14 @@ class Environments:
             for environment in [each for each in self._lent if id(each.instance) in scored]:
                 self._lent.remove(environment)
                 self._take_back(environment)
-            self._in_scoring -= {group.position for group in groups}
+            self.in_scoring -= {group.position for group in groups}
 
     def take_back(self) -> None:
         """Make all lent environments free again, as their conversations are over and scored."""
         with self._returning:
             for environment in self._lent:
                 self._take_back(environment)
-            self._lent, self._in_scoring, self._begins = [], set(), True
+            self._lent, self.in_scoring, self._begins = [], set(), True
 
     def _take_back(self, environment: Environment) -> None:
         """Make an environment free. Forget a stuck one."""
@@ -129,10 +114,7 @@ class Environments:
             environment.thread.close()
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Call ``get_reward`` of each environment and return the values, None for None.
-
-        A call that never comes back leaves its environment stuck.
-        """
+        """Call ``get_reward`` of each environment, None for None. A call that hangs leaves its environment stuck."""
         environments = [self._known.get(id(instance)) for instance in instances]
         asked: list[Future[Any] | None] = [
             None if known is None or known.thread is None else known.thread.ask(known.instance.get_reward)

@@ -33,24 +33,24 @@ class UserCall:
 
     def run(self) -> None:
         """Run the call in this thread, unless it has run or was cancelled."""
-        if not self.future.done() and self.future.set_running_or_notify_cancel():
-            self.future.set_result(self._outcome())
-
-    def start_thread(self) -> None:
-        """Run the call in a new thread."""
-        threading.Thread(target=_on_this_device(self.run), name="colograd-tool", daemon=True).start()
-
-    def _outcome(self) -> Outcome:
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
+            return
         started = time.perf_counter()
         try:
             value = self.function(**self.arguments)
             if inspect.isawaitable(value):  # an environment's async method, in the order of its calls
-                return asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
-            return Outcome("value", value, time.perf_counter() - started)
+                outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
+            else:
+                outcome = Outcome("value", value, time.perf_counter() - started)
         except BaseException as error:  # SystemExit too: it would end the thread, and the conversation wait for ever
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
-            return raised_outcome(error)
+            outcome = raised_outcome(error)
+        self.future.set_result(outcome)
+
+    def start_thread(self) -> None:
+        """Run the call in a new thread."""
+        threading.Thread(target=_on_this_device(self.run), name="colograd-tool", daemon=True).start()
 
 
 class EnvironmentThread:
@@ -61,7 +61,12 @@ class EnvironmentThread:
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="colograd-environment", daemon=True).start()
+
+        def run() -> None:
+            while (work := self._work.get()) is not None:
+                work()
+
+        threading.Thread(target=run, name="colograd-environment", daemon=True).start()
 
     def ask(self, function: Callable[[], Any]) -> Future[Any]:
         """Queue a function. Return a future for its result or exception."""
@@ -79,10 +84,6 @@ class EnvironmentThread:
     def close(self) -> None:
         """End the thread after the queued functions."""
         self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
 
 
 class MainThreadAdvice:

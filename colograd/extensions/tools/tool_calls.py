@@ -1,32 +1,17 @@
-"""Runs the calls of tools, and returns their outcomes.
-
-    sync tools                in a worker process, if there are workers and the tool can be pickled; else in a thread
-    async tools               on the event loop of async rewards, all conversations together
-    an environment's methods  in the environment's own thread, one conversation's calls in their order (async methods
-                              on the event loop)
-    main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
-
-A slow tool delays only its own conversation. The answer to a late call is an error, which the model sees.
-"""
+"""Calls of tools that have begun, and their outcomes as the model reads them."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import inspect
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
-from ...rollout.texts import ToolCall
 from ...runtime import registry
-from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
-from ...usercode.copies import own_copy
+from ...usercode.calls import Outcome, raised_outcome
 from ...usercode.untrusted import clean
-from ...usercode.worker_pool import WorkerPool
 from .environments import Environment
 from .threads import MainThreadAdvice, UserCall
 
@@ -55,18 +40,6 @@ class RunningCall:
         """Return whether there is nothing left to wait for."""
         return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
 
-    def outcome(self, timeout: float | None) -> Outcome:
-        """Return the call's outcome. A call that hasn't ended is abandoned, and its outcome is ``late``."""
-        if self.asker_runs is not None:
-            self.asker_runs.run()
-        if not self.future.done():
-            self.abandon()
-            return Outcome("late", None, timeout or 0.0)
-        try:
-            return self.future.result()
-        except (Exception, CancelledError) as error:  # e.g. an async tool without its arguments
-            return raised_outcome(error)
-
     def abandon(self) -> None:
         """Cancel the call, as nobody waits for it any more."""
         if self.environment is not None and self.asker_runs is None and not self.future.done():
@@ -88,13 +61,22 @@ class Answers:
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
         """Return each call's name and outcome, in the order of the calls; ``late`` for a call that hasn't ended."""
-        found = []
+        outcomes = []
         for call in self.calls:
-            outcome = call.outcome(self.timeout)
+            if call.asker_runs is not None:
+                call.asker_runs.run()
+            outcome = Outcome("late", None, self.timeout or 0.0)
+            if not call.future.done():
+                call.abandon()
+            else:
+                try:
+                    outcome = call.future.result()
+                except (Exception, CancelledError) as error:  # e.g. an async tool without its arguments
+                    outcome = raised_outcome(error)
             if call.declarable is not None:
                 self.advice.give(call.declarable, outcome)
-            found.append((call.name, outcome))
-        return found
+            outcomes.append((call.name, outcome))
+        return outcomes
 
     def abandon(self) -> None:
         """Cancel all calls, as nobody waits for them any more."""
@@ -102,65 +84,11 @@ class Answers:
             call.abandon()
 
 
-class ToolRunner:
-    """Starts each call in its tool's process or thread. See `Toolbox` for the arguments."""
-
-    def __init__(
-        self, tools: Mapping[str, Callable[..., Any]], main_thread: Collection[str], workers: int, timeout: float | None
-    ) -> None:
-        self._tools, self._main_thread, self._timeout = tools, {*main_thread}, timeout
-        able = {name: f for name, f in tools.items() if not inspect.iscoroutinefunction(f) and name not in main_thread}
-        self.pool = WorkerPool("tools", able, workers, timeout)
-
-    def start(self, call: ToolCall) -> RunningCall:
-        """Begin to run a tool."""
-        name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
-        if name in self.pool:  # the pool itself ends late calls
-            return RunningCall(name, self.pool.submit(name, arguments))
-        if inspect.iscoroutinefunction(function):
-            running = asyncio.run_coroutine_threadsafe(self._await(function, arguments), event_loop())
-            return RunningCall(name, running, self._deadline() + GRACE)  # late only if it blocks the loop
-        user_call = UserCall(function, arguments)
-        if name in self._main_thread:
-            return RunningCall(name, user_call.future, asker_runs=user_call)
-        user_call.start_thread()
-        return RunningCall(name, user_call.future, self._deadline(), declarable=name)
-
-    def move_to_main_thread(self, name: str) -> bool:
-        """Run a tool's later calls in the main thread. Return False if no tool of this name runs in a thread."""
-        moves = name in self._tools and name not in self.pool
-        if moves:
-            self._main_thread.add(name)
-        return moves
-
-    def start_method(
-        self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
-    ) -> RunningCall:
-        """Begin to run an environment's method, behind ``earlier`` other calls of the same turn."""
-        user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
-        if environment.thread is None:
-            return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
-        environment.thread.ask(user_call.run)
-        deadline = self._deadline(1 + earlier)
-        declarable = None if inspect.iscoroutinefunction(user_call.function) else environment.name
-        return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
-
-    def _deadline(self, calls: int = 1) -> float:
-        """Return the time when the last of ``calls`` consecutive calls is late, in `time.monotonic` seconds."""
-        return math.inf if self._timeout is None else time.monotonic() + calls * self._timeout
-
-    async def _await(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-        return await awaited_outcome(function(**arguments), self._timeout)
-
-
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """Return the content of a tool's message.
+    """Return the content of a tool's message, for a model that reads ``images`` or not.
 
     A list stays a list for the reward functions, as in TRL; the model reads its `shown_content`. Any other value
     becomes text. Lone surrogates are replaced, as no tokenizer takes them.
-
-    Args:
-        images: whether the model reads images.
 
     Raises:
         RuntimeError, ValueError: the call failed, or its value can't be shown.
@@ -181,12 +109,8 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
 
 
 def shown_content(content: Any, images: bool) -> Any:
-    """Return a tool's value as the model reads it: as text, or as content parts if it has images.
-
-    Raises:
-        ValueError: a part is of another type, or an image can't be read.
-    """
-    if not images or not _has_images(content):
+    """Return a tool's value as the model reads it: as text, or as content parts if it has images."""
+    if not images or not _is_parts(content) or all(part["type"] != "image" for part in content):
         return text_of(content)
     (in_rgb,) = registry.hooks_of("images", "picture")
     return [
@@ -203,10 +127,6 @@ def characters(content: Any) -> int:
     return sum(len(str(text)) for text in texts)
 
 
-def _has_images(content: Any) -> bool:
-    return _is_parts(content) and any(part["type"] == "image" for part in content)
-
-
 def _is_parts(content: Any) -> bool:
     return (
         isinstance(content, list)
@@ -216,11 +136,7 @@ def _is_parts(content: Any) -> bool:
 
 
 def text_of(content: Any) -> str:
-    """Return a tool's value as text. A list of content parts becomes the joined texts of its parts.
-
-    Raises:
-        ValueError: a part isn't text.
-    """
+    """Return a tool's value as text. A list of content parts becomes the joined texts of its parts."""
     if not _is_parts(content):
         return str(clean(str(content)))
     for part in content:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -26,12 +27,8 @@ class ToolFormat:
     ``response_schema``, else as JSON between ``<tool_call>`` and ``</tool_call>``.
 
     Args:
-        tokenizer: a tokenizer with a chat template.
         template_kwargs: further arguments of the template.
         reader: `ImageReader` of a vision-language model. Its processor's template gets all contents as parts.
-
-    Raises:
-        ValueError: the template can't show a tool's answer, or no known parser reads its calls.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
@@ -66,8 +63,14 @@ class ToolFormat:
                 f"nothing is known that reads tool calls as {tokenizer.name_or_path} writes them: set the tokenizer's "
                 "response_template (see response parsing in transformers' documentation)."
             )
-        self._end = self._end_of_turn(call)
-        self.answer_ids([answer])
+        # The special token that ends a turn in the template; None: the template writes none. It is the tokenizer's end
+        # token, or another one such as ``<|im_end|>`` in ChatML for base models.
+        begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
+        same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
+        eos, special = tokenizer.eos_token_id, {*tokenizer.all_special_ids}
+        ends = [token for token in before[same:] if token in special]
+        self._end: int | None = eos if eos in ends or not ends else ends[-1]
+        self.answer([answer])
 
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
@@ -77,20 +80,12 @@ class ToolFormat:
         if parsed is not None:
             message, calls = parsed
             return {**message, **_assistant_message(message.get("content") or "", calls)}, calls
-        text = self._decode(ids)
-        calls = [] if self._parses else _calls_in(text)
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        text, calls = text.removesuffix(self._tokenizer.eos_token or "").strip(), []
+        if not self._parses:
+            with contextlib.suppress(ValueError):  # one call is malformed
+                calls = as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
         return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
-
-    @property
-    def shows_images(self) -> bool:
-        """Whether an answer may have images."""
-        return self.reader is not None
-
-    def answer_ids(
-        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
-    ) -> tuple[int, ...]:
-        """Return the token ids of `answer`."""
-        return self.answer(messages, own, last).ids
 
     def answer(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
@@ -100,13 +95,9 @@ class ToolFormat:
         It is appended to the sampled tokens, so that no sampled token is tokenised again.
 
         Args:
-            messages: the tools' answers, in the order of the calls.
             own: the row's further arguments of the template.
             last: the turn's last token; None: the template's end of a turn. If the model ended the turn with another
                 token, the result begins with the template's end of a turn.
-
-        Raises:
-            FAILURES (see `data.messages`): the processor doesn't take these images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
@@ -122,19 +113,8 @@ class ToolFormat:
         )
         return ModelInput(whole.ids[start:], images)
 
-    def _end_of_turn(self, call: dict[str, Any]) -> int | None:
-        """Return the special token that ends a turn in the template, or None if the template writes none.
-
-        It is the tokenizer's end token, or another one such as ``<|im_end|>`` in ChatML for base models.
-        """
-        begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
-        same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
-        eos, special = self._tokenizer.eos_token_id, {*self._tokenizer.all_special_ids}
-        ends = [token for token in before[same:] if token in special]
-        return eos if eos in ends or not ends else ends[-1]
-
     def _place(self, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
-        """Return the index in ``whole`` where the turn's content ends. ``whole`` continues ``before``'s messages."""
+        """Return the index in ``whole``, which continues ``before``'s messages, where the turn's content ends."""
         end = self._end
         if end in before:
             # The turn ends at the last end token in `before`. Count the end tokens, because a template may write
@@ -159,19 +139,6 @@ class ToolFormat:
         if pictures:
             return self.reader.made(shown, pictures, arguments)
         return ModelInput(self.reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        end = self._tokenizer.eos_token
-        return (text.removesuffix(end) if end else text).strip()
-
-
-def _calls_in(text: str) -> list[ToolCall]:
-    """Return the calls in a text, or none if one of them is malformed."""
-    try:
-        return as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
-    except ValueError:
-        return []
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

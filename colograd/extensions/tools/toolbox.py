@@ -1,8 +1,21 @@
-"""The tools and environments of a run, which the model may call while it writes."""
+"""The tools and environments of a run, which the model may call while it writes.
+
+    sync tools                in a worker process, if there are workers and the tool can be pickled; else in a thread
+    async tools               on the event loop of async rewards, all conversations together
+    an environment's methods  in the environment's own thread, one conversation's calls in their order (async methods
+                              on the event loop)
+    main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
+
+A slow tool delays only its own conversation. The answer to a late call is an error, which the model sees.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
+import math
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,10 +27,12 @@ from transformers.utils import get_json_schema
 from ...data.columns import EMPTY
 from ...rollout.texts import ToolCall
 from ...runtime.importing import find_object
-from ...usercode.calls import Outcome, place_in, when_done
+from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place_in, when_done
+from ...usercode.copies import own_copy
+from ...usercode.worker_pool import WorkerPool
 from .environments import Environment, Environments, factory_names
-from .threads import MainThreadAdvice
-from .tool_calls import Answers, RunningCall, ToolRunner, answer_content, shown_content
+from .threads import MainThreadAdvice, UserCall
+from .tool_calls import Answers, RunningCall, answer_content, shown_content
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 
@@ -38,14 +53,9 @@ class Toolbox:
         environment_factory: makes an environment. Its ``reset`` begins an episode, and its other public methods are
             tools. Or a dict of factories by name: a row's column ``environment`` picks one.
         workers: number of processes for the sync tools; 0: sync tools run in threads.
-        timeout: maximum seconds of a call; None: no limit.
-        main_thread: names of tools and environments that work only in the main thread. They run in the thread that
-            requests their outcomes, and no timeout ends their calls.
+        timeout: maximum seconds of a call, except in the main thread; None: no limit.
+        main_thread: names of tools and environments that work only in the main thread.
         most_environments: maximum number of environments lent at once; None: no limit.
-
-    Raises:
-        ValueError: a tool isn't a function, two tools have the same name, an environment has no ``reset``, or a name
-            in ``main_thread`` is no sync tool and no environment.
     """
 
     def __init__(
@@ -61,7 +71,17 @@ class Toolbox:
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
         # Called with a tool's name, and the start and the end of a call.
         self.on_call: Callable[[str, float, float], None] | None = None
-        self._tools = _by_name([find_object(t, "tool", callable) if isinstance(t, str) else t for t in tools or ()])
+        self._tools: dict[str, Callable[..., Any]] = {}
+        for tool in tools or ():
+            function = find_object(tool, "tool", callable) if isinstance(tool, str) else tool
+            if not callable(function) or not getattr(function, "__name__", None):
+                raise ValueError(
+                    f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
+                )
+            if function.__name__ in self._tools:
+                called = f"{function.__name__!r}, by which the model calls them"
+                raise ValueError(f"two tools are called {called}: rename one.")
+            self._tools[function.__name__] = function
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
         self.by_name = isinstance(environment_factory, dict)
@@ -69,12 +89,17 @@ class Toolbox:
         if environment_factory is not None:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
         self.has_environments = bool(self._factories)
-        main_thread = main_thread or ()
-        _check_main_thread(main_thread, self._tools, self._factories)
+        sync = [name for name, function in self._tools.items() if not inspect.iscoroutinefunction(function)]
+        able = [*sync, *dict.fromkeys(name for pair in self._factories.items() for name in factory_names(*pair))]
+        self._main_thread = {*(main_thread or ())}
+        if unable := [name for name in main_thread or () if name not in able]:
+            raise ValueError(
+                f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
+                f"this run: name some of {', '.join(able) or 'none'}, or leave it out."
+            )
         self._advice = MainThreadAdvice()
-        self._told_of: set[str] = set()  # tools that were reported to raise
-        self._told_unshown: set[str] = set()  # tools that were reported to return a value that can't be shown
-        self.environments = Environments(self._factories, main_thread, self._advice, most_environments)
+        self._told_of: set[tuple[str, str]] = set()  # kinds of failures and tools that were reported
+        self.environments = Environments(self._factories, frozenset(self._main_thread), self._advice, most_environments)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # give rewards
         shared = [_schema(name, function) for name, function in self._tools.items()]
@@ -85,9 +110,10 @@ class Toolbox:
                 of = type(environment.instance).__name__
                 raise ValueError(f"tool {taken.pop()!r} is a method of {of} too: rename one of them.")
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
-        self._runner = ToolRunner(self._tools, main_thread, workers, timeout)
-        self._advice.move = self._runner.move_to_main_thread
-        self.notes = self._runner.pool.notes
+        pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
+        self._pool = WorkerPool("tools", pooled, workers, timeout)
+        self._advice.move = self._move_to_main_thread
+        self.notes = self._pool.notes
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
@@ -101,11 +127,7 @@ class Toolbox:
         return self._factories or None
 
     def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the schemas of the tools in a row's conversation.
-
-        Raises:
-            ValueError: the row names an unknown environment.
-        """
+        """Return the schemas of the tools in a row's conversation."""
         return self._schemas[self._factory_of(row)]
 
     def open(self, row: dict[str, Any]) -> tuple[ConversationTools, Answers | None]:
@@ -117,7 +139,7 @@ class Toolbox:
         arguments = {name: value for name, value in row.items() if not (self.by_name and name == "environment")}
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
-        begun = self._runner.start_method(environment, "reset", arguments)
+        begun = self._start_method(environment, "reset", arguments)
         return ConversationTools(self._schemas[key], environment), Answers([begun], self.timeout, self._advice)
 
     def call(self, session: ConversationTools, calls: Sequence[ToolCall]) -> Answers:
@@ -128,28 +150,62 @@ class Toolbox:
         running = []
         for call in calls:
             if call.name in self._tools:
-                running.append(self._runner.start(call))
+                running.append(self._start(call))
             elif environment is None or call.name not in methods:
                 running.append(RunningCall.failed(call.name, f"ValueError: Tool {call.name} not found."))
             elif environment.stuck:
                 running.append(RunningCall.failed(call.name, "RuntimeError: The environment is stuck."))
             else:
-                running.append(self._runner.start_method(environment, call.name, call.arguments, of_environment))
+                running.append(self._start_method(environment, call.name, call.arguments, of_environment))
                 of_environment += 1
-        for begun in running:
-            self._watch(begun)
+        if self.on_call is not None:
+            for begun in running:
+                when_done(begun.future, functools.partial(self.on_call, begun.name))
         return Answers(running, self.timeout, self._advice)
 
-    def _watch(self, call: RunningCall) -> None:
-        if (tell := self.on_call) is not None:
-            when_done(call.future, lambda started, ended: tell(call.name, started, ended))
+    def _start(self, call: ToolCall) -> RunningCall:
+        """Begin to run a tool."""
+        name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
+        if name in self._pool:  # the pool itself ends late calls
+            return RunningCall(name, self._pool.submit(name, arguments))
+        if inspect.iscoroutinefunction(function):
+
+            async def awaited() -> Outcome:
+                return await awaited_outcome(function(**arguments), self.timeout)
+
+            running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
+            return RunningCall(name, running, self._deadline() + GRACE)  # late only if it blocks the loop
+        user_call = UserCall(function, arguments)
+        if name in self._main_thread:
+            return RunningCall(name, user_call.future, asker_runs=user_call)
+        user_call.start_thread()
+        return RunningCall(name, user_call.future, self._deadline(), declarable=name)
+
+    def _start_method(
+        self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
+    ) -> RunningCall:
+        """Begin to run an environment's method, behind ``earlier`` other calls of the same turn."""
+        user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
+        if environment.thread is None:
+            return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
+        environment.thread.ask(user_call.run)
+        deadline = self._deadline(1 + earlier)
+        declarable = None if inspect.iscoroutinefunction(user_call.function) else environment.name
+        return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
+
+    def _deadline(self, calls: int = 1) -> float:
+        """Return the time when the last of ``calls`` consecutive calls is late, in `time.monotonic` seconds."""
+        return math.inf if self.timeout is None else time.monotonic() + calls * self.timeout
+
+    def _move_to_main_thread(self, name: str) -> bool:
+        """Run a tool's later calls in the main thread. Return False if no tool of this name runs in a thread."""
+        moves = name in self._tools and name not in self._pool
+        if moves:
+            self._main_thread.add(name)
+        return moves
 
     def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
-        """Wait for the calls. Return the tools' messages with the returned values or errors.
-
-        Args:
-            images: whether the model reads images.
-        """
+        """Wait for the calls. Return the tools' messages with the returned values or errors."""
         messages = []
         for name, outcome in answers.outcomes():
             self.counts["tools/seconds"] += outcome.seconds
@@ -160,46 +216,36 @@ class Toolbox:
                 self.counts["tools/failures"] += 1
                 if outcome.kind == "value":
                     self._tell_of_unshown(name, error)
-                else:
-                    self._tell_of_first(name, outcome)
+                elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # its own code raised
+                    self._warn_once("raised", name, f"tool {name!r} raised {outcome.value[0]} ({place})")
                 content = str({"error": str(error)})
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
         """Return the messages with an error in place of images that can't be shown. Warn once per tool."""
-        found = []
+        shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
                 self.counts["tools/failures"] += 1
                 remedy = " The chat template must write images in tools' answers."
                 self._tell_of_unshown(message["name"], error, remedy)
                 message = {**message, "content": str({"error": str(error)})}
-            found.append(message)
-        return found
-
-    def _tell_of_first(self, name: str, outcome: Outcome) -> None:
-        """Warn once per tool where its own code raised, because otherwise only the model would see the error."""
-        place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
-        if not place or name in self._told_of:
-            return
-        self._told_of.add(name)
-        warnings.warn(
-            f"tool {name!r} raised {outcome.value[0]} ({place}). The model is told so, now and whenever it happens "
-            "again; the share of failed calls is tools/failures of tools/calls.",
-            stacklevel=2,
-        )
+            shown.append(message)
+        return shown
 
     def _tell_of_unshown(self, name: str, error: Exception, remedy: str = "") -> None:
-        """Warn once per tool that its value can't be shown, because otherwise only the model would see that."""
-        if name in self._told_unshown:
-            return
-        self._told_unshown.add(name)
-        warnings.warn(
-            f"what tool {name!r} returned can't be shown ({error}). The model is told so, now and whenever it happens "
-            f"again; the share of failed calls is tools/failures of tools/calls.{remedy}",
-            stacklevel=3,
-        )
+        self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})", remedy)
+
+    def _warn_once(self, kind: str, name: str, what: str, remedy: str = "") -> None:
+        """Warn once per tool and kind of failure, because otherwise only the model would see the error."""
+        if (kind, name) not in self._told_of:
+            self._told_of.add((kind, name))
+            warnings.warn(
+                f"{what}. The model is told so, now and whenever it happens again; the share of failed calls is "
+                f"tools/failures of tools/calls.{remedy}",
+                stacklevel=3,
+            )
 
     def take_counts(self) -> dict[str, float]:
         """Return the sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
@@ -210,7 +256,7 @@ class Toolbox:
     def close(self) -> None:
         """End the workers and the environments' threads."""
         self.environments.close()
-        self._runner.pool.close()
+        self._pool.close()
 
     def _factory_of(self, row: dict[str, Any]) -> str | None:
         if not self.by_name:
@@ -225,10 +271,7 @@ class Toolbox:
 
 
 def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
-    """Return a reward function that calls ``get_reward`` of environments of the class ``of``.
-
-    Conversations without such an environment get None.
-    """
+    """Return a reward function that calls ``get_reward`` of environments of the class ``of``; None for others."""
 
     def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return tools.environments.rewards([e if type(e) is of else None for e in environments])
@@ -239,30 +282,6 @@ def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
     reward: Any = own_awaited if inspect.iscoroutinefunction(of.get_reward) else own
     reward.__name__ = of.__name__
     return reward
-
-
-def _by_name(functions: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {}
-    for function in functions:
-        if not callable(function) or not getattr(function, "__name__", None):
-            raise ValueError(
-                f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
-            )
-        if function.__name__ in found:
-            raise ValueError(f"two tools are called {function.__name__!r}, by which the model calls them: rename one.")
-        found[function.__name__] = function
-    return found
-
-
-def _check_main_thread(names: Sequence[str], tools: dict[str, Any], factories: dict[str | None, Any]) -> None:
-    able = [name for name, function in tools.items() if not inspect.iscoroutinefunction(function)]
-    able += dict.fromkeys(name for pair in factories.items() for name in factory_names(*pair))
-    if unable := [name for name in names if name not in able]:
-        there = ", ".join(able) or "none"
-        raise ValueError(
-            f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of this "
-            f"run: name some of {there}, or leave it out."
-        )
 
 
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:

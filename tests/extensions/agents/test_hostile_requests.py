@@ -34,7 +34,7 @@ class Written(WorkQueue):
     """Answers each request with the same text."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
+        super().__init__(None)  # type: ignore[arg-type]
         self.ids = array("i", tiny.make_tokenizer().encode(text))
 
     def put(self, work: Work) -> None:

@@ -16,11 +16,10 @@ import pytest
 import tiny
 import torch
 
-from colograd.batch import Group, Logged, ModelInput
+from colograd.batch import FinishReason, Group, Logged, Rollout
 from colograd.extensions.agents.feature import AgentFeature
 from colograd.extensions.agents.programs import CommandProgram, FunctionProgram
 from colograd.extensions.agents.sessions import Agent, returned
-from colograd.extensions.agents.tree import TokenTree
 from colograd.rollout.group_records import RewardedGroup
 from colograd.training.recorded_settings import run_settings, store_of
 from colograd.usercode.calls import Outcome
@@ -86,7 +85,8 @@ def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> 
     old = store_of(config, [], AgentFeature(Agent.of(run)))
     assert old is not None and "agent_code" in old.of_samples and "agent_code" not in run_settings(config, [], {})
     old.begin(0, "weights")
-    group = Group({}, (TokenTree.nothing(0, ModelInput((1,)), 2, columns={}),), 0)
+    rollout = Rollout((1,), (2,), torch.zeros(1), torch.zeros(1, dtype=torch.bool), FinishReason.ABORT, 0)
+    group = Group({}, (rollout,), 0)
     old.add(RewardedGroup(group, torch.zeros(1, 1), Logged({}, {})))
     old.close()
     new = store_of(config, [], AgentFeature(command))

@@ -91,7 +91,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_plain_computation(tiny_model, 
     path = tiny.make_model(tmp_path / "teacher", family=family, layers=4, heads=4)
     policy = policy_of(tiny_model, tmp_path)
     config = made(tmp_path, path, temperature=0.7, distillation_weight=0.5)
-    check_teacher(config, policy)
+    check_teacher(policy, config)
     objective, teacher = Objective.from_config(config).with_terms(config, policy), teacher_of(config, policy)
     assert objective.needs == ("teacher_logprobs",) and objective.every_group
     assert "teacher: " in teacher.describe() and not any(p.requires_grad for p in teacher.model.parameters())
@@ -161,7 +161,7 @@ def test_of_several_teachers_each_scores_the_prompts_that_name_it(tiny_model, tm
     """In rows that have groups of both and of none, which the term leaves alone."""
     policy, small = policy_of(tiny_model, tmp_path), tiny.make_model(tmp_path / "small", layers=1)
     config = made(tmp_path, {"big": str(large), "small": str(small)}, distillation_weight=0.5)
-    check_teacher(config, policy)
+    check_teacher(policy, config)
     names = ["small", "big", None]
     groups = [
         dataclasses.replace(scored, group=dataclasses.replace(scored.group, example={"teacher": name, "answer": 1}))
@@ -233,7 +233,7 @@ def test_an_adapter_on_the_policy_s_base_needs_no_second_model(tiny_model, tmp_p
     folder = an_adapter(tiny_model, tmp_path / "adapter", r=rank)
     policy = policy_of(tiny_model, tmp_path, peft.LoraConfig(**LORA))
     config = made(tmp_path, folder)
-    check_teacher(config, policy)
+    check_teacher(policy, config)
     teacher = teacher_of(config, policy)
     assert type(teacher) is kind
     whole = sum(p.nbytes for p in plain(tiny_model).parameters())
@@ -252,7 +252,7 @@ def test_a_quantised_teacher_stays_packed(tiny_model, tmp_path, large) -> None:
     pytest.importorskip("bitsandbytes")
     policy = policy_of(tiny_model, tmp_path)
     config = made(tmp_path, large, teacher_model_init_kwargs={"load_in_4bit": True})
-    check_teacher(config, policy)
+    check_teacher(policy, config)
     teacher = teacher_of(config, policy)
     assert "28 matrices quantised" in teacher.describe()
     nbytes = sum(p.nbytes for p in plain(large).parameters())
@@ -285,13 +285,13 @@ def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, t
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"A": ', '"?A": '))
     with pytest.raises(ValueError, match=r"another tokenizer: of the policy's 258 tokens 1 have .* such as 'A'"):
-        check_teacher(made(tmp_path, other), policy)
+        check_teacher(policy, made(tmp_path, other))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (other / file).unlink()
     with pytest.raises(ValueError, match="no tokenizer that can be loaded"):
-        check_teacher(made(tmp_path, other), policy)
+        check_teacher(policy, made(tmp_path, other))
     with pytest.raises(ValueError, match="no/such"):
-        check_teacher(made(tmp_path, "./no/such"), policy)
+        check_teacher(policy, made(tmp_path, "./no/such"))
     check_teacher_context(made(tmp_path, large), policy, 256)
     with pytest.raises(ValueError, match=r"may have 257 tokens, but the teacher .* reads 256"):
         check_teacher_context(made(tmp_path, large), policy, 257)

@@ -14,9 +14,8 @@ from datasets import Dataset, Features, Image, List, Value
 
 from colograd.data import tokenize_prompts
 from colograd.data.prompts import PromptRules
-from colograd.extensions.images import lengths as image_lengths
-from colograd.extensions.images.data import ImageReader
-from colograd.extensions.images.run import proof_prompts
+from colograd.extensions.images import data as image_data
+from colograd.extensions.images.data import ImageReader, proof_prompts
 from colograd.rollout.features import SourceFeature
 
 GEMMA = next(family for family in tiny_images.FAMILIES if family.startswith("gemma3"))
@@ -76,7 +75,7 @@ def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monke
     expected = [len(rules.reader.prompt(dataset[row], row, rules).ids) for row in range(len(dataset))]
     seen = counting(rules, monkeypatch)
     assert rules.reader.lengths(dataset, rules) == expected
-    assert len(seen) <= image_lengths.PROBES + 3, "no more rows are processed than prove it"
+    assert len(seen) <= image_data.PROBES + 3, "no more rows are processed than prove it"
     assert rules.reader is not None and rules.reader.most == 2
 
 
@@ -129,7 +128,7 @@ def test_a_broken_image_is_found_at_start_with_its_row(tmp_path: Path) -> None:
 
 
 def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_lengths, "SAID_AFTER", -1.0)
+    monkeypatch.setattr(image_data, "SAID_AFTER", -1.0)
     told: list[str] = []
     rules = rules_of(tiled, tell=told.append)
     rules.reader.lengths(rows(40), rules)

@@ -28,6 +28,7 @@ from image_cases import (
     exact_model,
     groups_of,
     loss_and_gradients,
+    own_inputs,
     weights_after,
 )
 from paths import RECIPES
@@ -157,7 +158,7 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.apps.report.samples import _pictures
-    from colograd.extensions.images.thumbnails import thumbnails
+    from colograd.extensions.images.rider import thumbnails
     from colograd.extensions.recording.completions import data_url
 
     made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
@@ -207,7 +208,7 @@ def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None])
     trainer.accelerator.autocast, trainer.accelerator.is_main_process = torch.no_grad, False
     add_fused_lm_head(model, temperature=1.0)
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
-    seen = images.own_inputs(rollout.input.images, len(rollout.completion_ids))
+    seen = own_inputs(rollout.input.images, len(rollout.completion_ids))
     theirs = trainer._get_per_token_logps_and_entropies(
         model, ids, torch.ones_like(ids), len(rollout.completion_ids), num_images=[2], **seen
     )[0]
@@ -357,7 +358,7 @@ def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
     assert cli.main(["export", str(run), str(folder)]) == 0
     AutoProcessor.from_pretrained(folder)
     plain, seen = AutoModelForImageTextToText.from_pretrained(folder), tiny_images.made_up(adapted, family, 2)
-    inputs = {"input_ids": torch.tensor([seen.ids]), **images.own_inputs(seen.images, 0)}
+    inputs = {"input_ids": torch.tensor([seen.ids]), **own_inputs(seen.images, 0)}
     adapted = adapted.float().eval()
     for model in (plain, adapted):
         row_proof.set_attention(model, "sdpa")

@@ -21,7 +21,7 @@ from PIL import Image as Pictures
 from colograd.apps.cli import main
 from colograd.apps.report.samples import Samples
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
-from colograd.extensions.images import rider, thumbnails
+from colograd.extensions.images import rider
 from colograd.extensions.images.rider import Images
 from colograd.extensions.recording.completion_log import CompletionLog
 from colograd.extensions.recording.completion_table import prompt_text
@@ -78,7 +78,7 @@ def test_a_picture_is_made_once_and_stored_once_for_all_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    small = thumbnails.thumbnails
+    small = rider.thumbnails
     monkeypatch.setattr(rider, "thumbnails", lambda pictures: made.append(1) or small(pictures))
     noise = Pictures.frombytes("RGB", (64, 64), torch.randint(256, (64 * 64 * 3,)).to(torch.uint8).numpy().tobytes())
     rows = rows_of(group(0, [noise], completions=100), group(1, [noise], completions=100))
@@ -100,11 +100,11 @@ def test_each_completion_has_the_pictures_that_its_environment_began_with() -> N
 def test_what_else_a_picture_holds_makes_no_thumbnail_too_large() -> None:
     picture = tiny_images.picture(1)
     picture.info["comment"] = bytes(THUMBNAIL_BYTES)
-    assert len(thumbnails.thumbnails([picture])) == 1
+    assert len(rider.thumbnails([picture])) == 1
 
 
 def test_the_report_shows_as_many_of_tools_answers_as_of_the_prompt(tmp_path: Path) -> None:
-    small = [*map(data_url, thumbnails.thumbnails([tiny_images.picture(n) for n in range(4)]))]
+    small = [*map(data_url, rider.thumbnails([tiny_images.picture(n) for n in range(4)]))]
     entry = {"step": 1, "purpose": "train", "position": 0, "index": 0, "tokens": ["a"], "images": small * 3}
     (tmp_path / "_report").mkdir()
     (tmp_path / "_report" / "samples.jsonl").write_text(json.dumps(entry) + "\n")

@@ -14,8 +14,7 @@ import torch
 from colograd.batch import ModelInput
 from colograd.engine.vllm_engine import VLLMEngine
 from colograd.extensions.images.data import ImageReader
-from colograd.extensions.images.engine.features import ImagePrompts
-from colograd.extensions.images.engine.whole_pictures import up_to_a_picture
+from colograd.extensions.images.engine.features import ImagePrompts, up_to_a_picture
 
 
 def test_a_part_of_a_prompt_ends_before_a_picture_or_behind_it() -> None:

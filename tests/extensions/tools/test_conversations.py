@@ -109,7 +109,7 @@ def test_masks_and_tokens_are_the_turns_and_the_answers_token_by_token(trained: 
             right = str(tool_cases.add(**arguments)) if match[1] == "add" else "{'error': 'Tool subtract not found.'}"
             assert tokenizer.decode(answer) == f"<tool>{right}<end><assistant>"
             message = {"role": "tool", "name": match[1], "content": right}
-            assert tuple(answer) == form.answer_ids([message])
+            assert tuple(answer) == form.answer([message]).ids
             answered += 1
         assert (rollout.sampler_logprobs[~rollout.sampled] == 0).all()
         assert (rollout.sampler_logprobs[rollout.sampled] <= 0).all()
@@ -323,8 +323,8 @@ def test_a_template_without_tools_is_refused() -> None:
 
 def test_a_turn_that_did_not_end_is_ended_before_the_answer(tokenizer: Any) -> None:
     form, answer = ToolFormat(tokenizer, {}), [{"role": "tool", "name": "f", "content": "3"}]
-    assert tokenizer.decode(form.answer_ids(answer)) == "<tool>3<end><assistant>"
-    assert tokenizer.decode(form.answer_ids(answer, last=5)) == "<end><tool>3<end><assistant>"
+    assert tokenizer.decode(form.answer(answer).ids) == "<tool>3<end><assistant>"
+    assert tokenizer.decode(form.answer(answer, last=5).ids) == "<end><tool>3<end><assistant>"
 
 
 @pytest.mark.parametrize(
@@ -344,14 +344,14 @@ def test_what_follows_a_turn_is_the_templates(end: str, between: str, turn_end: 
     tokenizer.chat_template = tiny.TOOL_TEMPLATE.replace("<end>", f"{end}{between}")
     form, last = ToolFormat(tokenizer, {}), tokenizer.convert_tokens_to_ids(turn_end)
     answer = [{"role": "tool", "name": "f", "content": "3"}]
-    assert tokenizer.decode(form.answer_ids(answer, last=last)) == expected
+    assert tokenizer.decode(form.answer(answer, last=last).ids) == expected
 
 
 def test_a_template_may_write_the_type_of_a_call() -> None:
     """As Python writes it, where a template has no `tojson`; contents that aren't text would be written so, too."""
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = tiny.TOOL_TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls or '' }}")
-    assert ToolFormat(tokenizer, {}).answer_ids([{"role": "tool", "name": "add", "content": "3"}])
+    assert ToolFormat(tokenizer, {}).answer([{"role": "tool", "name": "add", "content": "3"}]).ids
 
 
 def test_plain_text_prompts_have_no_tools(talker: Path, template: str, tmp_path: Path) -> None:

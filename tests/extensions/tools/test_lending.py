@@ -78,7 +78,7 @@ def play(kind: Any, limit: int | None, collects: bool = False) -> list[list[floa
     box = Toolbox(None, lambda: kind(next(addresses)), most_environments=limit)
     scorer = Scorer(resolve_rewards([environment_reward(kind, box)], None))
     scorer.environments = box.environments
-    form: Any = SimpleNamespace(read=lambda *args: ({"role": "assistant", "content": "x"}, []), shows_images=False)
+    form: Any = SimpleNamespace(read=lambda *args: ({"role": "assistant", "content": "x"}, []), reader=None)
     talks = Conversations(OneTurn(), box, form, None, None)  # type: ignore[arg-type]
     prompts = [Prompt({"prompt": [], "start": n}, ModelInput((1, 2)), n) for n in range(5)]
     pending: dict[int, Any] = {}

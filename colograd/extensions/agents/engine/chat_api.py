@@ -87,9 +87,6 @@ class ChatAPI:
         model: name of the model in requests and responses.
         template: the model's chat template, used to choose parsers.
         tool_parser, reasoning_parser: names of vLLM's parsers; None: chosen by the template; "": none.
-
-    Raises:
-        ValueError: vLLM has no parser of that name.
     """
 
     def __init__(
@@ -119,17 +116,8 @@ class ChatAPI:
                 "agent_tool_parser and agent_reasoning_parser to names of its own, or to '' for none."
             ) from None
 
-    def describe(self) -> str:
-        return f"tool calls: {self.tool_parser or 'not read'}, reasoning: {self.reasoning_parser or 'not read'}"
-
-    # -- requests
-
     def read(self, api: str, body: Any, sampling: Sampling) -> Call:
-        """Read the body of a request.
-
-        Raises:
-            BadRequest: the body is malformed, or sets an unsupported parameter.
-        """
+        """Read the body of a request; BadRequest: it is malformed, or sets an unsupported parameter."""
         try:
             return self._read(api, body, sampling)
         except BadRequest:
@@ -169,8 +157,12 @@ class ChatAPI:
         if api == "completions":
             if (request.logprobs or 0) > 1:
                 raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's are there: ask for 1.")
+            prompt = request.prompt
+            if prompt is None or prompt == []:
+                raise BadRequest("prompt is missing.")
             self._add_structure(request, options)
-            return Call(api, request, prompts=_prompts(request.prompt), **given)
+            one = isinstance(prompt, str) or isinstance(prompt[0], int)
+            return Call(api, request, prompts=[prompt] if one else list(prompt), **given)
         arguments = dict(request.chat_template_kwargs or {})
         if others := NO_ARGUMENTS & arguments.keys():
             raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't do: leave it out.")
@@ -188,7 +180,11 @@ class ChatAPI:
             arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
         if request.documents:
             arguments["documents"] = request.documents
-        request = self._adjusted(request, arguments)
+        if self._parser is not None and request.tools and request.tool_choice != "none":
+            try:  # the output structure that its tool_choice requires
+                request = self._parser_of(request, arguments).adjust_request(request)
+            except (ValueError, TypeError, KeyError) as error:
+                raise BadRequest(f"tools: {error}") from None
         self._add_structure(request, options)
         return Call(api, request, messages=_texts_only(request.messages), arguments=arguments, **given)
 
@@ -222,15 +218,6 @@ class ChatAPI:
     def _parser_of(self, request: Any, arguments: Mapping[str, Any]) -> Any:
         return self._parser(self.tokenizer, request.tools, chat_template_kwargs=dict(arguments))
 
-    def _adjusted(self, request: Any, arguments: Mapping[str, Any]) -> Any:
-        """Return the request with the output structure that its ``tool_choice`` requires."""
-        if self._parser is None or not request.tools or request.tool_choice == "none":
-            return request
-        try:
-            return self._parser_of(request, arguments).adjust_request(request)
-        except (ValueError, TypeError, KeyError) as error:
-            raise BadRequest(f"tools: {error}") from None
-
     def _add_structure(self, request: Any, options: dict[str, Any]) -> None:
         try:
             structure = request.extract_structured_outputs()
@@ -239,15 +226,8 @@ class ChatAPI:
         if structure is not None:
             options["structured_outputs"] = structure
 
-    # -- responses
-
     def choice(self, call: Call, ids: Sequence[int], logprobs: Sequence[float], length: bool, ends: Any) -> Choice:
-        """Convert sampled tokens into an answer.
-
-        Args:
-            length: whether the token limit ended the answer.
-            ends: token ids that end a turn.
-        """
+        """Convert sampled tokens into an answer, which the token limit ended if ``length``, or one of ``ends``."""
         own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
         text, stop = self._text(call, own), None
         if not length:
@@ -278,7 +258,9 @@ class ChatAPI:
         message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids
         found = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
         last = "content" if found["content"] else "reasoning"
-        return found | {last: _unambiguous(found[last])}
+        # A parser may still remove a call, a special token, or outer whitespace.
+        at = min((place for mark in MARKERS if (place := found[last].find(mark)) >= 0), default=len(found[last]))
+        return found | {last: "" if found[last][:1].isspace() else found[last][:at].rstrip()}
 
     def _text(self, call: Call, ids: Sequence[int]) -> str:
         keeps = bool(call.arguments.get("tools")) or bool(self.reasoning_parser)
@@ -309,11 +291,19 @@ class ChatAPI:
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
         """Return the body of a response that isn't streamed."""
-        usage = _usage(choices, prompt_tokens)
+        written = sum(len(choice.ids) for choice in choices)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": written,
+                "total_tokens": prompt_tokens + written,
+            },
+        }
         if call.api == "completions":
             from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
-            found = [
+            body["choices"] = [
                 {
                     "index": index,
                     "text": choice.message["content"],
@@ -322,25 +312,29 @@ class ChatAPI:
                 }
                 for index, choice in enumerate(choices)
             ]
-            return _plain(CompletionResponse.model_validate({"model": self.model, "choices": found, "usage": usage}))
+            return dict(CompletionResponse.model_validate(body).model_dump(mode="json"))
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
-        found = [
+        body["choices"] = [
             {
                 "index": index,
                 "message": choice.message,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop,
-                "logprobs": {"content": _logprobs(choice)} if call.request.logprobs else None,
+                "logprobs": None,
             }
             for index, choice in enumerate(choices)
         ]
-        whole = ChatCompletionResponse.model_validate({"model": self.model, "choices": found, "usage": usage})
-        return _anthropic(_plain(whole)) if call.api == "messages" else _plain(whole)
-
-    def models(self, context: int) -> dict[str, Any]:
-        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "colograd", "max_model_len": context}
-        return {"object": "list", "data": [card]}
+        if call.request.logprobs:
+            for own, choice in zip(body["choices"], choices, strict=True):
+                own["logprobs"] = {
+                    "content": [
+                        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+                        for token, logprob in zip(choice.tokens, choice.logprobs, strict=True)
+                    ]
+                }
+        whole: dict[str, Any] = ChatCompletionResponse.model_validate(body).model_dump(mode="json")
+        return _anthropic(whole) if call.api == "messages" else whole
 
     @staticmethod
     def error(api: str, status: int, code: str, message: str) -> dict[str, Any]:
@@ -349,17 +343,6 @@ class ChatAPI:
             kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
             return {"type": "error", "error": {"type": kind or "invalid_request_error", "message": message}}
         return {"error": {"message": message, "type": code, "param": None, "code": code}}
-
-
-def _unambiguous(text: str) -> str:
-    """Cut a text before anything that a parser may still remove: a call, a special token, or outer whitespace."""
-    at = min((place for mark in MARKERS if (place := text.find(mark)) >= 0), default=len(text))
-    return "" if text[:1].isspace() else text[:at].rstrip()
-
-
-def _plain(model: Any) -> dict[str, Any]:
-    found: dict[str, Any] = model.model_dump(mode="json")
-    return found
 
 
 def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -380,41 +363,17 @@ def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    if prompt is None or prompt == []:
-        raise BadRequest("prompt is missing.")
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
-
-
-def _usage(choices: Sequence[Choice], prompt_tokens: int) -> dict[str, int]:
-    written = sum(len(choice.ids) for choice in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": prompt_tokens + written,
-    }
-
-
-def _logprobs(choice: Choice) -> list[dict[str, Any]]:
-    return [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(choice.tokens, choice.logprobs, strict=True)
-    ]
-
-
 def _flat_logprobs(choice: Choice) -> dict[str, Any]:
-    offsets, at = [], 0
-    for token in choice.tokens:
-        offsets.append(at)
-        at += len(token)
-    tokens = list(choice.tokens)
+    tokens, offsets = list(choice.tokens), [0]
+    for token in tokens[:-1]:
+        offsets.append(offsets[-1] + len(token))
     tops = [{token: logprob} for token, logprob in zip(tokens, choice.logprobs, strict=True)]
-    return {"tokens": tokens, "token_logprobs": [*choice.logprobs], "text_offset": offsets, "top_logprobs": tops}
-
-
-# -- Anthropic's
+    return {
+        "tokens": tokens,
+        "token_logprobs": [*choice.logprobs],
+        "text_offset": offsets[: len(tokens)],
+        "top_logprobs": tops,
+    }
 
 
 def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,7 +389,12 @@ def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("content") or not (content or calls):
         content.append({"type": "text", "text": message.get("content") or ""})
     for call in calls:
-        arguments = _object(call["function"]["arguments"])
+        try:
+            arguments = parse_json(call["function"]["arguments"] or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            arguments = {"arguments": call["function"]["arguments"]}
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     found = AnthropicMessagesResponse.model_validate(
@@ -445,11 +409,3 @@ def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
     )
     plain: dict[str, Any] = found.model_dump(mode="json", exclude_none=True)
     return plain | {"stop_sequence": plain.get("stop_sequence")}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    try:
-        found = parse_json(arguments or "{}")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}

@@ -18,11 +18,7 @@ OFTEN = 16  # parse a text again when it has grown by 1/16: parsing all of it fo
 
 
 class Stream:
-    """The events of one request.
-
-    Args:
-        prompt_tokens: number of tokens in the prompt.
-    """
+    """The events of one request."""
 
     def __init__(self, api: ChatAPI, call: Call, prompt_tokens: int) -> None:
         self.api, self.call, self.prompt_tokens = api, call, prompt_tokens
@@ -31,9 +27,7 @@ class Stream:
         forms: dict[str, type[_Chat | _Anthropic]]
         forms = {"chat": _Chat, "completions": _Completions, "messages": _Anthropic}
         self._form = forms[call.api](api.model, prompt_tokens)
-
-    def begin(self) -> Iterator[str]:
-        yield from self._form.begin()
+        self.begin = self._form.begin
 
     def more(self, ids: Sequence[int]) -> Iterator[str]:
         """Yield events for the new text of a request's only answer. ``ids`` are all its tokens so far."""

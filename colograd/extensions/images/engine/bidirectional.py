@@ -32,11 +32,8 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
     """vLLM's metadata builder. It adds the attribute ``pictures``: a `Pictures`, or None for a step without images."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata.pictures = self._pictures(common_attn_metadata)
-        return metadata
-
-    def _pictures(self, step: Any) -> Pictures | None:
+        metadata, step = super().build(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata
+        metadata.pictures = None
         starts, ends = step.query_start_loc_cpu.tolist(), step.seq_lens.tolist()
         tokens, rows, counts, seen = list[int](), list[int](), list[int](), list[int]()
         for row, ranges in (step.mm_req_doc_ranges or {}).items():
@@ -49,7 +46,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
                     counts.append(end - begin)
                     seen.append(end)
         if not rows:
-            return None
+            return metadata
         queries = torch.tensor([0, *counts], dtype=step.query_start_loc.dtype).cumsum(0, dtype=torch.int32)
         of_pictures = dataclasses.replace(
             step,
@@ -65,7 +62,8 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
             mm_req_doc_ranges=None,
         )
         where = see_both_ways(self.vllm_config.model_config.hf_config)
-        return Pictures(torch.tensor(tokens), super().build(0, of_pictures), where == "window")
+        metadata.pictures = Pictures(torch.tensor(tokens), super().build(0, of_pictures), where == "window")
+        return metadata
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):

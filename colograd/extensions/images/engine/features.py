@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ....batch import ModelInput
@@ -22,15 +23,10 @@ from ....engine.protocol import Sampled
 from ....policy.lora import unwrap
 from ....policy.towers import has_tower, reads_text_alone
 from ..rider import STAND_IN
-from .whole_pictures import whole_of_known_features, whole_on_cpu
 
 
 class ImagePrompts(EngineFeature):
-    """Prompts with images.
-
-    Args:
-        most: maximum number of images in one prompt; 0: the context length, because each image needs a token.
-    """
+    """Prompts with images, of which one prompt has at most ``most``; 0: as many as tokens, as each image needs one."""
 
     def __init__(self, most: int, on_cpu: bool) -> None:
         self.most, self.on_cpu = most, on_cpu
@@ -44,27 +40,32 @@ class ImagePrompts(EngineFeature):
     @contextlib.contextmanager
     def while_built(self) -> Iterator[None]:
         whole_of_known_features()
-        with contextlib.ExitStack() as stack:
-            if self.on_cpu:
-                from .bidirectional import both_ways
+        if not self.on_cpu:
+            yield
+            return
+        from .bidirectional import both_ways
 
-                stack.enter_context(both_ways())
-                stack.enter_context(whole_on_cpu())
+        with both_ways(), whole_on_cpu():
             yield
 
     def built(self, engine: BuiltEngine) -> None:
         self.core = engine.core
 
     def check_processor(self, processor: Any) -> None:
-        """Check that vLLM processes images like the trainer's ``processor``, and encodes them anew for new weights.
+        """Check that vLLM processes images like the trainer's ``processor``, and attends within them as the model."""
+        model_config = self.core.vllm_config.model_config
+        if self.on_cpu and getattr(model_config, "is_mm_prefix_lm", False):
+            from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        Raises:
-            ValueError: vLLM's processor has other settings.
-            RuntimeError: this vLLM can't drop image features, or can't attend within an image as the model does.
-        """
-        check_forgets(self.core)
-        check_reads_as_the_model(self.core, self.on_cpu)
-        check_same_processor(self.core.vllm_config.model_config, processor)
+            if "mm_req_doc_ranges" not in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}:
+                from vllm import __version__
+
+                raise RuntimeError(
+                    f"vLLM {__version__} doesn't tell its attention on a CPU which tokens of a prompt are an "
+                    "image's, and those of this model see each other both ways: install vLLM 0.31, or train it on a "
+                    "GPU."
+                )
+        _check_same_processor(model_config, processor)
 
     def request(self, prompt: ModelInput) -> Any:
         return None if prompt.images is None else prompt_with_images(self.core, prompt)
@@ -127,33 +128,21 @@ def prompt_with_images(core: Any, asked: ModelInput) -> Any:
 
     vLLM would read a placeholder token that the model or a tool wrote as an image. So `Images.engine_ids` has another
     token there. This function lets vLLM insert the image tokens, then restores the written placeholders.
-
-    Raises:
-        RuntimeError: see `check_expanded`.
     """
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
-    written = _written_placeholders(asked)
-    if not written:
+    if images.engine_ids.count(STAND_IN) == asked.ids.count(STAND_IN):
         return prompt
     rendered = core.renderer.render_cmpl([prompt])[0]
-    found = list(rendered["prompt_token_ids"])
-    if len(found) == len(asked):
-        for place in written:
-            found[place] = asked.ids[place] if found[place] == STAND_IN else found[place]
-    check_expanded(asked, found)
-    return {**rendered, "prompt_token_ids": found}
-
-
-def _written_placeholders(asked: ModelInput) -> list[int]:
-    """Return the places of placeholder tokens that stand for no image."""
-    images = asked.images
-    assert images is not None
-    if images.engine_ids.count(STAND_IN) == asked.ids.count(STAND_IN):
-        return []
-    places = {*images.places}
-    return [at for at, token in enumerate(asked.ids) if token == images.placeholder and at not in places]
+    expanded = list(rendered["prompt_token_ids"])
+    if len(expanded) == len(asked):
+        places = {*images.places}
+        for at, token in enumerate(asked.ids):
+            if token == images.placeholder and at not in places and expanded[at] == STAND_IN:
+                expanded[at] = token
+    check_expanded(asked, expanded)
+    return {**rendered, "prompt_token_ids": expanded}
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
@@ -169,7 +158,7 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
     )
 
 
-def check_same_processor(model_config: Any, processor: Any) -> None:
+def _check_same_processor(model_config: Any, processor: Any) -> None:
     """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting.
 
     Also raise it if vLLM counts an image's tokens by another setting of the model (Gemma 4).
@@ -201,27 +190,58 @@ def _plain(value: Any) -> Any:
     return [*value] if isinstance(value, tuple) else value
 
 
-def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
-    """Raise a RuntimeError if this vLLM's CPU attention can't be bidirectional within an image, as the model's is."""
-    if not (on_cpu and getattr(core.vllm_config.model_config, "is_mm_prefix_lm", False)):
+@contextlib.contextmanager
+def whole_on_cpu() -> Iterator[None]:
+    """Keep such images whole on a CPU, as on GPUs, in engines that are built while the context lasts.
+
+    Other models stay unchanged, because vLLM would refuse a model if its largest image has more tokens than a step.
+    """
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    theirs = platform.check_and_update_config
+
+    def check(config: Any) -> None:
+        theirs(config)
+        if getattr(config.model_config, "is_mm_prefix_lm", False):
+            config.scheduler_config.disable_chunked_mm_input = True
+
+    platform.check_and_update_config = staticmethod(check)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = theirs
+
+
+def whole_of_known_features() -> None:
+    """Keep images with known features whole too, in all engines of the process that don't cut images."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
+    if theirs is None or hasattr(theirs, "cuts_none"):
         return
-    from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    if "mm_req_doc_ranges" not in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}:
-        from vllm import __version__ as found
+    @functools.wraps(theirs)
+    def schedule(
+        self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int, *others: Any, **named: Any
+    ) -> Any:
+        inputs, count, *rest = theirs(self, request, num_computed_tokens, num_new_tokens, *others, **named)
+        if self.scheduler_config.disable_chunked_mm_input:
+            places = [feature.mm_position for feature in request.mm_features]
+            pictures = [(place.offset, place.offset + place.length) for place in places]
+            count = up_to_a_picture(pictures, num_computed_tokens, count)
+        return inputs, count, *rest
 
-        raise RuntimeError(
-            f"vLLM {found} doesn't tell its attention on a CPU which tokens of a prompt are an image's, and those of "
-            "this model see each other both ways: install vLLM 0.31, or train it on a GPU."
-        )
+    schedule.cuts_none = True  # type: ignore[attr-defined]
+    Scheduler._try_schedule_encoder_inputs = schedule
 
 
-def check_forgets(core: Any) -> None:
-    """Raise a RuntimeError if this vLLM can't drop image features of older weights, or take rendered prompts."""
-    if not (hasattr(core, "reset_encoder_cache") and hasattr(getattr(core, "renderer", None), "render_cmpl")):
-        from vllm import __version__ as found
+def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
+    """Return how many tokens to read next behind ``computed``: the scheduler's ``count``, or fewer to cut no image.
 
-        raise RuntimeError(
-            f"vLLM {found} can't forget the features of images, which older weights made, or isn't given prompts with "
-            "images as this version does it: install vLLM 0.31."
-        )
+    ``pictures`` are first and last token + 1 of each image.
+    """
+    for first, end in pictures:
+        if first < computed + count < end:
+            return max(0, first - computed)
+    return count

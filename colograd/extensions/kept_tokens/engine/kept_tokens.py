@@ -31,12 +31,7 @@ class KeptTokensRecord(EngineFeature):
         self.itself = False  # whether vLLM records them; otherwise the sampler of its model runner is watched
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `EngineFeature.arguments`.
-
-        Raises:
-            ValueError: Model Runner V2 is switched off on a GPU.
-            RuntimeError: this vLLM can't return kept tokens.
-        """
+        """See `EngineFeature.arguments`; this vLLM may be unable to return kept tokens."""
         truncates = "top_k truncates the sampler's distribution"
         self.itself = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
         if self.itself and not accepted(TELLS_KEPT):
@@ -47,11 +42,7 @@ class KeptTokensRecord(EngineFeature):
         return {TELLS_KEPT: True} if self.itself else {}
 
     def built(self, engine: BuiltEngine) -> None:
-        """Let vLLM return the kept tokens with each completion.
-
-        Raises:
-            RuntimeError: this version's scheduler doesn't pass them on.
-        """
+        """Let vLLM return the kept tokens with each completion."""
         self._vocabulary = engine.vocab_size
         if self.itself:
             # With this flag vLLM refuses requests without a top_k, which checks and greedy evaluations make.
@@ -71,11 +62,10 @@ class KeptTokensRecord(EngineFeature):
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add the kept tokens to each completion."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
-        kept = [kept_of(completion, self._vocabulary) for completion in outputs]
-        return [
-            one if tokens is None else replace(one, riders=(*one.riders, tokens))
-            for one, tokens in zip(sampled, kept, strict=True)
-        ]
+        for index, completion in enumerate(outputs):
+            if (tokens := kept_of(completion, self._vocabulary)) is not None:
+                sampled[index] = replace(sampled[index], riders=(*sampled[index].riders, tokens))
+        return sampled
 
 
 def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
