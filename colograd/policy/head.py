@@ -109,7 +109,7 @@ class Head:
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return a new tensor in `dtype`. A wide product is as vLLM's for a head in float32: on a GPU of 16-bit factors.
+        """Multiply into a new tensor. A wide product is as vLLM's for a head in float32: on a GPU from 16-bit factors.
 
         float32 holds the product of two bfloat16 numbers exactly.
         """

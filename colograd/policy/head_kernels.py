@@ -16,7 +16,7 @@ from . import head as policy_head
 
 HIDDEN = tl.constexpr(policy_head.HIDDEN)
 BLOCK = 2048  # columns that a program reads at once
-WARPS = 8
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 def add_tile(
@@ -38,7 +38,7 @@ def add_tile(
     """
     with torch.cuda.device_of(tile):
         _add_tile[(len(tile),)](
-            *_of_tile(tile, labels, first, hidden), running, running.stride(0), **_of_head(head), num_warps=WARPS
+            *_of_tile(tile, labels, first, hidden), running, running.stride(0), **_of_head(head), **OPTIONS
         )
 
 
@@ -65,14 +65,14 @@ def turn_to_gradient(
     with torch.cuda.device_of(tile):
         _turn_to_gradient[grid](
             *_of_tile(tile, labels, first, hidden), normaliser, gradient, entropy, of_entropy, result,
-            head.scale / head.temperature, **_of_head(head), num_warps=WARPS,
+            head.scale / head.temperature, **_of_head(head), **OPTIONS,
         )  # fmt: skip
     return result
 
 
 def _of_tile(tile: torch.Tensor, labels: torch.Tensor, first: int, hidden: torch.Tensor | None) -> tuple[Any, ...]:
-    assert tile.is_contiguous() and (hidden is None or hidden.is_contiguous())
-    return tile, tile.shape[1], labels, first, hidden
+    assert tile.is_contiguous()
+    return tile, tile.shape[1], labels, first, None if hidden is None else hidden.contiguous()
 
 
 def _of_head(head: policy_head.Head) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _logits(tile, hidden, place, inside, before, behind, CAPPED: tl.constexpr): 
     return logits, bounded
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "stride"])
 def _add_tile(  # type: ignore[no-untyped-def]
     tile, columns, labels, first, hidden, running, stride, before, behind, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
