@@ -3,28 +3,37 @@
 The logits exist one tile (some rows x some of the vocabulary) at a time. The forward keeps a running maximum and sum
 per row (an online softmax, arXiv 1805.02867), and the backward computes each tile again. So memory doesn't grow with
 the vocabulary, and grows by two numbers per label.
+
+After its product, a tile is read once by a kernel on a GPU (`head_kernels`). The torch code here does the same in
+several passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._triton import has_triton
 
 from ..runtime import cpu_products
 from . import attention
 
 HIDDEN = -1e30  # logit of a token that isn't a candidate: probability 0, and no infinity in any product
 FLOAT32_PRODUCTS = "colograd_float32_products"  # attribute of a head, see `cast_lm_head_to_fp32`
-# Number of logits that exist at once. The forward has two float32 tensors of a tile's size. On a GPU each has 64 MiB,
-# because smaller tiles would be bound by kernel launches; on a CPU 32 MiB, because its allocator doesn't reuse all
+# Number of logits that exist at once. In torch a GPU has two float32 tensors of a tile's size, of 64 MiB each, because
+# smaller tiles would be bound by kernel launches; a CPU has one of 32 MiB, because its allocator doesn't reuse all
 # freed memory.
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
 # More rows than these make a tile too narrow for fast matrix products.
 TILE_ROWS = 8192
+# A tile has a multiple of these columns, because a GPU's matrix products are slow where rows aren't aligned.
+TILE_COLUMNS = 64
+# On a CPU, element-wise passes go over this many logits of a tile at a time, which stay in the processor's cache.
+BLOCK_ELEMENTS = 2**18
 
 
 class Candidates(Protocol):
@@ -96,15 +105,16 @@ class Head:
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return one tile (rows, columns) before the cap and the temperature: a new tensor, for in-place work."""
-        tile = self._product(hidden, weight, bias) if self.wide else torch.nn.functional.linear(hidden, weight, bias)
-        tile = tile.to(self.exact)
+        tile = self.product(hidden, weight, bias).to(self.exact)
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
-    def _product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply as vLLM does for a head in float32: on a GPU from 16-bit factors.
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply into a new tensor. A wide product is as vLLM's for a head in float32: on a GPU from 16-bit factors.
 
         float32 holds the product of two bfloat16 numbers exactly.
         """
+        if not self.wide:
+            return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
             tile = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
             return tile if bias is None else tile.add_(bias)
@@ -120,9 +130,14 @@ class Head:
         factor = (self.softcap or 1.0) / self.temperature
         return tile if factor == 1.0 else tile.mul_(factor)
 
+    def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor | None:
+        """Return (n, c) bool, True for tokens that aren't among their label's candidates; None: all are."""
+        return None if self.candidates is None else self.candidates.hidden(row, vocabulary)
+
     def hide_(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
         """Write `HIDDEN` into a finished tile for every token that isn't among its label's candidates."""
-        return tile if self.candidates is None else tile.masked_fill_(self.candidates.hidden(row, vocabulary), HIDDEN)
+        hidden = self.hidden(row, vocabulary)
+        return tile if hidden is None else tile.masked_fill_(hidden, HIDDEN)
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
@@ -166,7 +181,34 @@ def vocabulary_size(model: Any) -> int:
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
     """Return rows and columns of the logits that exist at once."""
     rows = max(1, min(labels, TILE_ROWS))
-    return rows, max(1, min(vocabulary, TILE_ELEMENTS.get(device.type, 2**24) // rows))
+    most = TILE_ELEMENTS.get(device.type, 2**24) // rows
+    return rows, max(1, min(vocabulary, most - most % TILE_COLUMNS))
+
+
+def blocks(tile: torch.Tensor, row: slice, whole: bool) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Return a tile's rows in blocks for element-wise passes, each with its slice of all rows.
+
+    Args:
+        row: slice of the tile among all rows.
+        whole: return one block.
+    """
+    size = len(tile) if whole or not tile.is_cpu else max(1, BLOCK_ELEMENTS // tile.shape[1])
+    for part in parts(len(tile), max(1, size)):
+        yield slice(row.start + part.start, row.start + part.stop), tile[part]
+
+
+def kernels_for(states: torch.Tensor, head: Head, other: OtherDistribution | None) -> ModuleType | None:
+    """Return `head_kernels`, or None where the passes run in torch.
+
+    That is without a GPU or Triton, in float64, and for a divergence from another distribution.
+    """
+    if not states.is_cuda or torch.version.cuda is None or head.exact != torch.float32 or other is not None:
+        return None
+    if not has_triton():
+        return None
+    from . import head_kernels
+
+    return head_kernels
 
 
 def label_logprobs(
@@ -227,31 +269,23 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
-        label_logit, moment, total = states.new_zeros((3, len(labels)), dtype=head.exact).unbind()
+        running = states.new_zeros((4, len(labels)), dtype=head.exact)
+        label_logit, moment, total, maximum = running.unbind()
         # Not -inf: the first difference to a real maximum has to be finite.
-        maximum = torch.full_like(total, torch.finfo(head.exact).min / 2)
+        maximum.fill_(torch.finfo(head.exact).min / 2)
+        kernels = kernels_for(states, head, other)
         sums = None if other is None else other.sums(total)
         for vocabulary in parts(len(weight), columns):
             part, part_bias = cast(weight, bias, vocabulary, head.dtype)
             for row in parts(len(labels), rows):
+                if kernels is not None:
+                    tile = head.product(states[row], part, part_bias)
+                    at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
+                    kernels.add_tile(head, tile, *at, running[:, row])
+                    continue
                 tile = head.logits(states[row], part, part_bias)
-                tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
-                place = _Place.of(labels, row, vocabulary)
-                gaps = None if sums is None else sums.gaps(tile, row, vocabulary)
-                label_logit[row] += tile.gather(1, place.index).squeeze(1).where(place.inside, 0.0)
-                # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
-                largest = torch.maximum(maximum[row], tile.amax(dim=1))
-                fall = maximum[row] - largest
-                decay = fall.exp()
-                moment[row] = decay * (moment[row] + fall * total[row])
-                total[row] *= decay
-                maximum[row] = largest
-                tile.sub_(largest[:, None])
-                power = tile.exp()
-                total[row] += power.sum(dim=1)
-                moment[row] += torch.linalg.vecdot(power, tile)
-                if sums is not None and gaps is not None:
-                    sums.add(row, decay, power, gaps)
+                for block, logits in blocks(tile, row, whole=sums is not None):
+                    _add_tile(head, logits, labels, block, vocabulary, running[:, block], sums)
         if head.part is not None:
             maximum, (label_logit, moment, total) = head.part.combine(maximum, (label_logit, moment, total))
         normaliser = maximum + total.log()
@@ -282,6 +316,9 @@ class _LabelLogprobs(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=head.exact) if needs_hidden else None
         d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
+        kernels = kernels_for(states, head, other)
+        of_rows = normaliser, gradient.contiguous(), entropy, None if entropy is None else of_entropy.contiguous()
+        dtype = head.exact if needs_bias else head.dtype  # the bias's gradient sums what isn't rounded yet
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
@@ -289,14 +326,20 @@ class _LabelLogprobs(torch.autograd.Function):
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in parts(len(labels), rows):
-                    place = _Place.of(labels, row, vocabulary, head)
-                    spread = None if entropy is None else Spread.of_entropy(of_entropy[row], entropy[row])
-                    if other is not None and of_divergence is not None:
-                        saved = divergence[row], of_other[row]
-                        spread = other.spread(spread, (row, vocabulary), of_divergence[row], saved)
-                    tile = _tile_gradient(
-                        head, states[row], part, part_bias, place, normaliser[row], gradient[row], spread
-                    )
+                    if kernels is not None:
+                        tile = head.product(states[row], part, part_bias)
+                        at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
+                        of_row = [None if each is None else each[row] for each in of_rows]
+                        tile = kernels.turn_to_gradient(head, tile, *at, *of_row, dtype)
+                    else:
+                        tile = head.logits(states[row], part, part_bias)
+                        for block, logits in blocks(tile, row, whole=other is not None):
+                            spread = None if entropy is None else Spread.of_entropy(of_entropy[block], entropy[block])
+                            if other is not None and of_divergence is not None:
+                                saved = divergence[block], of_other[block]
+                                spread = other.spread(spread, (block, vocabulary), of_divergence[block], saved)
+                            place = _Place.of(labels, block, vocabulary, head)
+                            _turn_to_gradient(head, logits, place, normaliser[block], gradient[block], spread)
                     if d_bias is not None:
                         of_bias = _plus(of_bias, tile.sum(dim=0), head.exact)
                     tile = tile.to(head.dtype)
@@ -311,17 +354,45 @@ class _LabelLogprobs(torch.autograd.Function):
         return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
 
 
-def _tile_gradient(
+def _add_tile(
     head: Head,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    tile: torch.Tensor,
+    labels: torch.Tensor,
+    row: slice,
+    vocabulary: slice,
+    running: torch.Tensor,
+    sums: OtherSums | None,
+) -> None:
+    """Add a tile of `Head.logits`, which it overwrites, to the ``running`` statistics (4, n) of its rows."""
+    label_logit, moment, total, maximum = running.unbind()
+    tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
+    place = _Place.of(labels, row, vocabulary)
+    gaps = None if sums is None else sums.gaps(tile, row, vocabulary)
+    label_logit += tile.gather(1, place.index).squeeze(1).where(place.inside, 0.0)
+    # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
+    largest = torch.maximum(maximum, tile.amax(dim=1))
+    fall = maximum - largest
+    decay = fall.exp()
+    moment.add_(fall * total).mul_(decay)
+    total *= decay
+    maximum.copy_(largest)
+    tile.sub_(largest[:, None])
+    power = tile.exp()
+    total += power.sum(dim=1)
+    moment += torch.linalg.vecdot(power, tile)
+    if sums is not None and gaps is not None:
+        sums.add(row, decay, power, gaps)
+
+
+def _turn_to_gradient(
+    head: Head,
+    tile: torch.Tensor,
     place: _Place,
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
     spread: Spread | None,
-) -> torch.Tensor:
-    """Compute a tile's logits again and turn them into the gradient of the head's product.
+) -> None:
+    """Turn a tile of `Head.logits` into the gradient of the head's product, in place.
 
     Args:
         gradient: (n,) gradient of the log-probabilities.
@@ -329,10 +400,7 @@ def _tile_gradient(
     """
     chain = head.scale / head.temperature
     gradient = gradient * chain
-    tile, capped = head.logits(hidden, weight, bias), None
-    if head.softcap:
-        capped = head.cap_(tile)
-        tile = tile.clone()
+    capped = head.cap_(tile).clone() if head.softcap else None
     head.finish_(tile)
     if place.hidden is not None:
         tile.masked_fill_(place.hidden, HIDDEN)
@@ -351,7 +419,6 @@ def _tile_gradient(
     tile.scatter_add_(1, place.index, gradient.where(place.inside, 0.0)[:, None])
     if capped is not None:
         tile.addcmul_(tile, capped.square_(), value=-1.0)
-    return tile
 
 
 def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -372,7 +439,7 @@ class _Place:
         """Find the labels' places; with a ``head`` also the hidden tokens."""
         own = labels[row]
         inside = (own >= vocabulary.start) & (own < vocabulary.stop)
-        hidden = None if head is None or head.candidates is None else head.candidates.hidden(row, vocabulary)
+        hidden = None if head is None else head.hidden(row, vocabulary)
         return cls((own - vocabulary.start).where(inside, 0)[:, None], inside, hidden)
 
 

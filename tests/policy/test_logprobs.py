@@ -87,14 +87,14 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, 
     head = make_head(bias=True)  # 50 rows of 128 logits: the last tiles are short
     expected, expected_entropy = full_softmax(head, 0.9, 0.5, 4.0)
     seen: list[tuple[int, ...]] = []
-    logits = Head.logits
+    product = Head.product
 
     def counted(*args: Any) -> torch.Tensor:
-        seen.append(tuple(logits(*args).shape))
-        return logits(*args)
+        seen.append(tuple(product(*args).shape))
+        return product(*args)
 
     monkeypatch.setattr(policy_head, "tile_shape", lambda labels, vocabulary, device: tile)
-    monkeypatch.setattr(Head, "logits", counted)
+    monkeypatch.setattr(Head, "product", counted)
     found, entropy = label_logprobs(**head, temperature=0.9, transform={"scale": 0.5, "softcap": 4.0})
     tiles = -(-50 // tile[0]) * -(-VOCABULARY // tile[1])
     assert len(seen) == tiles and sum(rows * columns for rows, columns in seen) == 50 * VOCABULARY
