@@ -30,8 +30,12 @@ class SamplerCorrection:
     """
 
     mode: str
-    low: float | None  # None: there is no bound, except with `geometric_mask`
+    low: float | None  # None: there is no bound
     high: float | None
+
+    def __post_init__(self) -> None:
+        if self.mode == "geometric_mask" and self.low is None and self.high is not None:
+            object.__setattr__(self, "low", 1 / self.high)
 
     def weights(self, log_ratio: torch.Tensor) -> torch.Tensor:
         """Compute (N,) weights from the logarithms (N,) of `log_ratio_of`."""
@@ -43,12 +47,12 @@ class SamplerCorrection:
 
     def outside(self, ratio: torch.Tensor) -> torch.Tensor:
         """Return a mask of the ratios beyond the bounds, (N,) bool."""
-        low, outside = self.low, torch.zeros_like(ratio, dtype=torch.bool)
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.low is not None:
+            outside |= ratio < self.low
         if self.high is not None:
             outside |= ratio > self.high
-            if low is None and self.mode == "geometric_mask":
-                low = 1 / self.high
-        return outside if low is None else outside | (ratio < low)
+        return outside
 
 
 def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
