@@ -43,7 +43,7 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
     try:
         store, place, size = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        # torchrun keeps one store over its restarts, so it may contain addresses of processes that have ended.
+        # A store of torchrun's own process may contain addresses of processes that have ended.
         store = dist.PrefixStore(f"attempt-{attempt()}", store)
         dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
@@ -56,8 +56,12 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
 
 
 def attempt() -> int:
-    """Return how many times torchrun has restarted the ranks (`--max-restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    """Return how many times torchrun has restarted the ranks (`--max-restarts`) if its store outlives them, else 0.
+
+    A node that joins a running job counts from 0, so ranks with a store of their own mustn't use the count.
+    """
+    outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
 
 def part() -> None:

@@ -14,7 +14,7 @@ import tiny
 from paths import SCRIPTS
 from torch.distributed import TCPStore
 
-from colograd.parallel import faults
+from colograd.parallel import faults, ranks
 from colograd.parallel.faults import ends_together
 from colograd.parallel.layout import Place, check_places
 from colograd.runtime import process
@@ -81,6 +81,18 @@ def test_restarted_ranks_meet_in_torchruns_old_store() -> None:
     assert [status for status, _ in run("killed", **shared, TORCHELASTIC_RESTART_COUNT="0")] == [1, -signal.SIGKILL]
     for status, said in run("caught", **shared, TORCHELASTIC_RESTART_COUNT="1"):
         assert status == 0 and said.count("goes on after: ") == 2, said
+
+
+@pytest.mark.parametrize(("store", "attempt"), [("True", 2), ("False", 0), (None, 0)])
+def test_restarts_count_only_in_a_store_that_outlives_them(
+    monkeypatch: pytest.MonkeyPatch, store: str | None, attempt: int
+) -> None:
+    """A node that joins an elastic run counts from 0, and must meet the others all the same."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if store is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", store)
+    assert ranks.attempt() == attempt
 
 
 @pytest.mark.slow  # they take the same ways
