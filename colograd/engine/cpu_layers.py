@@ -29,7 +29,7 @@ def mend_cpu_layers() -> None:
 
 
 def _mend(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Let ``owner`` call our function, whose first argument is vLLM's."""
+    """Let ``owner`` call our function. Its first argument is vLLM's."""
     theirs = getattr(owner, name, None)
     if theirs is None or hasattr(theirs, "mended"):
         return

@@ -76,16 +76,7 @@ class EngineFeature:
         """Return a prompt in vLLM's form; None: its token ids are enough."""
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Return the completions of a finished or stopped request, with additions.
-
-        Args:
-            request: the request's name.
-            output: vLLM's RequestOutput.
-            sampled: the completions, by index.
-
-        Raises:
-            RuntimeError: vLLM's output lacks a value.
-        """
+        """Return the completions of a finished or stopped request, with additions. ``output``: vLLM's RequestOutput."""
         return sampled
 
     def scored(self, prompt: ModelInput, output: Any) -> None:

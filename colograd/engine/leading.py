@@ -68,8 +68,7 @@ def follow(core: Any, group: Lockstep) -> None:
 class _Outputs(list[Any]):
     """A list in the role of vLLM's RequestOutputCollector."""
 
-    def put(self, output: Any) -> None:
-        self.append(output)
+    put = list.append
 
 
 @contextlib.contextmanager

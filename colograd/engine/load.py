@@ -61,7 +61,7 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
 
 
 def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
-    """Call ``tell`` with the number of running sequences, each of which got a token, after each step in the context."""
+    """Call ``tell`` after each step in the context, with the number of running sequences: each got a token."""
     return load_after_each_step(engine, lambda load: tell(load.running))
 
 

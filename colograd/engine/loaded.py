@@ -36,9 +36,6 @@ class LoadedVLLM:
         kv_bytes: bytes of the KV cache; 0: on a GPU the memory that ``vllm_gpu_memory_utilization`` leaves for it.
         use: further facts of the run.
         features: optional parts; None: the extensions' features that the run uses.
-
-    Raises:
-        RuntimeError: vLLM is missing, has an unsupported version, or can't sleep although the configuration sets it.
     """
 
     llm: Any  # vllm.LLM

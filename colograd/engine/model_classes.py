@@ -35,7 +35,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # those that transformers knows
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # transformers' own ones
             del registered[model_type]
         registered |= registered_before
         theirs = {}

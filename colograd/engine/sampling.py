@@ -126,8 +126,8 @@ def check_sampling(config: GRPOConfig) -> None:
             raise ValueError(f"generation_kwargs sets {name!r}, which vLLM's SamplingParams doesn't have.{hint}")
         if name not in SUPPORTED:
             raise ValueError(
-                f"generation_kwargs sets {name!r}, which isn't supported: vLLM sets it itself, or nothing reads what "
-                "vLLM would return for it. Remove it."
+                f"generation_kwargs sets {name!r}, which isn't supported: vLLM sets it itself, or nothing reads its "
+                "results. Remove it."
             )
     try:
         for drawn in (Sampling.for_training(config), Sampling.for_evaluation(config)):

@@ -28,11 +28,7 @@ class VLLMEngine(LoadedVLLM):
     """vLLM in this process, as an `Engine`; see `LoadedVLLM` for the arguments."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """See `Engine.on_engine_leader`. Calls of the engine may depend on clocks and on this rank only in ``work``.
-
-        Raises:
-            Exception: an error of ``work`` on the first rank; on the other ranks an error in a repeated call.
-        """
+        """See `Engine.on_engine_leader`. Calls of the engine may depend on clocks and on this rank only in ``work``."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
@@ -56,9 +52,6 @@ class VLLMEngine(LoadedVLLM):
         """Sample ``sampling.n`` completions of each prompt, and yield each `Group` when it finishes.
 
         Closing the generator early aborts its requests in flight.
-
-        Raises:
-            StaleWeights: the engine's weights are not from step ``version``.
         """
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
@@ -85,11 +78,7 @@ class VLLMEngine(LoadedVLLM):
             self.abort(waiting)
 
     def check(self, sampling: Sampling) -> None:
-        """Let vLLM validate a request with these settings: patterns, schemas, token ids. Nothing is sampled.
-
-        Raises:
-            ValueError: vLLM refuses the request.
-        """
+        """Let vLLM validate a request with these settings: patterns, schemas, token ids. Nothing is sampled."""
         try:
             self.abort([self.submit((0,), sampling, seed=0)])
         except Exception as error:  # in some versions vLLM's validation errors are no ValueErrors

@@ -23,7 +23,6 @@ import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -83,7 +82,7 @@ def packed_attention(
             tokens of the run (`both_ways_in_window`: only in layers with a window).
 
     Raises:
-        ValueError: an option whose result would be wrong.
+        ValueError: the result would be wrong.
     """
     if row_part is not None:
         heads = query.shape[1]
@@ -120,7 +119,7 @@ def packed_attention(
             "alone says what is visible."
         )
     if _watching is not None and sliding_window is not None:
-        _watching.applied.add(sliding_window)
+        _watching[1].add(sliding_window)
     query, key, value = _in_one_dtype(query, key, value)
     if sliding_window is not None and layout.longest_sequence <= sliding_window:
         sliding_window = None
@@ -389,7 +388,7 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
         windowed = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
     if _watching is not None and local_size:  # Qwen2-MoE makes a mask of 0 tokens for layers that it doesn't have
-        _watching.asked.add(local_size)
+        _watching[0].add(local_size)
     return None
 
 
@@ -401,24 +400,16 @@ def packed_rows() -> AbstractContextManager[None]:
     return _with(_packed_rows=True)
 
 
-@dataclass(slots=True)
-class Windows:
-    """Sliding windows in tokens: the masks' windows, and the windows that attention layers applied."""
-
-    asked: set[int] = field(default_factory=set)
-    applied: set[int] = field(default_factory=set)
-
-
-_watching: Windows | None = None
+_watching: tuple[set[int], set[int]] | None = None  # see `watch_windows`
 
 
 @contextmanager
-def watch_windows() -> Iterator[Windows]:
-    """Record the windows of the forwards in the body.
+def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
+    """Record sliding windows in tokens while the context lasts: windows of masks, and windows that layers applied.
 
     A window that only the masks have would be ignored silently, because packed rows have no masks.
     """
-    windows = Windows()
+    windows = set[int](), set[int]()
     with _with(_watching=windows):
         yield windows
 

@@ -21,10 +21,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output (B, H, T, D) and the log-sum-exps (B, H, T) float32.
 
-    Args:
-        query: (B, H, T, D).
-        key, value: (B, K, S, D), K dividing H.
-        mask: summand of the scores, in the queries' dtype; None: nothing is added.
+    Keys and values are (B, K, S, D), K dividing H. ``mask`` is a summand of the scores, in the queries' dtype.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)

@@ -56,10 +56,9 @@ def tells_routing(model: Any) -> bool:
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Run packed rows through compiled layers, also in copies of the model.
+    """Run packed rows through layers that the first row of each kind compiles, also in copies of the model.
 
-    The first row of each kind compiles them. Parameters keep their names. ``backend`` and ``mode`` are
-    `torch.compile`'s.
+    Parameters keep their names. ``backend`` and ``mode`` are `torch.compile`'s.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     # Attention isn't traced, because each layout would make another graph.
@@ -106,11 +105,7 @@ _compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
 def _forward(
     own: Callable[..., Any], compiled: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a compiled layer on a packed row, and the layer's own forward on other inputs.
-
-    Raises:
-        NotCompiled: torch can't compile the layer.
-    """
+    """Run a compiled layer on a packed row, and the layer's own forward on other inputs."""
     if kwargs.get("layout") is None:
         return own(layer, *args, **kwargs)
     try:

@@ -86,11 +86,7 @@ class Policy:
         return tells_routing(unwrap(self.model))
 
     def router_coef(self, config: GRPOConfig) -> float:
-        """Return the coefficient of the routers' load-balancing loss: the configuration's, else the model's own.
-
-        Raises:
-            ValueError: the configuration sets one, and the model has no such loss.
-        """
+        """Return the coefficient of the routers' load-balancing loss: the configuration's, else the model's own."""
         text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
         if self.tells_routing:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
@@ -163,13 +159,9 @@ def load_policy(
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
     """Load the model if ``model`` is a name (or the folder of an adapter), and its tokenizer if ``tokenizer`` is None.
-    Add an adapter if ``peft_config`` is set.
 
-    Args:
-        has_images: whether the run has images, see `towers.TEXT_FIRST`.
-
-    Raises:
-        ValueError: there is no such model, its log-probabilities can't be computed, or its adapter can't be trained.
+    Add an adapter if ``peft_config`` is set. A ValueError: there is no such model, its log-probabilities can't be
+    computed, or its adapter can't be trained.
     """
     untouched = isinstance(model, str | os.PathLike)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
@@ -257,11 +249,7 @@ def chat_template(path: str) -> str:
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
-    """Return the path of the checkpoint that the user loaded the model object from.
-
-    Raises:
-        ValueError: there is no such path, or the other arguments don't fit a loaded model.
-    """
+    """Return the path of the checkpoint that the user loaded the model object from."""
     if config.model_init_kwargs is not None:
         raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
     if is_adapted(model) and peft_config is not None:

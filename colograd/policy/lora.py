@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..runtime import registry
-from .packed_weights import dense_weight
+from .packed_weights import packed_weight
 
 PREFIX = "base_model.model."  # prefix of every parameter name of a PeftModel
 
@@ -73,7 +73,8 @@ class AdaptedLayer:
             if getattr(self.module.get_base_layer(), "is_transposed", False):
                 delta = delta.transpose(1, 2)
             return (delta if base.dim() == 3 else delta[0]).add_(base)
-        base = dense_weight(self.module.get_base_layer())
+        packed = packed_weight(self.module.get_base_layer())
+        base = self.module.get_base_layer().weight if packed is None else packed.values()
         turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # stored as (in, out)
         delta = (self.lora_b.float() @ self.lora_a.float()).mul_(self.scaling)
         weight = delta.add_(base.t() if turned else base)

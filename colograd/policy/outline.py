@@ -20,11 +20,7 @@ LARGE = 1.0  # billions of parameters; a CPU trains larger models at few tokens 
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """Make the model at ``path`` (a folder or a Hub id) on the meta device. Only its config.json is read.
-
-    Raises:
-        ValueError: there is no configuration of a causal language model.
-    """
+    """Make the model at ``path`` (a folder or a Hub id) on the meta device. Only its config.json is read."""
     check_model_name(path, revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)

@@ -41,10 +41,3 @@ def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
     """Return a model's packed weights by parameter name."""
     found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
     return {name: packed for name, packed in found if packed is not None}
-
-
-def dense_weight(module: Any) -> torch.Tensor:
-    """Return a layer's weight, unpacked if necessary."""
-    packed = packed_weight(module)
-    weight: torch.Tensor = module.weight if packed is None else packed.values()
-    return weight

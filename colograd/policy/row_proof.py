@@ -61,11 +61,11 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
     with evaluation_mode(model):
         if not why:
             try:
-                with attention.watch_windows() as windows:
+                with attention.watch_windows() as (of_masks, applied):
                     error = _difference(model, own, device, asked, share_prompts=True)
                 if error:
                     why = f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device}"
-                elif lost := windows.asked - windows.applied:
+                elif lost := of_masks - applied:
                     why = f"{name} doesn't tell its attention of the window of {lost.pop()} tokens"
                 else:
                     return ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.protocol import Engine
-from ..policy.lora import adapted_layers, base_name, trained_copies
+from ..policy.lora import adapted_layers, trained_copies
 from .mapping import Slice
 from .sync import PlannedSync
 
@@ -45,9 +45,7 @@ class CopiedWeights(PlannedSync):
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
         self.copies = Copies(self.slices)
-        # Buffers may change without the optimizer.
-        changing = [p for p in slices if p.source.requires_grad or not isinstance(p.source, torch.nn.Parameter)]
-        self._later = Copies(changing) if len(changing) < len(slices) else self.copies  # without frozen weights
+        self._later = Copies([part for part in slices if changes(part)])
 
     def describe(self) -> str:
         size = f"{self.copies.nbytes / 2**20:,.0f} MiB per publish"
@@ -63,55 +61,31 @@ class CopiedWeights(PlannedSync):
         return [part.name for part in self.slices if not part.equal()]
 
 
-class MergedWeights(PlannedSync):
+def changes(part: Slice) -> bool:
+    """Return whether the engine's value may change. Buffers may change without the optimizer."""
+    is_parameter = isinstance(part.source, torch.nn.Parameter)
+    return part.adapted is not None or part.source.requires_grad or not is_parameter
+
+
+class MergedWeights(CopiedWeights):
     """Publishes a PeftModel as merged weights, and the unchanged weights of its base only once.
 
     ``slices`` are the places of the base's parameters. ``why`` vLLM doesn't serve the adapter is for `describe`.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
-        super().__init__(policy, engine)
-        self.why = why
         adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
-        places = [(base_name(part.name) or part.name, part) for part in slices]  # one name may have several places
-        copies = dict(trained_copies(policy))
-        self._merged = [(adapted[name], part) for name, part in places if name in adapted]
-        self._whole = [
-            dataclasses.replace(part, name=name, source=copies[name]) if name in copies else part
-            for name, part in places
-            if name in copies or (part.source.requires_grad and name not in adapted)
-        ]
-        moving = adapted.keys() | copies.keys() | {base_name(part.name) or part.name for part in self._whole}
-        self.moving = [part for name, part in places if name in moving]  # each publish writes these
-        self._constant = [part for name, part in places if name not in moving]
-        self._copies, self._copies_of_base = Copies(self._whole), Copies(self._constant)
-        self._has_base = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a publish writes, after the first publish."""
-        return self._copies.nbytes + sum(part.destination.nbytes for _, part in self._merged)
+        copies, parts = dict(trained_copies(policy)), []
+        for part in slices:
+            name = part.plain_name
+            source = copies.get(name, part.source)
+            parts.append(dataclasses.replace(part, name=name, source=source, adapted=adapted.get(name)))
+        super().__init__(policy, engine, parts, why)
+        # The places that each publish writes.
+        self.moving = [part for part, new in zip(slices, parts, strict=True) if changes(new)]
 
     def describe(self) -> str:
-        tensors = len(self._merged) + len(self._whole)
         return (
-            f"weights: copied, {tensors} tensors, {self.nbytes / 2**20:,.1f} MiB per publish "
+            f"weights: copied, {len(self.moving)} tensors, {self._later.nbytes / 2**20:,.1f} MiB per publish "
             f"(the adapter is merged on its way into the engine's copy: {self.why})"
         )
-
-    @torch.no_grad()
-    def write(self) -> int:
-        base_bytes = 0 if self._has_base else self._copies_of_base.write()
-        self._has_base = True
-        self._copies.write()
-        for layer, part in self._merged:
-            part.destination.copy_(part.part_of(layer.merged()))
-        return base_bytes + self.nbytes
-
-    def differing(self) -> list[str]:
-        """See `WeightSync.differing`. The value of an adapted layer is merged in float32 and rounded once."""
-        names = [part.name for part in (*self._constant, *self._whole) if not part.equal()]
-        for layer, part in self._merged:
-            if not torch.equal(part.destination, part.part_of(layer.merged()).to(part.destination.dtype)):
-                names.append(layer.parameter)
-        return names

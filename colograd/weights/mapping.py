@@ -18,7 +18,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..engine.protocol import EngineTensors
-from ..policy.lora import base_name, unwrap
+from ..policy.lora import AdaptedLayer, base_name, unwrap
 from ..policy.packed_weights import PackedWeight, packed_weights
 from ..policy.towers import in_tower, read_parameters
 from ..sharding.weight_files import saved_names
@@ -46,11 +46,17 @@ class Slice:
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # elementwise function from policy to engine values
     again: bool = False  # ``destination`` is a further copy of the parameter, which the engine reads in other places
     rows: torch.Tensor | None = None  # indices of the source's rows in the order of ``destination``, see row_order
+    adapted: AdaptedLayer | None = None  # the layer with an adapter whose merged weight the engine gets
+
+    @property
+    def plain_name(self) -> str:
+        """The parameter's name in a model without adapters."""
+        return base_name(self.name) or self.name
 
     @property
     def is_computed(self) -> bool:
         """Whether the engine's values are computed from the policy's, so that memory can't be shared."""
-        return self.packed is not None or self.through is not None or self.rows is not None
+        return any(each is not None for each in (self.packed, self.through, self.rows, self.adapted))
 
     @property
     def view(self) -> torch.Tensor:
@@ -60,6 +66,8 @@ class Slice:
     @property
     def held(self) -> torch.Tensor:
         """The policy's values for ``destination``: the `view`, or a new tensor if `is_computed`."""
+        if self.adapted is not None:
+            return self.part_of(self.adapted.merged())
         return self.part_of(self.source.detach() if self.packed is None else self.packed.values())
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -70,8 +78,7 @@ class Slice:
     def equal(self) -> bool:
         """Return whether the engine has the policy's value bit for bit, in the narrower of their dtypes.
 
-        The engine may have a value in a wider dtype than the policy, as in the checkpoint. The policy may still be in
-        host memory, so its value moves to the engine's device first and is cast there.
+        The policy may still be in host memory, so its value moves to the engine's device first and is cast there.
         """
         engine_value = self.destination
         policy_value = self.held.to(engine_value.device)
@@ -167,9 +174,6 @@ def _match_by_shape(
 
     A padded vocabulary may have more rows. (The proof shows, as for any parameter, that the tensor has the parameter's
     value and is read.)
-
-    Raises:
-        UnmappedParameter: there is no such tensor, or several, or several missing parameters of this layer and shape.
     """
     expected = [size for size in sources[name].shape if size > 1]
 
@@ -198,8 +202,7 @@ def _find(
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
     """Find a parameter's engine tensor by the policy's name or by the ``saved`` name.
 
-    Returns:
-        The engine's tensor, the parameters that are fused in it, and this parameter's index among them; or None.
+    With it are the parameters that are fused in it, and this parameter's index among them.
     """
     for each in dict.fromkeys((name, saved)):
         mapped = engine.renamed(each)

@@ -27,7 +27,7 @@ from ..policy.row_proof import allowed, completion_logprobs
 from ..policy.towers import sees
 from .mapping import Slice
 from .row_order import is_near
-from .sign_probe import EMBEDDING, cancelling, plain_name, with_signs
+from .sign_probe import EMBEDDING, cancelling, with_signs
 
 PROBE_TOKENS = (8, 64)  # lengths of a short prompt, and of a longer one for parameters without effect on the short one
 # Least effect of one parameter's change, as a multiple of the remaining effect of all changes together. The gradient
@@ -174,8 +174,8 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
     proven: set[str] = set()
     for norms in (True, False):
-        signs = cancelling({plain_name(part): part.source.shape for part in every}, norms)
-        embedding = [part for part in every if plain_name(part).split(".")[-2:-1] == [EMBEDDING]]
+        signs = cancelling({part.plain_name: part.source.shape for part in every}, norms)
+        embedding = [part for part in every if part.plain_name.split(".")[-2:-1] == [EMBEDDING]]
         if not signs:
             break
         with with_signs(embedding, signs):
@@ -185,7 +185,7 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
             remainder = max(probe.shift(), probe.noise)
         least = max(MARGIN * remainder, visible)
         clear = {name for name, effect in effects.items() if least < effect < math.inf}
-        proven |= {part.name for part in slices if plain_name(part) in signs and part.name in clear}
+        proven |= {part.name for part in slices if part.plain_name in signs and part.name in clear}
         if remainder <= 2 * probe.noise:
             break
     for names in gather(sorted(proven)):

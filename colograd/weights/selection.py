@@ -13,7 +13,7 @@ from ..engine.arguments import engine_dtype
 from ..engine.protocol import Engine
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
-from ..policy.lora import Adapter, adapted_layers, base_name
+from ..policy.lora import Adapter, adapted_layers
 from ..policy.packed_weights import packed_weights
 from ..policy.towers import sees
 from ..runtime.importing import find_object, is_import_path
@@ -244,10 +244,10 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
 def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
     """Create the sync of an adapter on a base that is shared or, if that is impossible and not needed, copied once."""
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
-    if reordered := [part.name for part in pairing.slices if part.rows is not None and base_name(part.name) in adapted]:
+    if reordered := [part.name for part in pairing.slices if part.rows is not None and part.plain_name in adapted]:
         raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
     whole_copies = [part for part in pairing.slices if part.again and part.destination.shape == part.source.shape]
-    if copied := [part.name for part in whole_copies if base_name(part.name) in adapted]:
+    if copied := [part.name for part in whole_copies if part.plain_name in adapted]:
         raise Unserved(f"vLLM has {len(copied)} adapted layers twice, but adds an adapter once ({copied[0]})")
     slots = hooks("map_adapter")[0](pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)

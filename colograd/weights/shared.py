@@ -39,11 +39,7 @@ def obstacle(part: Slice) -> str:
 
 @torch.no_grad()
 def bind(slices: Sequence[Slice]) -> None:
-    """Copy each source into its destination, and make the source a view of the destination.
-
-    Parameter objects, and so ties, are kept. Storage is freed one parameter at a time, so that there is no second copy
-    of the model.
-    """
+    """Copy each source into its destination, and make the source a view of it, one at a time to free its storage."""
     for part in slices:
         part.destination.copy_(part.source)
         part.source.data = part.destination

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 import torch
 
-from ..policy.lora import base_name
 from .mapping import Slice
 
 EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"
@@ -77,7 +76,7 @@ def with_signs(slices: Sequence[Slice], signs: Signs) -> Iterator[None]:
     @torch.no_grad()
     def multiply() -> None:
         for part in slices:
-            factors = signs.get(plain_name(part))
+            factors = signs.get(part.plain_name)
             if factors is not None:
                 part.destination.mul_(part.part_of(factors.to(part.destination).expand(part.source.shape)))
 
@@ -86,8 +85,3 @@ def with_signs(slices: Sequence[Slice], signs: Signs) -> Iterator[None]:
         yield
     finally:
         multiply()
-
-
-def plain_name(part: Slice) -> str:
-    """Return the parameter's name in a model without adapters."""
-    return base_name(part.name) or part.name

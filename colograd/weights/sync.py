@@ -48,11 +48,7 @@ class PlannedSync(WeightSync):
         self._planned = self._addresses()
 
     def publish(self, version: int) -> int:
-        """See `WeightSync.publish`. The engine can't sample until this succeeds.
-
-        Raises:
-            RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
-        """
+        """See `WeightSync.publish`. The engine can't sample until this succeeds."""
         self.engine.invalidate()
         addresses = self._addresses()
         if addresses != self._planned:

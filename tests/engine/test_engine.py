@@ -14,8 +14,7 @@ import pytest
 import tiny
 import torch
 
-from colograd.batch import FinishReason, Prompt, ScoredGroup
-from colograd.engine import vllm_engine
+from colograd.batch import FinishReason, ModelInput, Prompt, ScoredGroup
 from colograd.engine.arguments import engine_kwargs
 from colograd.engine.load import watched
 from colograd.engine.sampling import (
@@ -74,9 +73,11 @@ def tokens(group) -> list[tuple[int, ...]]:
 
 def test_a_sampled_nan_is_an_error() -> None:
     """An engine whose kernels fail samples on; the trainer would take NaN for a log-probability that nobody knows."""
-    completion = SimpleNamespace(token_ids=[1, 2], logprobs=SimpleNamespace(logprobs=[-0.5, float("nan")]))
+    completion = SimpleNamespace(index=0, token_ids=[1, 2], logprobs=SimpleNamespace(logprobs=[-0.5, float("nan")]))
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.tokens = engine.vocab_size = 8
     with pytest.raises(FloatingPointError, match="logits that aren't numbers"):
-        vllm_engine._logprobs(completion)
+        engine._sampled(SimpleNamespace(outputs=[completion]), ModelInput((1,)))
 
 
 def test_a_group_has_n_completions_with_one_logprob_per_token(engine, config, prompts) -> None:
