@@ -168,11 +168,20 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     touched = run.touched["spreads"].items()
     spreads = sorted((step for step, change in touched if change > after and step in run.spreads), reverse=True)
     each = 1 if not thin else max(1, math.ceil(len(spreads) / MOST_SPREADS))
+    end, begun = run.end or {}, run.starts[0].get("time") if run.starts else None
     found: dict[str, Any] = {
         "name": text(run.folder.name, 200) or "run",
         "change": run.change,
         "whole": after == 0,  # the whole run, not only changes
-        "status": status(run),
+        "status": {
+            "state": end.get("status") or ("running" if run.starts else "waiting"),
+            "error": end.get("error", ""),
+            "step": run.last_step,
+            "max_steps": whole(run.start.get("max_steps")),
+            "begun": begun,
+            "seen": run.last_time,
+            "recorded": bool(begun),  # by Colograd's recorder
+        },
         "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
         "run": mapping(run.start.get("run")),
         "memory": run.memory,
@@ -192,20 +201,6 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
     found["held"] = sorted([step, has] for step, has in held.items())  # 1: the step has completions
     return found
-
-
-def status(run: RecordedRun) -> dict[str, Any]:
-    limit = whole(run.start.get("max_steps"))
-    end = run.end or {}
-    return {
-        "state": end.get("status") or ("running" if run.starts else "waiting"),
-        "error": end.get("error", ""),
-        "step": run.last_step,
-        "max_steps": limit,
-        "begun": run.starts[0].get("time") if run.starts else None,
-        "seen": run.last_time,
-        "recorded": bool(run.starts and run.starts[0].get("time")),  # by Colograd's recorder
-    }
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
