@@ -14,6 +14,7 @@ Settings come from RUN, or from --config; flags that only training depends on, s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -42,35 +43,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     process.quiet_logs(process.is_verbose(argv))
-    with tempfile.TemporaryDirectory(prefix="colograd-replay-") as scratch:
+
+    def replayer(**given: Any) -> Any:
+        from .replaying.replayer import Replay, Replayer, StepProfile
+
+        layout, profile = given["args"].layout, None
+        if options.profile is not None:
+            profile = StepProfile(options.profile, layout.rank, layout.world_size)
+        replay = Replay(options.run, options.step, options.to)
+        return Replayer(replay=replay, profile=profile, flags=shlex.join(flags), **given)
+
+    with contextlib.ExitStack() as closing:
+        scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="colograd-replay-")))
         try:
             options, flags = parse(argv)
-            recipe = write_recipe(options, flags, Path(scratch))
-        except (ValueError, RuntimeError) as error:
-            print(f"colograd replay: error: {error}", file=sys.stderr)
-            return 2
-
-        def replayer(**given: Any) -> Any:
-            from .replaying.replayer import Replay, Replayer, StepProfile
-
-            layout, profile = given["args"].layout, None
-            if options.profile is not None:
-                profile = StepProfile(options.profile, layout.rank, layout.world_size)
-            replay = Replay(options.run, options.step, options.to)
-            return Replayer(replay=replay, profile=profile, flags=shlex.join(flags), **given)
-
-        trainer = start(["--config", str(recipe)], replayer)
-        if trainer is None:
-            return 2
-        try:
+            trainer = start(["--config", str(write_recipe(options, flags, scratch))], replayer)
+            if trainer is None:
+                return 2
+            closing.callback(trainer.close)
             trainer.train()
         except ValueError as error:
             if process.is_verbose(argv):
                 raise
             print(f"colograd replay: error: {error}", file=sys.stderr)
             return 2
-        finally:
-            trainer.close()
     return 0
 
 

@@ -35,10 +35,6 @@ class Rules:
         """Return the value that another spelling means."""
         return self.spellings.get(str(value).lower(), value) if self.spellings else value
 
-    def needs(self, value: Any) -> str:
-        """Return the extension that a value other than the default needs; empty: none."""
-        return self.extension if isinstance(self.extension, str) else self.extension.get(str(value), "")
-
     def check(self, name: str, value: Any) -> None:
         """Raise a ValueError if the value breaks a rule."""
         if value is None:
@@ -104,7 +100,8 @@ def check_values(group: Any) -> None:
         if plain is not value:
             setattr(group, each.name, plain)
             value = plain
-        if (extension := rules.needs(value)) and value not in (each.default, None, []):
+        extension = rules.extension if isinstance(rules.extension, str) else rules.extension.get(str(value), "")
+        if extension and value not in (each.default, None, []):
             registry.require(extension, f"{each.name}: {shown(value)}")
         rules.check(each.name, value)
 

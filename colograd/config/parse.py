@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     settings, argv, recipe = _settings(argv)
     parser = _parser()
     parser.set_defaults(**settings)  # strings get their field's type (YAML 1.1 reads ``1e-5`` as a string)
-    with _type_errors():
-        *groups, rest = parser.parse_args_into_dataclasses(
-            args=argv, look_for_args_file=False, return_remaining_strings=True
-        )
-    _check_known(rest)
-    script, config, model = groups
+    _flags(parser, argv)  # raises clear errors
+    script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:
         shipped.append(f"config: `ignore_bias_buffers` has no effect: {UNUSED['ignore_bias_buffers']}")
@@ -51,11 +46,8 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    with _type_errors():
-        flags, unknown = parser.parse_known_args(rest)
-    _check_known(unknown)
     variables = _read_yaml(recipe).get("env") if recipe else None
-    values = settings | vars(flags) | ({"env": variables} if variables else {})
+    values = settings | _flags(parser, rest) | ({"env": variables} if variables else {})
     plain: dict[str, Any] = json.loads(json.dumps(values, default=lambda value: str(getattr(value, "value", value))))
     return plain
 
@@ -67,11 +59,9 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
         settings, _ = without_nones(settings, never_none(group))
     parser = _parser()
     parser.set_defaults(**settings)
-    with _type_errors():
-        values, unknown = parser.parse_known_args(rest)
-    _check_known(unknown)
     rules = {name: of_one for group in GROUPS for name, of_one in rules_of(group).items()}
-    return {name: rules[name].plain(value) if name in rules else value for name, value in vars(values).items()}
+    values = _flags(parser, rest)
+    return {name: rules[name].plain(value) if name in rules else value for name, value in values.items()}
 
 
 def flags_help() -> str:
@@ -87,17 +77,15 @@ def _known() -> set[str]:
     return {f.name for group in GROUPS for f in dataclasses.fields(group) if f.init}
 
 
-def _check_known(rest: Sequence[str]) -> None:
-    if rest:
-        raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
-
-
-@contextlib.contextmanager
-def _type_errors() -> Iterator[None]:
+def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of known flags; another flag, or a value of another type, is an error."""
     try:
-        yield
+        values, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}. docs/configuration.md lists every key with its type.") from None
+    if unknown:
+        raise ValueError(unknown_name(unknown[0].lstrip("-").split("=")[0], _known()))
+    return vars(values)
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:

@@ -94,40 +94,33 @@ def page(runs: Sequence[RecordedRun]) -> str:
     """Make the page of runs as they were last read."""
     data, blocks = [], []
     for place, run in enumerate(runs):
-        found = overview(run)
-        steps, chosen, texts = _packed_steps(run, len(runs))
+        found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
+        texts: dict[str, str] = {}  # beginnings of prompts
+        packed: dict[int, bytes] = {}  # as many steps as fit, those with completions first
+        order, recorded = list(spread_out(dict(found["held"]), alarms)), {*run.samples.steps}
+        room = COMPLETION_BYTES // len(runs)
+        for step in filter(recorded.__contains__, order):
+            if room <= 0:
+                break
+            content = of_step(run, step, min(STEP_BYTES, 8 * room))
+            packed[step] = zlib.compress(compact(content).encode(), 9)
+            room -= len(packed[step])
+            for completion in content["completions"]:
+                if completion.get("key") and len(texts) < MOST_TEXTS:
+                    texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
+        with_completions, room = {*packed}, ROLLOUT_BYTES // len(runs)
+        for step in order:
+            if room > 0 and step not in packed:
+                packed[step] = zlib.compress(compact(of_step(run, step, 0)).encode(), 9)
+                room -= len(packed[step])
+        for step in sorted(packed):
+            block = base64.b64encode(packed[step]).decode()
+            blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
         found["texts"] = texts | found.get("texts", {})
-        recorded = sum(has for _, has in found["held"])
-        found["held"] = [[step, chosen[step]] for step in sorted(chosen)]
-        found["chosen"] = [sum(chosen.values()), recorded]  # steps with completions in the page, and recorded ones
+        found["held"] = [[step, int(step in with_completions)] for step in sorted(packed)]
+        found["chosen"] = [len(with_completions), len(recorded)]  # steps with completions in the page, and in all
         data.append(found)
-        blocks += [f'<script type="text/plain" id="step-{place}-{step}">{block}</script>' for step, block in steps]
     return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
-
-
-def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
-    """Pack as many steps as fit. Return them, whether (1) each has completions, and the prompts' beginnings."""
-    texts: dict[str, str] = {}
-    alarms = [int(alarm["step"]) for alarm in run.alarms[:20]]
-    order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarms))
-    chosen: dict[int, bytes] = {}
-    room = COMPLETION_BYTES // runs
-    for step in filter({*run.samples.steps}.__contains__, order):
-        if room <= 0:
-            break
-        content = of_step(run, step, min(STEP_BYTES, 8 * room))
-        chosen[step] = zlib.compress(compact(content).encode(), 9)
-        room -= len(chosen[step])
-        for completion in content["completions"]:
-            if completion.get("key") and len(texts) < MOST_TEXTS:
-                texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
-    with_completions, room = {*chosen}, ROLLOUT_BYTES // runs
-    for step in order:
-        if room > 0 and step not in chosen:
-            chosen[step] = zlib.compress(compact(of_step(run, step, 0)).encode(), 9)
-            room -= len(chosen[step])
-    packed = [(step, base64.b64encode(chosen[step]).decode()) for step in sorted(chosen)]
-    return packed, {step: int(step in with_completions) for step in chosen}, texts
 
 
 def compact(value: Any) -> str:
@@ -168,11 +161,20 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     touched = run.touched["spreads"].items()
     spreads = sorted((step for step, change in touched if change > after and step in run.spreads), reverse=True)
     each = 1 if not thin else max(1, math.ceil(len(spreads) / MOST_SPREADS))
+    end, begun = run.end or {}, run.starts[0].get("time") if run.starts else None
     found: dict[str, Any] = {
         "name": text(run.folder.name, 200) or "run",
         "change": run.change,
         "whole": after == 0,  # the whole run, not only changes
-        "status": status(run),
+        "status": {
+            "state": end.get("status") or ("running" if run.starts else "waiting"),
+            "error": end.get("error", ""),
+            "step": run.last_step,
+            "max_steps": whole(run.start.get("max_steps")),
+            "begun": begun,
+            "seen": run.last_time,
+            "recorded": bool(begun),  # by Colograd's recorder
+        },
         "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
         "run": mapping(run.start.get("run")),
         "memory": run.memory,
@@ -192,20 +194,6 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
     found["held"] = sorted([step, has] for step, has in held.items())  # 1: the step has completions
     return found
-
-
-def status(run: RecordedRun) -> dict[str, Any]:
-    limit = whole(run.start.get("max_steps"))
-    end = run.end or {}
-    return {
-        "state": end.get("status") or ("running" if run.starts else "waiting"),
-        "error": end.get("error", ""),
-        "step": run.last_step,
-        "max_steps": limit,
-        "begun": run.starts[0].get("time") if run.starts else None,
-        "seen": run.last_time,
-        "recorded": bool(run.starts and run.starts[0].get("time")),  # by Colograd's recorder
-    }
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:

@@ -61,13 +61,18 @@ def watch(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class Watched:
-    """A run that several pages show. Its files are read once for all pages."""
+class Server(ThreadingHTTPServer):
+    """The server of a run's pages, which reads the files once for all. The run's folder may appear later."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.run = RecordedRun(folder)
-        self._lock = threading.Lock()
-        self._looked = -LOOK_SECONDS
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, folder: str | Path, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.host, self.run = host, RecordedRun(folder)
+        self._lock, self._looked = threading.Lock(), -LOOK_SECONDS
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), Handler)
 
     def data(self, after: int) -> dict[str, Any]:
         with self._lock:
@@ -81,20 +86,6 @@ class Watched:
     def step(self, step: int) -> dict[str, Any]:
         with self._lock:
             return of_step(self.run, step, STEP_BYTES)
-
-
-class Server(ThreadingHTTPServer):
-    """The server of a run's page. The run's folder may appear later. Port 0 takes a free one."""
-
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, folder: str | Path, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.watched = Watched(folder)
-        self.host = host
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, port), Handler)
 
     def server_bind(self) -> None:
         # HTTPServer's method looks up the host's full name, which may contact a name server.
@@ -125,12 +116,12 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             arguments = {}
         if self.path == "/":
-            data = {"live": True, "version": __version__, "runs": [self.server.watched.data(0)]}
+            data = {"live": True, "version": __version__, "runs": [self.server.data(0)]}
             self._answer(document(data, connect="'self'"), "text/html; charset=utf-8")
         elif path == "/data" and (after := _number(arguments, "after")) is not None:
-            self._answer(compact(self.server.watched.data(after)), "application/json")
+            self._answer(compact(self.server.data(after)), "application/json")
         elif path == "/step" and (step := _number(arguments, "step")) is not None:
-            self._answer(compact(self.server.watched.step(step)), "application/json")
+            self._answer(compact(self.server.step(step)), "application/json")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "There is /, /data?after=N and /step?step=N.")
 
