@@ -38,16 +38,13 @@ class SessionLog:
         self._found: dict[int, dict[int, bytes]] = {}  # prompt's position -> index in the group -> bytes
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
             with contextlib.suppress(OSError):  # another rank deleted it
-                self._read(path)
-
-    def _read(self, path: Path) -> None:
-        records = read_records(path)
-        if next(records, None) != Record(HEAD, self._head):
-            path.unlink()
-            return
-        for record in records:
-            of_prompt = self._found.setdefault(record.position, {})
-            of_prompt[int.from_bytes(record.content[:PLACE], "big")] = record.content[PLACE:]
+                records = read_records(path)
+                if next(records, None) != Record(HEAD, self._head):
+                    path.unlink()
+                    continue
+                for record in records:
+                    of_prompt = self._found.setdefault(record.position, {})
+                    of_prompt[int.from_bytes(record.content[:PLACE], "big")] = record.content[PLACE:]
 
     def add(self, prompt: Prompt, index: int, rollout: Rollout) -> None:
         """Write a session. When this returns, the session survives the process."""

@@ -32,7 +32,7 @@ class Node:
 
 
 class TokenTree:
-    """The contexts and answers of one session's requests; ``prompt`` is what the first one read."""
+    """The contexts and answers of one session's requests; ``prompt`` is the first request's context."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.places: dict[int, int] = {}  # number of an answer -> its first index in the completion

@@ -153,7 +153,7 @@ class TeacherTop:
         return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's column in the tile (n, K), 0 for those of other tiles, and whether the tile has it."""
+        """Return each token's column in the tile (n, K), or 0, and whether the tile has the token (n, K)."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside

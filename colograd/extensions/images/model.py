@@ -13,8 +13,39 @@ from .towers import find_processors, freeze_tower, see_both_ways
 class Images(ModelFeature):
     def check(self, wanted: Wanted) -> None:
         model_config = wanted.model_config
-        if takes_images(model_config) and (wanted.has_images or model_config.model_type not in TEXT_FIRST):
-            _check_images(model_config, wanted.config)
+        if not takes_images(model_config) or (model_config.model_type in TEXT_FIRST and not wanted.has_images):
+            return
+        kind, text = model_config.model_type, model_config.get_text_config()
+        name = "mm_tokens_per_image" if hasattr(model_config, "mm_tokens_per_image") else "default_output_length"
+        tokens = getattr(model_config, name, 0) or getattr(model_config.vision_config, name, 0)
+        window = getattr(text, "sliding_window", None)
+        if see_both_ways(model_config) and window and tokens > window:
+            raise ValueError(
+                f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: the tokens "
+                "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
+            )
+        given: dict[str, Any] = dict(wanted.config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+        part = int(given.get("long_prefill_token_threshold") or 0)
+        if see_both_ways(model_config) and 0 < part < tokens:
+            raise ValueError(
+                f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
+                "which the engine must read in one step: raise it, or remove it."
+            )
+        if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
+            raise ValueError(
+                f"{kind} has pad_token_id {text.pad_token_id}, whose embeddings of each layer an image's tokens have, "
+                "but vLLM gives them those of token 0: set it to 0, as published, or choose another model."
+            )
+        settings = {
+            "torch_compile": wanted.config.torch_compile,
+            "use_liger_kernel": wanted.config.use_liger_kernel,
+            "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
+        }
+        for name, is_set in settings.items():
+            if is_set:
+                raise ValueError(
+                    f"{name} isn't available for vision-language models in this version ({kind}): remove it."
+                )
 
     def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
         if not takes_images(model.config) or reads_text_alone(model):
@@ -30,37 +61,6 @@ class Images(ModelFeature):
     def why_rows_stay_whole(self, model: Any) -> str:
         reads_images = takes_images(model.config) and not reads_text_alone(model)
         return f"{type(model).__name__} reads images" if reads_images else ""
-
-
-def _check_images(model_config: Any, config: GRPOConfig) -> None:
-    kind, text = model_config.model_type, model_config.get_text_config()
-    name = "mm_tokens_per_image" if hasattr(model_config, "mm_tokens_per_image") else "default_output_length"
-    tokens = getattr(model_config, name, 0) or getattr(model_config.vision_config, name, 0)
-    window = getattr(text, "sliding_window", None)
-    if see_both_ways(model_config) and window and tokens > window:
-        raise ValueError(
-            f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: the tokens "
-            "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
-        )
-    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
-    part = int(given.get("long_prefill_token_threshold") or 0)
-    if see_both_ways(model_config) and 0 < part < tokens:
-        raise ValueError(
-            f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
-            "which the engine must read in one step: raise it, or remove it."
-        )
-    if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
-        raise ValueError(
-            f"{kind} has pad_token_id {text.pad_token_id}, whose embeddings of each layer an image's tokens have, but "
-            "vLLM gives them those of token 0: set it to 0, as published, or choose another model."
-        )
-    settings = {
-        "torch_compile": config.torch_compile,
-        "use_liger_kernel": config.use_liger_kernel,
-        "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
-    }
-    if asked := [name for name, is_set in settings.items() if is_set]:
-        raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
 
 
 def _load_processor(path: str, config: GRPOConfig) -> Any:

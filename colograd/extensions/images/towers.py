@@ -24,6 +24,9 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
+# A model's mark: text rows go through the tower too, because ranks exchange tensors there.
+IN_EACH_FORWARD = "tower_in_each_forward"
+
 
 def see_both_ways(model_config: Any) -> str:
     """Return the layers that let a picture's tokens attend to each other both ways: `all`, `window` or `` (none).
@@ -66,11 +69,6 @@ def freeze_tower(model: Any) -> int:
             frozen += parameter.numel()
     keep_gradients_out(tower_layers(model))
     return frozen
-
-
-def in_each_forward(model: Any) -> bool:
-    """Return whether text rows go through the tower too, as some sharding strategies require: ranks exchange there."""
-    return getattr(model, "tower_in_each_forward", False)
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
@@ -156,7 +154,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if in_each_forward(model):  # the embeddings unchanged, after the tower's forward on an unrelated picture
+        if getattr(model, IN_EACH_FORWARD, False):  # the same embeddings, after the tower has read another picture
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
@@ -301,7 +299,7 @@ class ImageStep(ForwardStep):
         model, batch = row.model, row.batch
         text_alone = reads_text_alone(model)
         hides = hidden_tokens(model.config) and not text_alone
-        if batch.media is None and not in_each_forward(model) and not hides:
+        if batch.media is None and not getattr(model, IN_EACH_FORWARD, False) and not hides:
             return run_body(row, model.get_decoder()) if text_alone else inner(row)
         if model.config._attn_implementation == attention.NAME:
             with attention.packed_rows():

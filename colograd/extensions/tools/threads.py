@@ -48,10 +48,6 @@ class UserCall:
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
 
-    def start_thread(self) -> None:
-        """Run the call in a new thread."""
-        threading.Thread(target=_on_this_device(self.run), name="colograd-tool", daemon=True).start()
-
 
 class EnvironmentThread:
     """Makes one environment and runs its sync methods, in one thread.
@@ -78,7 +74,7 @@ class EnvironmentThread:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._work.put(_on_this_device(work))
+        self._work.put(on_this_device(work))
         return future
 
     def close(self) -> None:
@@ -117,7 +113,7 @@ def wait_for_result(future: Future[Any]) -> Any:
     return future.result()
 
 
-def _on_this_device(work: Callable[[], None]) -> Callable[[], None]:
+def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
     """Return the work for another thread, with this thread's CUDA device. A new thread has the default device."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None

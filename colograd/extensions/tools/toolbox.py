@@ -15,6 +15,7 @@ import asyncio
 import functools
 import inspect
 import math
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -31,7 +32,7 @@ from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place
 from ...usercode.copies import own_copy
 from ...usercode.worker_pool import WorkerPool
 from .environments import Environment, Environments, factory_names
-from .threads import MainThreadAdvice, UserCall
+from .threads import MainThreadAdvice, UserCall, on_this_device
 from .tool_calls import Answers, RunningCall, answer_content, shown_content
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
@@ -178,7 +179,7 @@ class Toolbox:
         user_call = UserCall(function, arguments)
         if name in self._main_thread:
             return RunningCall(name, user_call.future, asker_runs=user_call)
-        user_call.start_thread()
+        threading.Thread(target=on_this_device(user_call.run), name="colograd-tool", daemon=True).start()
         return RunningCall(name, user_call.future, self._deadline(), declarable=name)
 
     def _start_method(

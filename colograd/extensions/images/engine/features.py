@@ -26,7 +26,7 @@ from ..rider import STAND_IN
 
 
 class ImagePrompts(EngineFeature):
-    """Prompts with images, of which one prompt has at most ``most``; 0: as many as tokens, as each image needs one."""
+    """Prompts with at most ``most`` images; 0: as many as the context has tokens, because each image needs one."""
 
     def __init__(self, most: int, on_cpu: bool) -> None:
         self.most, self.on_cpu = most, on_cpu
