@@ -81,8 +81,6 @@ class OverlappedRound(PlainRound):
     def _is_trained(self, scored: ScoredGroup) -> bool:
         return has_signal(scored) or not self.learner.rules.skip_without_signal
 
-    # -- sampling
-
     def sample(self, steps: Steps, sampler: SamplesOnLeader) -> list[SampledStep]:
         """See `PlainRound.sample`. Train finished groups until no rank samples or trains any more."""
         self.early, self.recorded, self._is_first = None, None, True
@@ -107,8 +105,6 @@ class OverlappedRound(PlainRound):
         if (shared := self._shared) is not None:
             stages = dataclasses.replace(stages, scoring=functools.partial(_SharedScoring, self.trainer.engine, shared))
         return super().draw(steps, stages)
-
-    # -- training while ranks sample
 
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
         """Train finished groups, micro-batch by micro-batch, until no rank samples or trains any more. No collective.
@@ -152,8 +148,6 @@ class OverlappedRound(PlainRound):
         with trainer.recorder.trains_early(step.rows), self.times.phase("train"):
             loss_pass(step, learner.row_loss(), autocast, learner.sharding, metrics=metrics)
         return step.rows
-
-    # -- the step
 
     def pack(
         self,
