@@ -47,7 +47,6 @@ CONFLICTS = (
 
 
 def advice(config: GRPOConfig) -> Iterator[str]:
-    """Yield the lines of a start with `carry_over`."""
     if config.carry_over is None:
         return
     takes, holds = config.groups_per_round, config.groups_in_flight

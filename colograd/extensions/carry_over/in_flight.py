@@ -41,7 +41,6 @@ class PartialCompletion:
     finish_reason: FinishReason | None = None  # None: unfinished
 
     def extended(self, part: Sampled, version: int) -> PartialCompletion:
-        """Return the completion with the tokens of a request appended."""
         ended = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
         spans = (*self.spans, VersionSpan(len(part.ids), version)) if part.ids else self.spans
         riders = joined_riders([(self.riders, len(self.ids)), (part.riders, len(part.ids))], 0)
@@ -84,14 +83,11 @@ class GroupInFlight:
         return all(completion.finish_reason is not None for completion in self.completions)
 
     def group(self, version: int) -> Group:
-        """Return the whole group, in the round at step ``version``."""
         rollouts = tuple(completion.rollout(self.prompt.input, version) for completion in self.completions)
         return Group(self.prompt.example, rollouts, self.prompt.position)
 
 
 class RoundEnd(NamedTuple):
-    """The end of a round with `carry_over` on a rank."""
-
     done: tuple[int, ...]  # positions of the groups that the round trains
     carried: tuple[GroupInFlight, ...]  # the oldest first
 
@@ -127,8 +123,6 @@ class InFlight:
         old = [group.prompt.position for group in groups if version - group.since >= self.max_age]
         return set(old[: self.takes])
 
-    # -- in a checkpoint
-
     def save(self, folder: str | Path, rank: int, ranks: int) -> None:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
@@ -153,7 +147,7 @@ class InFlight:
                     f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
                     f"{self.completions}: set it back, or leave them out by ignore_data_skip: true."
                 )
-            completions = [  # those that have all tokens that they may have in this run end
+            completions = [  # completions with as many tokens as this run allows end
                 dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
                 if each.finish_reason is None and len(each.ids) >= self.longest
                 else each
@@ -162,9 +156,6 @@ class InFlight:
             groups.append(dataclasses.replace(group, completions=tuple(completions)))
         self.groups = tuple(groups)
         return ""
-
-
-# -- the bytes of groups in flight
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:

@@ -27,7 +27,6 @@ FILE = "rank-{rank:05d}.carried"  # file name in a round's folder
 
 
 def carried_round(trainer: Any) -> CarriedRound | None:
-    """Return the round of a run with `carry_over`."""
     return None if trainer.args.carry_over is None else CarriedRound(trainer)
 
 

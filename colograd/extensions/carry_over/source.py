@@ -21,8 +21,6 @@ from .in_flight import GroupInFlight, InFlight
 
 
 class CarryOverFeature(SourceFeature):
-    """A run with `carry_over`."""
-
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         if config.carry_over is None:
@@ -110,7 +108,6 @@ class _Round:
                 yield self.groups.pop(position).group(version)
 
     def extend(self, ended: Iterable[tuple[str, Sequence[Sampled]]], version: int) -> None:
-        """Add the tokens of requests that have ended."""
         for request, (part,) in ended:
             position, index = self.requests.pop(request)
             group = self.groups[position]

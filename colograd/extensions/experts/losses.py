@@ -25,8 +25,6 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Routing))
 
 
 class RoutingStep(ForwardStep):
-    """Forward that also returns the fields of a `Routing`, see `routing_in`."""
-
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         row.of_layers[LOGITS], row.inputs["output_router_logits"] = [], True
         found = inner(row)

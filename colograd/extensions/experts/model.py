@@ -26,9 +26,11 @@ class Experts(ModelFeature):
             return
         config, text = wanted.config, wanted.model_config.get_text_config()
         kind = text.model_type
+        if not num_experts(wanted.model_config):
+            if config.router_replay:
+                raise ValueError(f"router_replay is true, but {kind} is no mixture of experts: set it to false.")
+            return
         self.check_split(wanted.model_config, config.vllm_tensor_parallel_size)
-        if config.router_replay and not num_experts(wanted.model_config):
-            raise ValueError(f"router_replay is true, but {kind} is no mixture of experts: set it to false.")
         if config.router_replay and kind not in SHARES:
             raise ValueError(
                 f"router_replay is true, but how {kind}'s router shares a token out among experts isn't known: set it "

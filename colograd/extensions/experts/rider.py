@@ -110,8 +110,6 @@ class RoutedExperts(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowExperts(RowRider):
-    """The experts of a row's tokens."""
-
     experts: torch.Tensor  # (T, L, K), `UNKNOWN` for a token without recorded experts
 
     FIELD = "experts"
@@ -131,6 +129,5 @@ def filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) -> torch.Tensor:
-    """Return a (tokens, layers, chosen) tensor from numbers of ``width`` bytes."""
     kind = {1: np.int8, 2: np.int16}[width]
     return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))

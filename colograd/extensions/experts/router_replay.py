@@ -53,7 +53,6 @@ SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def set_up(model: Any, config: GRPOConfig) -> None:
-    """Let the model replay the routing if the configuration asks for it."""
     if config.router_replay:
         make_replaying(model)
 
@@ -89,7 +88,6 @@ def make_replaying(model: Any) -> None:
 
 
 def routers_of(module: torch.nn.Module) -> list[Any]:
-    """Return the routers in a model or a layer, in their order."""
     return [part for part in module.modules() if type(part).__name__.lower().endswith("topkrouter")]
 
 

@@ -23,8 +23,6 @@ from ...sharding.buckets import reduce_scatter
 
 
 class Exchange(NamedTuple):
-    """One collective of a forward or a backward."""
-
     block: FSDPModule
     summed: int = 0  # number of gradient elements that are summed; 0: the exchange gathers weights
 
@@ -39,8 +37,6 @@ class Exchange(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of a model."""
-
     root: Any  # the model itself, with the parameters outside of all other blocks
     decoder: list[Any]
     embedding: list[Any]  # the input embedding; empty if it is tied to the head, which is then part of the root
@@ -49,11 +45,9 @@ class Blocks(NamedTuple):
 
     @property
     def layers(self) -> list[Any]:
-        """Layers of tower and decoder, in the order of a forward."""
         return [*self.tower, *self.decoder]
 
     def all(self) -> list[Any]:
-        """Return all blocks, in the order of a forward."""
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:

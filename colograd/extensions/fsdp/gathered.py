@@ -54,7 +54,6 @@ class GatheredWeights(PlannedSync):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a publish writes."""
         return sum(place.destination.nbytes for places in self.places.values() for place in places)
 
     def describe(self) -> str:

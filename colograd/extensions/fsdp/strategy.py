@@ -92,8 +92,6 @@ class FullySharded(SharedParts):
     def device(self) -> torch.device:
         return self._device
 
-    # -- the cut
-
     def _cut(self, model: Any, reshard: bool) -> Blocks:
         blocks = cut(model, self._device, self, self._gradients, reshard, self._offload)
         self._pattern[model, FORWARD] = [Exchange(block) for block in blocks.all()]
@@ -145,8 +143,6 @@ class FullySharded(SharedParts):
     def take(self, rows: torch.Tensor) -> None:
         self._summed, self._offset = rows, 0
 
-    # -- a pass
-
     @contextmanager
     def agree(self, what: str) -> Iterator[None]:
         self._began = False
@@ -195,8 +191,6 @@ class FullySharded(SharedParts):
         self._pattern[model, kind] = tuple(self._exchanges)
         self._entered[model] = None
 
-    # -- a step
-
     def sum_gradients(self) -> None:
         """Set missing gradients to zeros, after a step without a backward. The backwards have summed all others."""
         for piece in self._pieces.values():
@@ -223,8 +217,6 @@ class FullySharded(SharedParts):
 
     def gather_weights(self) -> None:
         """Do nothing: each pass gathers them."""
-
-    # -- files
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:

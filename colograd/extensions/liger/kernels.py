@@ -36,7 +36,6 @@ def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], 
 
 
 def check_liger(config: GRPOConfig) -> None:
-    """Raise a ValueError if there is no GPU, or no liger-kernel."""
     if not config.use_liger_kernel:
         return
     if config.on_cpu:
@@ -48,7 +47,6 @@ def check_liger(config: GRPOConfig) -> None:
 
 
 def _kernels() -> dict[str, Callable[..., None]]:
-    """Return liger-kernel's patch functions by model type."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:

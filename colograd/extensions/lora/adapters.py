@@ -84,7 +84,6 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
 
 
 def taken_adapter(model: Any) -> Adapter:
-    """Check and describe the adapter of a PeftModel, and save less of its inputs."""
     keep_inputs_as_they_are(model)
     return describe_adapter(model)
 
@@ -114,7 +113,6 @@ def check_lora_config(peft_config: Any) -> None:
 
 
 def describe_adapter(model: Any) -> Adapter:
-    """Check and describe the adapter of a PeftModel."""
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
             f"The PeftModel has the adapters {', '.join(model.peft_config)} ({len(model.active_adapters)} active), but "

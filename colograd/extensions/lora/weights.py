@@ -77,7 +77,6 @@ class AdapterWeights(PlannedSync):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a publish writes, after the first publish."""
         return sum(destination.nbytes for destination in self._destinations)
 
     def describe(self) -> str:

@@ -95,7 +95,6 @@ class MuonSplit(AdamWSplit):
 
 
 def muon_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit], dict[str, Any]] | None:
-    """Return class and further arguments of the run's optimizer; None: it isn't Muon."""
     if args.optim != "muon":
         return None
     if is_adapted(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,19 +14,11 @@ from ...training.adamw_split import DTYPES, AdamWSplit, Piece, Step, Steps
 from .host_stream import ELEMENTS, HostStream, Job
 
 
-class HostGradients(Protocol):
-    """Gradients in host memory. The optimizer multiplies them by ``factor`` if that is below 1."""
-
-    factor: float
-
-    def of(self, part: torch.Tensor) -> torch.Tensor | None: ...
-
-
 class HostAdamW(AdamWSplit):
     """AdamW whose state, gradients or both pass through the device piece by piece (see `HostStream`). ``streamed``:
     keep the state in host memory."""
 
-    host_gradients: HostGradients | None = None  # replace the parameters' `grad`
+    host_gradients: Any = None  # an `OnHost`, whose sums replace the parameters' `grad`
 
     def __init__(self, params: Iterable[Any], streamed: bool = False, **given: Any) -> None:
         self.streamed = streamed
@@ -57,7 +49,8 @@ class HostAdamW(AdamWSplit):
         )
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
+        own: torch.Tensor | None = parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
+        return own
 
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if not self.streamed:
@@ -72,7 +65,6 @@ class HostAdamW(AdamWSplit):
 
 
 def host_adamw_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit], dict[str, Any]] | None:
-    """Return class and further arguments of the run's optimizer; None: nothing of it is in host memory."""
     if args.streams_optimizer or args.offloads_gradients:
         return HostAdamW, {"streamed": args.streams_optimizer}
     return None

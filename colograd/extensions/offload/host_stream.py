@@ -22,8 +22,6 @@ ITEMSIZE = 10  # largest number of bytes of an optimizer's state per element
 
 
 class Job(NamedTuple):
-    """Work on copies of host tensors."""
-
     kernel: Callable[[Sequence[torch.Tensor]], Any]  # called with the copies, in this order
     written: Sequence[torch.Tensor] = ()  # host tensors that get the copies' values afterwards
     read: Sequence[torch.Tensor] = ()  # host tensors that stay unchanged

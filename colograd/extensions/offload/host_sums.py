@@ -56,7 +56,6 @@ class HostSums:
         return self._places[key] if key in self else None
 
     def keep_at(self, key: Hashable, place: torch.Tensor) -> None:
-        """Use this host memory for a sum."""
         self._places[key] = place
 
     @torch.no_grad()
@@ -87,7 +86,6 @@ class HostSums:
         self._arrived[key] = self._stream.sent()
 
     def settle(self) -> None:
-        """Wait until all sums are in host memory."""
         self._stream.wait()
         self._on_way.clear()
 
@@ -97,7 +95,6 @@ class HostSums:
         self._arrived.clear()
 
     def forget(self, key: Hashable) -> None:
-        """Drop a sum."""
         self._arrived.pop(key, None)
 
     @torch.no_grad()

@@ -43,7 +43,6 @@ class LayerInputs:
         return self  # a copy of the model shares the host memory
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run torch's `checkpoint`, with the saved inputs kept on the host."""
         with saved_tensors_hooks(self._pack, self._unpack):
             return checkpoint(function, *args, **options)
 
@@ -110,7 +109,6 @@ class _Input:
         self.come: Any = None  # event of the copy back to the device
 
     def leave(self) -> None:
-        """Free the input on the device."""
         self.sent.wait(self.owner.torch.current_stream())
         self.tensor = None
 

@@ -51,7 +51,6 @@ class OnHost(ShardingStrategy):
         return norm
 
     def _present(self, names: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the existing sums of these keys, in host memory."""
         return [total for name in names if (total := self.sums.get(name)) is not None]
 
     def discard(self) -> None:

@@ -8,7 +8,6 @@ from ...config import GRPOConfig
 
 
 def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
-    """Return the moves of a run; None: the state stays."""
     return OptimizerOffload() if config.offload_optimizer == "sampling" and not config.on_cpu else None
 
 

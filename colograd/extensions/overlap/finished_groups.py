@@ -66,21 +66,16 @@ class FinishedGroups:
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # this rank's accepted groups, in the order of finishing
         self._known: set[int] = set()  # positions of finished groups, accepted or not
-        self._left: set[int] = set()  # indices of the groups in `_own` that no rank is known to have taken
         self._offered = 0  # number of groups offered in the store: the first ones of `_own`
         self._sizes: list[int] = []  # tokens of each offered group; 0: other ranks can't take it
-        self._gone: set[tuple[int, int]] = set()  # (owner, index) of other ranks' groups that were taken
+        self._gone: set[tuple[int, int]] = set()  # (owner, index) of groups that this rank knows to be taken
         self._is_sampled = self._is_hungry = self._is_last = False
         self._looked = 0.0
 
-    # -- a rank that still samples
-
     def add(self, scored: ScoredGroup) -> None:
-        """Add a finished group of this rank."""
         if self.wants(scored.group.position):
             self._known.add(scored.group.position)
             if self.accepts(scored):
-                self._left.add(len(self._own))
                 self._own.append(scored)
 
     def wants(self, position: int) -> bool:
@@ -105,15 +100,14 @@ class FinishedGroups:
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
             rollouts = scored.group.rollouts
             content = b""  # nothing: the group stays, as it is taken, or it or its pictures are too large
-            if index in self._left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
+            is_left = (self.layout.rank, index) not in self._gone
+            if is_left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
                 content = pickle.dumps(scored.for_training())
             if is_sent := 0 < len(content) <= LARGEST:
                 self._store().set(self._key(f"group/{self.layout.rank}/{index}"), content)
             self._sizes.append(tokens_of(scored) if is_sent else 0)
         self._offered = len(self._own)
         self._tell_sizes()
-
-    # -- a rank that has finished sampling
 
     def finish(self) -> None:
         """Note that this rank samples no more, for whatever reason."""
@@ -122,7 +116,6 @@ class FinishedGroups:
             self._count("sampled", 1)
 
     def all_sampled(self) -> bool:
-        """Return whether no rank samples any more."""
         self._is_last = self._is_last or self._count("sampled", 0) >= self.layout.world_size
         return self._is_last
 
@@ -132,7 +125,6 @@ class FinishedGroups:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Count this rank as training while the context is open."""
         self._count("training", 1)
         try:
             yield
@@ -150,65 +142,47 @@ class FinishedGroups:
         if hungry:
             self._offer()
         shares = 1 + max(hungry, 1) if self.all_sampled() else 0
-        taken = self._take_own(budget, shares)
+        left = {i: tokens_of(own) for i, own in enumerate(self._own) if (self.layout.rank, i) not in self._gone}
+        taken = self._take({self.layout.rank: left}, budget, shares)
+        if self._offered and taken:
+            self._tell_sizes()  # other ranks see the remaining groups
         if not taken:
             if not self._is_hungry and self._others:
                 self._is_hungry = True
                 self._count(self._wanted, 1)
-            taken = self._take_others(budget, shares)
+            taken = self._take({owner: self._free_of(owner) for owner in self._others}, budget, shares)
         return taken
 
-    def _take_own(self, budget: int, shares: int) -> list[ScoredGroup]:
-        sizes = {index: tokens_of(self._own[index]) for index in self._left}
-        room = min(budget, sum(sizes.values()) // shares) if shares else budget
-        taken: list[ScoredGroup] = []
-        for index in sorted(sizes, key=lambda index: -sizes[index]):
-            if sizes[index] > room and taken:
-                continue
-            self._left.discard(index)
-            if index < self._offered:
-                self._sizes[index] = 0
-                if not self._claim(self.layout.rank, index):
-                    continue
-                self._store().delete_key(self._key(f"group/{self.layout.rank}/{index}"))
-            taken.append(self._own[index])
-            room -= sizes[index]
-        if self._offered and taken:
-            self._tell_sizes()  # other ranks see the remaining groups
-        return taken
+    def _free_of(self, owner: int) -> dict[int, int]:
+        """Return the tokens of each group that another rank offers, by index."""
+        key = self._key(f"sizes/{owner}")
+        sizes = json.loads(self._store().get(key)) if self._store().check([key]) else []
+        return {index: size for index, size in enumerate(sizes) if size and (owner, index) not in self._gone}
 
-    def _take_others(self, budget: int, shares: int) -> list[ScoredGroup]:
-        free: dict[int, dict[int, int]] = {}  # owner -> index -> tokens of each group that can be taken
-        for owner in self._others:
-            key = self._key(f"sizes/{owner}")
-            sizes = json.loads(self._store().get(key)) if self._store().check([key]) else []
-            free[owner] = {i: size for i, size in enumerate(sizes) if size and (owner, i) not in self._gone}
+    def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
+        """Take groups of these owners, by owner and index with their tokens."""
         most = max((sum(sizes.values()) for sizes in free.values()), default=0)
         room = min(budget, most // shares) if shares else budget
         taken: list[ScoredGroup] = []
         for owner in sorted(free, key=lambda owner: -len(free[owner])):
             for index, size in sorted(free[owner].items(), key=lambda each: -each[1]):
-                if size > room and taken:
+                if taken and size > room:
                     continue
                 self._gone.add((owner, index))
-                if not self._claim(owner, index):
+                is_own, key = owner == self.layout.rank, self._key(f"group/{owner}/{index}")
+                if is_own and index >= self._offered:  # nobody else can take it
+                    taken.append(self._own[index])
+                elif self._count(f"taken/{owner}/{index}", 1) == 1:  # this rank is the first to take it
+                    taken.append(self._own[index] if is_own else pickle.loads(self._store().get(key)))
+                    self._store().delete_key(key)
+                else:
                     continue
-                key = self._key(f"group/{owner}/{index}")
-                taken.append(pickle.loads(self._store().get(key)))
-                self._store().delete_key(key)
                 room -= size
-                if room <= 0:
-                    return taken
         return taken
 
-    # -- notes
-
     def _tell_sizes(self) -> None:
-        self._store().set(self._key(f"sizes/{self.layout.rank}"), json.dumps(self._sizes))
-
-    def _claim(self, owner: int, index: int) -> bool:
-        """Return whether this rank is the first to take an offered group."""
-        return self._count(f"taken/{owner}/{index}", 1) == 1
+        sizes = [0 if (self.layout.rank, index) in self._gone else size for index, size in enumerate(self._sizes)]
+        self._store().set(self._key(f"sizes/{self.layout.rank}"), json.dumps(sizes))
 
     def _count(self, name: str, more: int) -> int:
         return int(self._store().add(self._key(name), more))

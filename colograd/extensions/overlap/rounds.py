@@ -113,8 +113,6 @@ class OverlappedRound(PlainRound):
         self._sampled = super().draw(steps, stages)
         return self._sampled
 
-    # -- training while ranks sample
-
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
         """Train finished groups, micro-batch by micro-batch, until no rank samples or trains any more. No collective.
 
@@ -157,8 +155,6 @@ class OverlappedRound(PlainRound):
         with trainer.recorder.trains_early(step.rows), self.times.phase("train"):
             loss_pass(step, learner.row_loss(), autocast, learner.sharding, metrics=metrics)
         return step.rows
-
-    # -- the step
 
     def pack(
         self,

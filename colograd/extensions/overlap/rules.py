@@ -39,7 +39,6 @@ def why_not(
 
 
 def why_no_overlap(trainer: Any) -> str:
-    """Return why a run's groups all wait for the last one; empty: they don't."""
     if trainer.args.world_size == 1:
         return "there is no other rank"
     sharding = strategy_of(trainer.args)
@@ -47,7 +46,6 @@ def why_no_overlap(trainer: Any) -> str:
 
 
 def note(trainer: Any) -> str:
-    """Return the run's line about `overlap` at start; empty: none."""
     config: GRPOConfig = trainer.args
     if config.overlap == "off":
         return ""

@@ -31,7 +31,6 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """Readable name: `NF4`, `FP4` or `int8`."""
         return name_of(self.settings)
 
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
@@ -126,7 +125,6 @@ def settings_of(model_config: Any, config: GRPOConfig, name: str) -> dict[str, A
 
 
 def check_method(settings: Mapping[str, Any], where: str) -> None:
-    """Raise a ValueError if the method isn't bitsandbytes'."""
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "mxfp4":
         raise ValueError(

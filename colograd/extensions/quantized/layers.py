@@ -35,7 +35,6 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed values and their scales."""
         state = getattr(self.layer.weight, "quant_state", None)
         if state is None:
             scales = [_row_scales(self.layer)]
@@ -65,7 +64,6 @@ class PackedWeight:
         return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
 
     def precision(self, x: torch.Tensor) -> torch.dtype:
-        """Return the dtype of the product with ``x``."""
         found: torch.dtype = getattr(self.layer, "compute_dtype", None) or x.dtype
         return found
 
@@ -139,7 +137,6 @@ class _Product(torch.autograd.Function):
 
 
 def is_4bit(settings: Mapping[str, Any]) -> bool:
-    """Return whether the settings of a checkpoint's config.json mean 4 bits, not 8."""
     return bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit"))
 
 

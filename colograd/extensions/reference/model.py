@@ -146,7 +146,6 @@ def check_reference(config: GRPOConfig, policy: Policy) -> None:
 
 
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
-    """Check the policy, and return it."""
     check_reference(config, policy)
     return policy
 

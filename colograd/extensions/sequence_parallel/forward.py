@@ -64,7 +64,6 @@ def share_rows(model: Any, groups: RowGroups) -> None:
 
 
 def whole_rows(model: Any) -> None:
-    """Undo `share_rows`."""
     if hasattr(model, "row_groups"):
         del model.row_groups
         remove(model, RowStep)
@@ -120,7 +119,6 @@ class RowPart:
 
     @property
     def range(self) -> slice:
-        """Range of this rank's tokens in the row."""
         start = sum(self.tokens[: self.group.place])
         return slice(start, start + self.tokens[self.group.place])
 
@@ -160,8 +158,6 @@ class RowPart:
         way = recurrent_heads.way_of(mixer)
         assert way is not None, f"{type(mixer).__name__} passed `why_rows_stay_whole`"
         return way(mixer, hidden, self, run)
-
-    # -- attention
 
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -31,14 +31,11 @@ class WholeRows(ModelFeature):
 
 
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
-    """Return the policy if its rows can be shared out among `sequence_parallel_size` ranks."""
     check_shared_rows(policy.model, config.sequence_parallel_size, policy.why_padded)
     return policy
 
 
 class SharedTokens(SharedRows):
-    """A strategy in which each rank computes some of a row's tokens, see `forward`."""
-
     _reach_all = False
 
     @classmethod
@@ -96,7 +93,6 @@ def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
 
 
 def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return the strategy whose ranks divide the tokens of each row, if the run has `sequence_parallel_size`."""
     return rows_of(way) if config.sequence_parallel_size > 1 else way
 
 

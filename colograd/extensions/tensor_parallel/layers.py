@@ -140,13 +140,17 @@ class TensorParts:
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """Parts of this rank, by parameter name."""
         return self.places[self.engine.place]
 
     def holders(self, name: str, place: int | None = None) -> tuple[int, ...]:
         """Return the places in the engine of the ranks that share this rank's (or another's) part of a parameter."""
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole policy."""
+        return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:

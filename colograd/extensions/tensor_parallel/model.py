@@ -42,7 +42,6 @@ class InEngineLayout(ModelFeature):
 
 
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
-    """Return the policy if it can lie in the layout of an engine's ranks."""
     if config.tensor_parallel and not samples:
         raise ValueError(
             f"sharding is {config.sharding!r}, but recorded steps are trained without an engine in whose layout the "

@@ -40,7 +40,6 @@ class TensorStrategy(SharedRows):
 
     @property
     def cut(self) -> TensorParts:
-        """The parts of the policy."""
         parts: TensorParts = self.model.tensor_parts
         return parts
 
@@ -57,14 +56,12 @@ class TensorStrategy(SharedRows):
         size, data = self.cut.engine.size, self.cut.data.size
         parallel = "tensor parallel" if self.row.size == size else f"tensor parallel among {size} of them"
         shared = f"; {self.state_of} in {data} parts" if self.state_of and data > 1 else ""
-        whole = sum(torch.Size(shard.shape).numel() for shard in self.cut.shards.values())
+        whole = self.cut.elements
         return (
             f"sharding: the policy is in the engine's layout, {local / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
             f"parameters on this rank; {self.row.size} ranks train each row together ({parallel}), gradients are "
             f"summed over {data}{shared}"
         )
-
-    # -- a step
 
     def _sum_of_squares(self, local: float) -> float:
         total = torch.tensor(local, dtype=torch.float64, device=next(self.model.parameters()).device)
@@ -93,8 +90,6 @@ class TensorStrategy(SharedRows):
                 start, stop = piece.start + shard.begin, piece.stop + shard.begin
                 found.append(dataclasses.replace(piece, start=start, stop=stop))
         return found
-
-    # -- files
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:

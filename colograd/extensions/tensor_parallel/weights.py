@@ -70,7 +70,6 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
 
 
 def _joined(places: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """Join adjacent views of one tensor to one view."""
     first, *others = places
     previous = first
     for other in others:

@@ -39,7 +39,6 @@ class SeededSpeculation(RejectionSampler):
         return SamplerOutput(sampled_token_ids=tokens.to(logits.device), logprobs_tensors=logprobs)
 
     def _constrained(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """Apply temperature, top-k and top-p to the logits, in float32."""
         last, drafted = metadata.bonus_logits_indices, metadata.target_logits_indices
         found = torch.empty_like(logits, dtype=torch.float32)
         found[last] = self.sampler.apply_logits_processors(logits[last].float(), sampling_metadata, True)
@@ -110,7 +109,6 @@ class SeededSpeculation(RejectionSampler):
         return LogprobsTensors(*map(in_places, told[:3]))
 
     def take_counts(self) -> dict[str, float]:
-        """Return the numbers of drafted and accepted tokens since the last call."""
         counts = {"drafts/tokens": float(self.drafted), "drafts/accepted": float(self.accepted)}
         self.drafted = self.accepted = 0
         return counts
@@ -122,8 +120,6 @@ def _first_rows(counts: list[int]) -> list[int]:
 
 
 class Drafts(EngineFeature):
-    """vLLM's drafts, with the tokens that are sampled without them."""
-
     _sampler: SeededSpeculation | None = None
 
     def built(self, engine: BuiltEngine) -> None:
@@ -149,5 +145,4 @@ class Drafts(EngineFeature):
 
 
 def drafts_of(config: GRPOConfig, use: EngineUse) -> Drafts | None:
-    """Return the feature if the user's settings of vLLM name drafts."""
     return Drafts() if dict(config.vllm_engine_kwargs or {}).get("speculative_config") else None  # type: ignore[arg-type]

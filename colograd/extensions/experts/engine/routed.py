@@ -1,18 +1,16 @@
 """Record of the experts that the engine's routers chose for each token of a sequence, for `router_replay`.
 
-vLLM's Model Runner V2, used on a GPU, returns them itself (``enable_return_routed_experts``). With V1, as on a CPU,
-each router passes its choice to a function, and the model runner knows each token's request. A token in the prefix
-cache is in no step of its sequence. It has the experts that its cached keys and values were computed with.
+vLLM's Model Runner V2, used on a GPU, returns them itself (``enable_return_routed_experts``). With V1, on a CPU, each
+router passes its choice to a function, and the model runner knows each token's request. There the prefix cache is off,
+because a cached token is in no step of its sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import re
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,28 +20,12 @@ from ....config import GRPOConfig
 from ....engine.arguments import accepted, runs_v2
 from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
-from ..rider import UNKNOWN, RoutedExperts, filled
+from ..rider import RoutedExperts, filled
 
 TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's argument; not on a CPU
 
 # vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
-
-
-class _Sequence:
-    """Experts of a request's tokens so far: ``rows`` [n, L, K], allocated for more tokens than there are."""
-
-    def __init__(self, start: int, chosen: torch.Tensor) -> None:
-        self.cached = start  # number of tokens that came from the prefix cache
-        self.rows = chosen.new_empty((0, *chosen.shape[1:]))
-
-    def put(self, start: int, chosen: torch.Tensor) -> None:
-        end = start + len(chosen)
-        if end > len(self.rows):
-            rows = self.rows.new_full((max(end, 2 * len(self.rows)), *self.rows.shape[1:]), UNKNOWN)
-            rows[: len(self.rows)] = self.rows
-            self.rows = rows
-        self.rows[start:end] = chosen
 
 
 class RouterLog(EngineFeature):
@@ -52,17 +34,15 @@ class RouterLog(EngineFeature):
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
         self.itself = False  # whether vLLM returns the experts; otherwise its routers are watched
-        self._cached: dict[bytes, torch.Tensor] = {}  # [block, L, K], by digest of all tokens up to the block's end
-        self._seen: dict[str, dict[int, _Sequence]] = {}  # experts by request name and completion index
-        self._prompts: dict[str, list[bytes]] = {}  # block digests of a request's prompt, by vLLM's request name
+        # [n, L, K] by request name and completion index, allocated for more tokens than there are.
+        self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `EngineFeature.arguments`."""
         from vllm import __version__ as found
 
         self.itself = runs_v2(self._config, "router_replay is true", "router_replay: false")
         if not self.itself:
-            return {}
+            return {"enable_prefix_caching": False}
         if arguments.get("enable_prefix_caching") is False:
             raise ValueError(
                 "router_replay is true and vllm_engine_kwargs sets enable_prefix_caching: false, but vLLM's Model "
@@ -84,7 +64,7 @@ class RouterLog(EngineFeature):
             if self.itself:  # vLLM's worker returns experts on the first rank only, and other schedulers would fail
                 core.engine_core.engine_core.scheduler.aux_output_connector = None
             return
-        runner, cache = core.model_executor.driver_worker.worker.model_runner, core.vllm_config.cache_config
+        runner = core.model_executor.driver_worker.worker.model_runner
         self.version = found
         try:
             from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -95,7 +75,6 @@ class RouterLog(EngineFeature):
         self._layers = sorted(layers, key=lambda layer: int(layer.layer_id))
         experts = int(core.vllm_config.model_config.get_num_experts())
         self.dtype = torch.int8 if experts <= 128 else torch.int16
-        self._block = int(cache.block_size) if cache.enable_prefix_caching else 0
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
@@ -118,46 +97,26 @@ class RouterLog(EngineFeature):
         counts = scheduled.num_scheduled_tokens
         if not counts:
             return result
-        for new in scheduled.scheduled_new_reqs if self._block else ():
-            self._prompts[new.req_id] = list(self._digests(new.prompt_token_ids or ()))
         chosen = torch.stack([part for part in self._step if part is not None], 1)
         batch, at = runner.input_batch, 0
         for row, name in enumerate(batch.req_ids):
             start, own = int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]]
             at += counts[name]
-            if (ours := NAME.fullmatch(name)) is not None:  # not a foreign request
-                of_request, index = self._seen.setdefault(ours[2], {}), int(ours[1] or 0)
-                if index not in of_request:
-                    of_request[index] = _Sequence(start, own)
-                of_request[index].put(start, own)
-                self._put_blocks(self._prompts.get(name, ()), start, own)
-        for name in scheduled.finished_req_ids:
-            self._prompts.pop(name, None)
+            if (ours := NAME.fullmatch(name)) is None:  # a foreign request
+                continue
+            of_request, index, end = self._seen.setdefault(ours[2], {}), int(ours[1] or 0), start + len(own)
+            rows = of_request.get(index, own[:0])
+            if end > len(rows):
+                rows = filled(rows, max(end, 2 * len(rows)))
+            rows[start:end] = own
+            of_request[index] = rows
         return result
-
-    def _put_blocks(self, digests: Sequence[bytes], start: int, chosen: torch.Tensor) -> None:
-        """Cache each whole block of a prompt or sequence that lies within ``chosen``."""
-        if not self._block:
-            return
-        end = start + len(chosen)
-        for place in range(-(-start // self._block), min(end // self._block, len(digests))):
-            first = place * self._block - start
-            if digests[place] not in self._cached:
-                self._cached[digests[place]] = chosen[first : first + self._block].clone()
-
-    def _digests(self, ids: Sequence[int]) -> Iterator[bytes]:
-        """Yield a digest for each whole block: of its tokens and all tokens before."""
-        digest = b""
-        for end in range(self._block, len(ids) + 1, self._block):
-            block = array("i", ids[end - self._block : end]).tobytes()
-            digest = hashlib.blake2b(digest + block, digest_size=16).digest()
-            yield digest
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add the experts of each completion. All completions of a request share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         experts = [
-            self._take(request, completion, prompt.ids, one.ids)
+            self._take(request, completion, len(prompt.ids), len(one.ids))
             for completion, one in zip(outputs, sampled, strict=True)
         ]
         return [
@@ -165,9 +124,8 @@ class RouterLog(EngineFeature):
             for one, chosen in zip(sampled, experts, strict=True)
         ]
 
-    def _take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
+    def _take(self, request: str, completion: Any, prompt: int, length: int) -> RoutedExperts:
         """Return and remove the experts of a finished ``completion`` of vLLM's."""
-        tokens = len(prompt) + len(ids)
         if self.itself:
             told = getattr(completion, "routed_experts", None)  # (tokens, all layers, K); no row for the last token
             if told is None:
@@ -176,40 +134,24 @@ class RouterLog(EngineFeature):
                     "router_replay: false, or install vLLM 0.31."
                 )
             layers = [int(layer.layer_id) for layer in self._layers]
-            rows = torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype)
-            return _split(filled(rows, tokens), len(prompt))
-        seen = self._seen.get(request, {}).pop(completion.index, None)
-        if seen is None:
+            rows = torch.from_numpy(told[: prompt + length, layers].astype("int16")).to(self.dtype)
+        elif (seen := self._seen.get(request, {}).pop(completion.index, None)) is not None:
+            rows = seen
+        else:
             raise RuntimeError(
                 f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
                 "its experts aren't known: set router_replay: false, or install vLLM 0.31."
             )
-        whole = filled(seen.rows, tokens)
-        digests = list(self._digests([*prompt, *ids])) if self._block else []
-        for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
-            if (known := self._cached.get(digest)) is not None:
-                whole[place * self._block : (place + 1) * self._block] = known
-        self._put_blocks(digests, 0, whole[: tokens - 1])  # the next turn's prompt begins with these tokens
-        return _split(whole, len(prompt))
+        whole = filled(rows, prompt + length)
+        # A group shares the prompt's tensor, and each tensor may be sent to another rank.
+        return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
 
     def drop(self, request: str) -> None:
         self._seen.pop(request, None)
 
     def forget(self) -> None:
-        """Drop all experts. Called when the weights change and the prefix cache is emptied."""
-        self._cached.clear()
         self._seen.clear()
-        self._prompts.clear()
 
 
 def router_log(config: GRPOConfig, use: EngineUse) -> RouterLog | None:
-    """Offer a `RouterLog` for `router_replay`."""
     return RouterLog(config) if config.router_replay else None
-
-
-def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:
-    """Copy the experts of prompt and completion into separate tensors.
-
-    A group shares the prompt's tensor, and each tensor may be sent to another rank.
-    """
-    return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())

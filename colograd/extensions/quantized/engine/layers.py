@@ -80,7 +80,6 @@ class ServedLayers(ServedWeights, EngineFeature):
         return number
 
     def close(self) -> None:
-        """Drop the references to the policy's weights."""
         for number in self.numbers:
             _parts.pop(number, None)
             _used.discard(number)
@@ -88,7 +87,6 @@ class ServedLayers(ServedWeights, EngineFeature):
 
     @contextlib.contextmanager
     def while_built(self) -> Iterator[None]:
-        """Build the layers that read the policy's weights, while the context lasts."""
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
         from vllm.model_executor.model_loader.utils import get_model_architecture
