@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N fsdp_ranks.py OUT_DIR
 
-Six optimizer steps on the same four rows, dealt out among the ranks. A failure happens once, on rank 1 in `STEP`.
+Three optimizer steps on the same four rows, dealt out among the ranks. A failure happens once, on rank 1 in `STEP`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 from colograd.training.loss_pass import loss_pass
 
-STEPS, ROWS, STEP = 6, 4, 0
+STEPS, ROWS, STEP = 3, 4, 0
 CPU = torch.device("cpu")
 
 
