@@ -1,7 +1,7 @@
 """Two steps of a decoder family's tiny random model, and the second one again from a checkpoint.
 
-Plain transformers loads the saved folder. FOLDER/outcome.json gets the outcome, with log-probabilities of some tokens by
-transformers.
+Plain transformers loads the saved folder. FOLDER/outcome.json gets the outcome, with transformers' log-probabilities of
+some tokens.
 
 python one_family.py MODEL_TYPE FOLDER
 """

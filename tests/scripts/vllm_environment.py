@@ -103,7 +103,7 @@ def base_of(python: str) -> Base:
 
 
 def unmet(package: Package, held: Callable[[str], str | None], release: str) -> list[Requirement]:
-    """Return a package's requirements (lines of its metadata) that apply to a Python of this ``release`` and aren't met.
+    """Return a package's requirements (lines of its metadata) that apply to a Python of this ``release`` and are unmet.
     ``held`` returns a package's present version. Builds of a version (2.11.0+cpu) count as one."""
     missing = []
     for line in package.requirements:
