@@ -20,8 +20,8 @@ FIGURES = dict[str, Any]
 LAYERS = 4
 
 
-# One or two of each kind: passes, memory, optimizers, what lies on the host. The others are left to `pytest -m slow`.
-FAST = ("dense_untied", "sinks", "adapter", "checkpointed", "old_logprobs", "optimizer", "all_on_host", "checkpoint")
+# Passes, an optimizer's step, a checkpoint: 15 seconds. The others are left to `pytest -m slow`.
+FAST = ("dense_untied", "sinks", "adapter", "checkpointed", "old_logprobs", "optimizer", "checkpoint")
 LONG = ("long_sequences", "long_sequences_of_a_packed_base", "long_windows", "long_soft_caps")  # half a minute each
 PARTS = (FAST, LONG, tuple(name for name in fake_gpu_cases.CASES if name not in (*FAST, *LONG)))
 
@@ -195,6 +195,7 @@ def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: C
 
 
 @needs("offload")
+@pytest.mark.slow  # test_host_cuda.py runs it with values
 def test_a_model_that_a_gpu_has_no_room_for_trains_with_all_that_can_be_on_the_host(cases: Cases) -> None:
     case = found(cases, "all_on_host")
     assert case["waits"] == [] and case["products"] == ["bfloat16"]

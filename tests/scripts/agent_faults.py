@@ -1,4 +1,4 @@
-"""Three steps with an agent whose sessions fail in all ways, the last of which is told to end the run.
+"""Three steps with an agent. Its sessions fail in all ways, and the last failure has to end the run.
 
 torchrun --nproc-per-node 2 agent_faults.py MODEL OUT_DIR SETTINGS
 
@@ -46,7 +46,7 @@ class Clock(SimpleNamespace):
 
 
 class ImpatientSessions(sessions._RunningSessions):
-    """Their time is over when only those that hang are left, however slow this machine is."""
+    """Sessions that time out when only hanging sessions are left, at any speed of the machine."""
 
     def finished(self) -> Iterator[Any]:
         if self._running and all(each.session.prompt.example["kind"] == "hangs" for each in self._running):

@@ -2,7 +2,7 @@
 
 agent_ranks.py MODEL OUT_DIR SETTINGS
 
-SETTINGS is JSON: of the configuration, and `die_after`: the session at whose end the process kills itself (0: none).
+SETTINGS is JSON: of the configuration, and `die_after`: after so many sessions the process kills itself (0: never).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ die_after: int = settings.pop("die_after", 0)
 
 
 def agent(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Asks, also in a shorter context, and as many times more as the row's number says."""
+    """Send a request, one with a shorter context, and as many more as the row's number."""
     global ended
     agent_cases.compacting(base_url, api_key, model, row)
     with agent_cases.client(base_url, api_key) as openai:

@@ -1,4 +1,4 @@
-"""Train with the package on PYTHONPATH and write down what came out. Started by tests/benchmarks/checkouts.py.
+"""Train with the package on PYTHONPATH and write its results. Started by tests/benchmarks/checkouts.py.
 
     python checkout_run.py JOB.json ANSWER.json        (under torchrun, each rank writes ANSWER.json.RANK)
 
@@ -92,7 +92,7 @@ class Recording(GRPOTrainer):
         return loss
 
     def numbers(self) -> dict[str, Any]:
-        """What the same seeds must give again: losses, SHA-256 of each round's completions and of the weights."""
+        """Return losses and SHA-256 of each round's completions and of the weights. Equal seeds must repeat them."""
         weights = hashlib.sha256()
         for name, parameter in sorted(self.model.named_parameters()):
             if parameter.requires_grad:
@@ -144,7 +144,7 @@ def trained(trainer: Recording) -> dict[str, Any]:
 
 
 def settings(folder: str, **changes: Any) -> GRPOConfig:
-    """Of a run that writes nothing but into ``folder``, if there."""
+    """Return the settings of a run that writes only into ``folder``, if it writes at all."""
     quiet = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
     return GRPOConfig(**({"output_dir": folder, "log_completions": False, "save_strategy": "no"} | changes | quiet))
 
@@ -172,7 +172,7 @@ def make_model(folder: Path) -> str:
 
 
 def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """A rollout_func whose answer depends on the prompt, its occurrence and the step alone."""
+    """A rollout_func. Its completions depend only on the prompt, its occurrence and the step."""
     step, tokenizer = trainer.state.global_step, trainer.processing_class
     answer: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
     seen: dict[str, int] = {}

@@ -1,10 +1,9 @@
-"""The proof of the weights where ranks share an engine, one of which computes with a copy of one parameter.
+"""The proof of the weights for ranks that share an engine, while one rank computes with a copy of one parameter.
 
     torchrun --nproc-per-node 2 detached_ranks.py MODEL OUT_DIR
 
-Started by tests/extensions/tensor_parallel/test_tensor_parallel.py. Each rank writes
-what was shown of the whole engine at once, and of each parameter that the last rank had a copy of, whether all at once
-or one by one it was found.
+Started by tests/extensions/tensor_parallel/test_tensor_parallel.py. Each rank writes the proof's result for the whole
+engine, and for each copied parameter whether the proof found it: all parameters at once, and one by one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An agent's program whose row says what it does wrong. `rewarded` is what the endpoint should have answered it.
+"""An agent's program. Its row names the mistake that it makes. `rewarded` is the expected answer of the endpoint.
 
 The command of tests/scripts/agent_faults.py: it reads the row from its standard input. It needs no package.
 """
@@ -50,7 +50,7 @@ def rewarded(kind: str, folder: Path) -> float:
         longer = ask({**ASKED, "messages": [{"role": "user", "content": "x" * 5000}]})
         with ThreadPoolExecutor(20) as threads:
             found = {*threads.map(ask, [{**ASKED, "max_tokens": 20}] * 60)}
-        while (at_last := ask(ASKED)) == 200:  # until it has asked all that it may
+        while (at_last := ask(ASKED)) == 200:  # until no request is left
             pass
         return float(refused == 429 and 200 in found <= {200, 403, 429} and longer == 400 and at_last == 403)
     elif kind == "rubbish":

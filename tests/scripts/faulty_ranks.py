@@ -1,10 +1,10 @@
-"""Ranks of which the last fails while the others wait for it.
+"""Ranks that wait for the last one, which fails.
 
 Started by tests/parallel/test_faults.py and tests/training/test_nodes.py.
 
     faulty_ranks.py FAULT [FOLDER]
 
-FAULT: it `raises` in the middle; says that it failed and waits elsewhere (`tells`); fails before the others come
+FAULT: it `raises` in the middle; reports that it failed and waits elsewhere (`tells`); fails before the others come
 (`early`); is `killed`, or the first rank instead (`first`), or while others wait where nothing wakes them (`stuck`);
 doesn't come within the 3 s that an exchange may take (`absent`). All fail alike, catch it and go on (`caught`); it ends
 in good order while the first still writes (`leaves`); it gets a scheduler's signal while the others wait

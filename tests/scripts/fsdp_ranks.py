@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N fsdp_ranks.py OUT_DIR
 
-Six optimizer steps on the same four rows, dealt out among the ranks. A failure happens once, on rank 1 in `STEP`.
+Three optimizer steps on the same four rows, dealt out among the ranks. A failure happens once, on rank 1 in `STEP`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 from colograd.training.loss_pass import loss_pass
 
-STEPS, ROWS, STEP = 6, 4, 0
+STEPS, ROWS, STEP = 3, 4, 0
 CPU = torch.device("cpu")
 
 
@@ -87,13 +87,13 @@ def rows() -> list[PackedRow]:
 
 
 class Offloaded(FullySharded):
-    """Its rows lie in memory of the host's beside it, as on a GPU."""
+    """Its rows lie in separate host memory, as on a GPU."""
 
     _offload = property(lambda self: True, lambda self, value: None)
 
 
 class Fault:
-    """Happens once, where it is asked for."""
+    """Raises an error once, at the requested place."""
 
     def __init__(self, kind: str, model: Any) -> None:
         self.kind, self.layer = kind if rank() == 1 else "", model.model.layers[1]
@@ -168,7 +168,7 @@ def train(
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of tensors alive at once; those that are there when it begins are given."""
+    """Most bytes of tensors alive at once, with the tensors that exist at the start."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Live(TorchDispatchMode):
 
 
 def memory(layers: int, vocabulary: int, tied: bool) -> dict[str, Any]:
-    """Peak of the passes of a bfloat16 policy, whose weights are much more than its activations."""
+    """Measure the peak of a bfloat16 policy's passes. Its weights take much more than its activations."""
     model = fresh(torch.bfloat16, layers, 128, tied, vocabulary)
     parameters = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.model.layers[0].parameters())
@@ -207,7 +207,7 @@ def memory(layers: int, vocabulary: int, tied: bool) -> dict[str, Any]:
 
 
 def frozen(model: Any, way: ShardingStrategy) -> float:
-    """How far a second model that is cut likewise is from the policy it was made from."""
+    """Return the difference between a second model, cut in the same way, and the policy with equal weights."""
     reference = fresh().eval()
     way.share_frozen(reference)
     row = collate(rows()[rank()])
@@ -216,7 +216,7 @@ def frozen(model: Any, way: ShardingStrategy) -> float:
 
 
 def taught(model: Any, way: ShardingStrategy) -> float:
-    """How far the divergence of the cut model from a teacher of another size, cut likewise, is from the whole one's."""
+    """Return the error that cutting adds to the divergence from a teacher of another size, which is cut too."""
 
     teacher, row = fresh(layers=4, hidden=64).eval(), collate(rows()[rank()])
     head = TeacherHead.of(teacher).copied_to(CPU)  # before it is cut, as `teacher_of` does

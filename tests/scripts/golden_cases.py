@@ -36,7 +36,7 @@ CURRICULUM = {
     "shares": {"new": 0.5, "hard": {0: 1, 6: 0.1}},
 }
 
-# By name: settings, and beside them `model` (a key of `MODELS` in checkouts.py), `peft`, `data`, `tools`, `agent`.
+# name -> settings, and in addition `model` (a key of `MODELS` in checkouts.py), `peft`, `data`, `tools`, `agent`.
 ONE_RANK: dict[str, dict[str, Any]] = {
     "plain": {},
     "untied": {"model": "untied"},
@@ -138,7 +138,7 @@ def data_of(kind: str) -> Dataset:
 
 
 def picture(seed: int) -> Any:
-    """A picture whose pixels depend on the seed."""
+    """Make a picture with random pixels of a seed."""
     from PIL import Image
 
     return Image.frombytes("RGB", (32, 32), bytes((seed * 37 + place * 11) % 256 for place in range(3 * 32 * 32)))

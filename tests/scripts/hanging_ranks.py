@@ -1,9 +1,9 @@
-"""Ranks of which one makes no progress while the others wait for it. Started by tests/parallel/test_watchdog.py.
+"""Ranks that wait for one that makes no progress. Started by tests/parallel/test_watchdog.py.
 
     hanging_ranks.py FAULT LIMIT
 
 FAULT, of the last rank: it `sleeps`, or `holds` Python's lock in a call that doesn't return, or `stops` its process; or
-the first rank does (`first`). It says "hangs" before. LIMIT: seconds.
+the first rank does (`first`). Before, it prints "hangs". LIMIT: seconds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Train the tiny model on several nodes and write down what each rank ended with.
+"""Train the tiny model on several nodes and write each rank's results.
 
 Started by tests/training/test_nodes.py.
 
     torchrun --nnodes 2 --nproc-per-node 2 ... node_ranks.py MODEL RUN_DIR OUT_DIR STOP_AT
 
-RUN_DIR is this node's own. In step STOP_AT the ranks of the second node say that they have come there, and wait to be
-killed; 0: in none.
+RUN_DIR is this node's own. In step STOP_AT the ranks of the second node report that they have come there, and wait
+to be killed; 0: in none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Two steps of a decoder family's tiny random model, the second one again from a checkpoint; its saved folder is loaded
-by plain transformers, whose log-probabilities of some tokens are told too. What came of it goes to FOLDER/outcome.json.
+"""Two steps of a decoder family's tiny random model, and the second one again from a checkpoint.
+
+Plain transformers loads the saved folder. FOLDER/outcome.json gets the outcome, with transformers' log-probabilities of
+some tokens.
 
 python one_family.py MODEL_TYPE FOLDER
 """
@@ -66,7 +68,7 @@ def main() -> None:
             if "bfloat16" not in str(error) and "BF16" not in str(error):
                 raise
             found = trained(model, folder, "bfloat16")
-    except (ValueError, RuntimeError, TypeError) as error:  # as `colograd.train.start` tells them
+    except (ValueError, RuntimeError, TypeError) as error:  # as `colograd.train.start` prints them
         kind = "RuntimeError" if isinstance(error, RuntimeError) else "ValueError"
         found = {"status": kind, "message": str(error)}
     (folder / "outcome.json").write_text(json.dumps({"type": model_type, **found}))

@@ -1,4 +1,4 @@
-"""Train the tiny model on ranks of which those of the second engine sample longest, with and without `overlap`.
+"""Train the tiny model with and without `overlap`. Ranks of the second engine sample longest.
 
 Started by tests/extensions/overlap/test_overlap.py under torchrun.
 
@@ -8,7 +8,7 @@ MODE: `compare` trains overlapped, not overlapped, and replays the first run; so
 state shared out, `host`, with sums of gradients in host memory too, `lora`, `experts`; `engines`, on four ranks with
 engines of two; `dynamic`, `gradients` and `fsdp`, where nothing is trained early.
 `kill`: a rank is killed while it trains one of the second engine's groups in the third step; `resume` goes on after it,
-and replays what came of it. `memory`: it runs out of memory there in the second step, and all is replayed. `reward`:
+and replays the whole run. `memory`: it runs out of memory there in the second step, and all is replayed. `reward`:
 the second engine's reward raises after it.
 
 Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups,
@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic_sampling": True},
     "engines": {"sharding": "optimizer", "vllm_tensor_parallel_size": 2},
 }
-if MODE == "host":  # on a CPU nothing is offloaded, so the run is told that it isn't on one
+if MODE == "host":  # a run on a CPU offloads nothing, so the check for a CPU is switched off
     GRPOConfig.offloads_gradients = property(lambda self: self.offload_gradients)
 PROMPTS = 8  # of a step: the second half is the second engine's
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -126,7 +126,7 @@ def adapter() -> Any:
 
 
 def watch(trainer: Any) -> None:
-    """Note what is trained early; fail there if the mode says so."""
+    """Record early training, and fail there in modes with a fault."""
     learner, own = trainer.learner, trainer.round
     train, row_loss = own.train_rows, learner.row_loss
 

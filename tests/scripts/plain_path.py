@@ -4,9 +4,9 @@
 
 Plain: text, one rank, a reward function in this process, all options off. The path has the package's functions that get
 or return a value of a stage (`STAGES`: a prompt, a group, a row ...), and the functions on the stack above the
-milestones (`MILESTONES`), which are calls of other packages. Of the start only the way of a dataset's row to its tokens
-counts, not the proofs on made-up rows. Observers (`OBSERVERS`), which take a value and give nothing back, don't count
-with what they call. Comprehensions count with the function around them.
+milestones (`MILESTONES`), which are calls of other packages. At the start only the way of a dataset's row to its tokens
+counts, not the proofs on made-up rows. Observers (`OBSERVERS`) take a value and return nothing: they and the functions
+they call don't count. Comprehensions count with the function around them.
 
 Prints how many frames (functions), files and lines of these files there are, and the share of these lines that names an
 option (`OPTIONS`).
@@ -76,7 +76,7 @@ class Trace:
             self._add(frame)
 
     def _add(self, frame: FrameType | None) -> None:
-        """Add a frame, and those that called it."""
+        """Add a frame and its callers."""
         chain = []
         while frame is not None:
             if frame.f_code.co_filename.startswith(PACKAGE):
@@ -91,7 +91,7 @@ class Trace:
                 self.codes.setdefault(code)
 
 
-# Calls of other packages at which the stack is kept: function -> ends of its file's name.
+# Calls of other packages that record the stack: function -> ends of its file's name.
 MILESTONES: dict[str, tuple[str, ...]] = {
     "apply_chat_template": ("tokenization_utils_base.py",),  # a row of the dataset becomes tokens
     "add_request": ("llm_engine.py",),  # a prompt enters the engine's queue

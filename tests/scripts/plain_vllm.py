@@ -1,10 +1,10 @@
-"""What vLLM alone, without Colograd, says of a model folder: the log-probabilities of a prompt's tokens as JSON.
+"""Log-probabilities of a prompt's tokens as JSON, by vLLM without Colograd, from a model folder.
 
 python plain_vllm.py FOLDER IDS.json OUT.json DTYPE [ADAPTER [IMAGE ...]]
 
-With images the ids have one placeholder for each, and what is written has as many tokens for it as vLLM made of it.
-What vLLM computes wrongly on a CPU (see `cpu_layers`), and the embeddings that it leaves out of Gemma 3n's text, are
-Colograd's. So is the attention to images of Gemma 3, and of Gemma 4's large ones, which a CPU has causal.
+The ids have one placeholder for each image; the output has as many values for it as vLLM made tokens. Three parts are
+Colograd's code: layers that vLLM computes wrongly on a CPU (see `cpu_layers`), embeddings that vLLM leaves out of Gemma
+3n's text, and attention to images in both directions for Gemma 3 and the large Gemma 4.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def mended() -> contextlib.AbstractContextManager[None]:
-    """What an engine of a text model is built with on a CPU."""
+    """Correct vLLM's layers for CPUs; return the context for building a text engine."""
     from colograd.engine.cpu_layers import mend_cpu_layers
     from colograd.engine.model_classes import computed_per_layer_inputs
 
@@ -26,7 +26,7 @@ def mended() -> contextlib.AbstractContextManager[None]:
 
 
 def gemma() -> contextlib.AbstractContextManager[None]:
-    """What an engine of Gemma with images is built with on a CPU."""
+    """Find Gemma's classes; return the context for building its engine with images on a CPU."""
     from colograd.extensions.images.engine.bidirectional import both_ways
     from colograd.extensions.images.engine.features import find_gemma3
 
@@ -42,7 +42,7 @@ def main(folder: str, ids: str, out: str, dtype: str, adapter: str = "", *images
     if images:
         from colograd.extensions.images.towers import find_processors
 
-        find_processors()  # of Idefics3, for which transformers asks for torchvision
+        find_processors()  # transformers requires torchvision for Idefics3's
     tokens = json.loads(Path(ids).read_text())
     with gemma() if "gemma" in Path(folder, "config.json").read_text() and images else mended():
         llm = LLM(

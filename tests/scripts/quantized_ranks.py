@@ -1,4 +1,4 @@
-"""Train an adapter on a quantised base on several ranks and write down what each had.
+"""Train an adapter on a quantised base on several ranks and write each rank's results.
 
 For tests/extensions/quantized/test_quantized.py, and with prompts that have images for
 tests/extensions/images/test_quantized_images.py.

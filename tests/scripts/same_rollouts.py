@@ -1,11 +1,11 @@
-"""Train on rollouts that are the same whoever asks for them, and write down what becomes of the policy.
+"""Train on rollouts that are the same for every caller, and write the policy's results.
 
     torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
 
 Started by tests/extensions/tensor_parallel/test_tensor_parallel.py. The third argument changes the configuration, and
-`{"lora": true}` trains an adapter, `{"sampled": true}` what the engine samples, `{"resume": FOLDER}` goes on from a
-checkpoint. After training, each rank's
-weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
+`{"lora": true}` trains an adapter, `{"sampled": true}` trains completions of the engine, `{"resume": FOLDER}` goes on
+from a checkpoint. After training, each rank's weights are compared with its engine's, and the sampler's
+log-probabilities of new completions with the trainer's.
 FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
 of it above 100 tokens); in the midst of a forward of the second step: `killed` (the last rank is), `inside` (it runs
 out of memory), `alike` (all ranks do), `hangs` (the last rank does).
@@ -110,7 +110,7 @@ def main() -> None:
     prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
     trainer = Watching(model, reward, config, prompts(), prompts(5), rollout_func=rollouts, peft_config=adapter)
     if FAULT == "hangs":
-        vars(trainer.args)["rank_timeout"] = 15.0  # the start may take longer beside others
+        vars(trainer.args)["rank_timeout"] = 15.0  # the start may take longer on a busy machine
     trainer.train(resume_from_checkpoint=resumed)
     trainer.publish()
     worst, completions = parity(trainer)

@@ -1,10 +1,10 @@
-"""Rows whose tokens ranks share out, against whole rows: log-probabilities, entropies, losses of routers, gradients.
+"""Rows that ranks share out, compared with whole rows: log-probabilities, entropies, losses of routers, gradients.
 
 Started by tests/extensions/sequence_parallel/test_shared_rows.py.
 
     torchrun --nproc-per-node S sequence_ranks.py OUT_DIR [CASE ...]
 
-Each rank computes the step's rows whole, and then its tokens of them; gradients of the latter are summed over ranks.
+Each rank computes the step's whole rows, then its share of their tokens. Gradients of shares are summed over ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def rows_of(name: str) -> list[PackedRow]:
-    """Of 31 tokens, of 5, of 39, and a dummy of 2, of which some ranks have nothing."""
+    """Return rows of 31, 5 and 39 tokens, and a dummy row of 2, where some ranks have no token."""
     first, *others = make_groups()
     short = first_of(others[0])
     if name.startswith("trees"):
@@ -111,14 +111,14 @@ def some_kept(labels: torch.Tensor) -> KeptTokens:
 
 
 def some_experts(tokens: int, draw: torch.Generator) -> torch.Tensor:
-    """Two of four for each token in both layers; every fifth token's weren't told."""
+    """Two of four experts for each token in both layers. Every fifth token's are unknown."""
     found = torch.rand(tokens, 2, 4, generator=draw).argsort(-1)[..., :2].to(torch.int8)
     found[::5] = UNKNOWN
     return found
 
 
 def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """What the rows' forwards gave, and the gradients of a loss of all of it."""
+    """Return the outputs of the rows' forwards, and the gradients of a loss of all outputs."""
     model.zero_grad(set_to_none=True)
     if name == "kept":
         install(model, KeptStep())
@@ -148,8 +148,8 @@ def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tens
 
 
 def held(groups: RowGroups) -> list[int]:
-    """Bytes that autograd keeps of a row of 1,200 tokens, whole and of this rank's part, of a model whose heads of keys
-    suffice for all ranks, so that none is there twice."""
+    """Return the bytes that autograd keeps for a row of 1,200 tokens: for the whole row, and for this rank's part. The
+    model has a key head for every rank, so that no rank repeats another's."""
     model = make(lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE | {"num_key_value_heads": 4}, head_dim=16)))
     row = collate(dummy(CPU, [(300, (300, 300, 300))]))
     model.config.max_position_embeddings = 1200
@@ -188,13 +188,13 @@ def compare(name: str, groups: RowGroups) -> dict[str, float]:
     return {
         "forward": max(float((a - b).abs().max() / (1 + a.abs().max())) for a, b in zip(whole, parts, strict=True)),
         "gradient": float(off / size),
-        "labels": sum(seen),  # whose logits this rank has computed
+        "labels": sum(seen),  # number of labels with logits of this rank
         "all_labels": sum(len(collate(row).labels) for row in rows_of(name)),
     }
 
 
 class SomeExperts(torch.nn.Module):
-    """Of two experts the second has a token on some ranks alone."""
+    """Two experts. The second one has a token on some ranks only."""
 
     def __init__(self, first: torch.nn.Module) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class SomeExperts(torch.nn.Module):
 
 
 def experts_without_tokens(groups: RowGroups) -> list[float]:
-    """How far the gradients that ZeRO-2 has summed, a parameter per bucket, are off those of whole backwards."""
+    """Return the error of ZeRO-2's summed gradients, with one parameter per bucket, against whole backwards."""
     model = make(CASES["llama"]).eval()
     assert choose_rows(model) == ""
     for layer in model.model.layers:

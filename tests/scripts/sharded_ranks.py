@@ -1,4 +1,4 @@
-"""Six optimizer steps in each sharding strategy, on gradients whose sums are exact.
+"""Six optimizer steps in each sharding strategy, on gradients with exact sums.
 
 Started by tests/sharding/test_sharding.py.
 

@@ -1,9 +1,9 @@
-"""Let one rank lead an engine that all ranks share, in all that a clock or a rank's own state decides.
+"""Let one rank lead an engine that all ranks share, where a clock or a rank's own state decides.
 
     torchrun --nproc-per-node 2 shared_engine.py MODEL OUT_DIR [FAULT]
 
-Started by tests/engine/test_shared_engine.py. Each rank writes what every case returned, how many steps its engine took
-in it, and what both ranks sample afterwards without a leader, which shows that their engines agree. FAULT `leader` or
+Started by tests/engine/test_shared_engine.py. For every case each rank writes the result, the steps of its engine, and
+samples that both ranks draw afterwards without a leader, which shows that their engines agree. FAULT `leader` or
 `follower`: the engine of the first or of the last rank fails in its third step.
 """
 
@@ -137,7 +137,7 @@ class Cases:
             box.close()
 
     def vllm_itself(self) -> Groups:
-        """A function of the user's that asks vLLM by its own method, as often as its clock says."""
+        """A user's function that calls vLLM's own method. Its clock decides how often."""
         from vllm import SamplingParams
 
         def rollout(prompts: list[Any]) -> dict[str, Any]:

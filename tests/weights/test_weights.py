@@ -91,6 +91,7 @@ def test_policy_shares_the_engines_memory(family, tied, tmp_path, tried) -> None
     tried(family, "shared", "saved")
 
 
+@pytest.mark.slow  # the test above has it after six steps
 @pytest.mark.engine
 def test_plain_vllm_loads_what_was_saved(tiny_qwen: Path, tmp_path, closing) -> None:
     trainer = closing(build(str(tiny_qwen), tmp_path, max_steps=3))

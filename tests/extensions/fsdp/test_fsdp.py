@@ -49,7 +49,7 @@ def moved(folder: Path, name: str, ranks: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", ["plain", "checkpointing", "kept", "tied", "compiled"])
-def test_six_steps_leave_the_weights_of_one_rank(one, several, folder, case) -> None:
+def test_steps_leave_the_weights_of_one_rank(one, several, folder, case) -> None:
     """With activations recomputed in the backward, with weights kept until then, and with compiled layers, too."""
     expected, found = moved(folder, case.replace("compiled", "plain"), 1), moved(folder, case, len(several))
     assert float((found - expected).norm() / expected.norm()) < 1e-5
