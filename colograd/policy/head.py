@@ -24,16 +24,14 @@ from . import attention
 
 HIDDEN = -1e30  # logit of a token that isn't a candidate: probability 0, and no infinity in any product
 FLOAT32_PRODUCTS = "colograd_float32_products"  # attribute of a head, see `cast_lm_head_to_fp32`
-# Number of logits that exist at once. In torch a GPU has two float32 tensors of a tile's size, of 64 MiB each, because
-# smaller tiles would be bound by kernel launches; a CPU has one of 32 MiB, because its allocator doesn't reuse all
-# freed memory.
+# Number of logits that exist at once. The passes in torch have two float32 tensors of a tile's size. On a GPU each has
+# 64 MiB, because smaller tiles would be bound by kernel launches; on a CPU 32 MiB, because its allocator doesn't reuse
+# all freed memory.
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
 # More rows than these make a tile too narrow for fast matrix products.
 TILE_ROWS = 8192
-# A tile has a multiple of these columns, because a GPU's matrix products are slow where rows aren't aligned.
+# On a GPU a tile has a multiple of these columns, because rows that don't start at aligned bytes are slow.
 TILE_COLUMNS = 64
-# On a CPU, element-wise passes go over this many logits of a tile at a time, which stay in the processor's cache.
-BLOCK_ELEMENTS = 2**18
 
 
 class Candidates(Protocol):
@@ -181,20 +179,10 @@ def vocabulary_size(model: Any) -> int:
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
     """Return rows and columns of the logits that exist at once."""
     rows = max(1, min(labels, TILE_ROWS))
-    most = TILE_ELEMENTS.get(device.type, 2**24) // rows
-    return rows, max(1, min(vocabulary, most - most % TILE_COLUMNS))
-
-
-def blocks(tile: torch.Tensor, row: slice, whole: bool) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Return a tile's rows in blocks for element-wise passes, each with its slice of all rows.
-
-    Args:
-        row: slice of the tile among all rows.
-        whole: return one block.
-    """
-    size = len(tile) if whole or not tile.is_cpu else max(1, BLOCK_ELEMENTS // tile.shape[1])
-    for part in parts(len(tile), max(1, size)):
-        yield slice(row.start + part.start, row.start + part.stop), tile[part]
+    columns = TILE_ELEMENTS.get(device.type, 2**24) // rows
+    if device.type != "cpu":
+        columns -= columns % TILE_COLUMNS
+    return rows, max(1, min(vocabulary, columns))
 
 
 def kernels_for(states: torch.Tensor, head: Head, other: OtherDistribution | None) -> ModuleType | None:
@@ -278,14 +266,13 @@ class _LabelLogprobs(torch.autograd.Function):
         for vocabulary in parts(len(weight), columns):
             part, part_bias = cast(weight, bias, vocabulary, head.dtype)
             for row in parts(len(labels), rows):
-                if kernels is not None:
+                if kernels is None:
+                    tile = head.logits(states[row], part, part_bias)
+                    _add_tile(head, tile, labels, row, vocabulary, running[:, row], sums)
+                else:
                     tile = head.product(states[row], part, part_bias)
                     at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
                     kernels.add_tile(head, tile, *at, running[:, row])
-                    continue
-                tile = head.logits(states[row], part, part_bias)
-                for block, logits in blocks(tile, row, whole=sums is not None):
-                    _add_tile(head, logits, labels, block, vocabulary, running[:, block], sums)
         if head.part is not None:
             maximum, (label_logit, moment, total) = head.part.combine(maximum, (label_logit, moment, total))
         normaliser = maximum + total.log()
@@ -317,7 +304,7 @@ class _LabelLogprobs(torch.autograd.Function):
         d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         kernels = kernels_for(states, head, other)
-        of_rows = normaliser, gradient.contiguous(), entropy, None if entropy is None else of_entropy.contiguous()
+        gradient, of_entropy = gradient.contiguous(), of_entropy.contiguous()
         dtype = head.exact if needs_bias else head.dtype  # the bias's gradient sums what isn't rounded yet
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
@@ -326,20 +313,20 @@ class _LabelLogprobs(torch.autograd.Function):
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in parts(len(labels), rows):
-                    if kernels is not None:
+                    if kernels is None:
+                        place = _Place.of(labels, row, vocabulary, head)
+                        spread = None if entropy is None else Spread.of_entropy(of_entropy[row], entropy[row])
+                        if other is not None and of_divergence is not None:
+                            saved = divergence[row], of_other[row]
+                            spread = other.spread(spread, (row, vocabulary), of_divergence[row], saved)
+                        tile = head.logits(states[row], part, part_bias)
+                        _turn_to_gradient(head, tile, place, normaliser[row], gradient[row], spread)
+                    else:
                         tile = head.product(states[row], part, part_bias)
                         at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
-                        of_row = [None if each is None else each[row] for each in of_rows]
-                        tile = kernels.turn_to_gradient(head, tile, *at, *of_row, dtype)
-                    else:
-                        tile = head.logits(states[row], part, part_bias)
-                        for block, logits in blocks(tile, row, whole=other is not None):
-                            spread = None if entropy is None else Spread.of_entropy(of_entropy[block], entropy[block])
-                            if other is not None and of_divergence is not None:
-                                saved = divergence[block], of_other[block]
-                                spread = other.spread(spread, (block, vocabulary), of_divergence[block], saved)
-                            place = _Place.of(labels, block, vocabulary, head)
-                            _turn_to_gradient(head, logits, place, normaliser[block], gradient[block], spread)
+                        of_row = normaliser[row], gradient[row], of_entropy[row]
+                        own = None if entropy is None else entropy[row]
+                        tile = kernels.turn_to_gradient(head, tile, *at, *of_row, own, dtype)
                     if d_bias is not None:
                         of_bias = _plus(of_bias, tile.sum(dim=0), head.exact)
                     tile = tile.to(head.dtype)

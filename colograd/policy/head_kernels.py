@@ -50,21 +50,22 @@ def turn_to_gradient(
     hidden: torch.Tensor | None,
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
+    of_entropy: torch.Tensor,
     entropy: torch.Tensor | None,
-    of_entropy: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the gradient of `Head.product`, in the tile's memory if ``dtype`` is its own.
 
     Args:
         gradient: (n,) float32, gradient of the log-probabilities.
-        entropy: (n,) float32 with its gradient ``of_entropy``; None: it is a constant.
+        of_entropy: (n,) float32, gradient of the entropies.
+        entropy: (n,) float32; None: they are constants.
     """
     result = tile if tile.dtype == dtype else torch.empty_like(tile, dtype=dtype)
     grid = len(tile), triton.cdiv(tile.shape[1], BLOCK)
     with torch.cuda.device_of(tile):
         _turn_to_gradient[grid](
-            *_of_tile(tile, labels, first, hidden), normaliser, gradient, entropy, of_entropy, result,
+            *_of_tile(tile, labels, first, hidden), normaliser, gradient, of_entropy, entropy, result,
             head.scale / head.temperature, **_of_head(head), **OPTIONS,
         )  # fmt: skip
     return result
@@ -124,7 +125,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
     tl.store(of_moment, moment)
     tl.store(of_total, total)
     tl.store(of_maximum, maximum)
-    label = tl.load(labels + row) - first
+    label = (tl.load(labels + row) - first).to(tl.int32)
     here = (label >= 0) & (label < columns)
     logit, _ = _logits(tile, hidden, label, here, before, behind, CAPPED)
     tl.store(of_label, logit, mask=here)
@@ -132,7 +133,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first"])
 def _turn_to_gradient(  # type: ignore[no-untyped-def]
-    tile, columns, labels, first, hidden, normaliser, gradient, entropy, of_entropy, result, chain, before, behind,
+    tile, columns, labels, first, hidden, normaliser, gradient, of_entropy, entropy, result, chain, before, behind,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -148,7 +149,7 @@ def _turn_to_gradient(  # type: ignore[no-untyped-def]
     share = of_label
     if entropy is not None:
         share += tl.load(of_entropy + row) * (logprobs + tl.load(entropy + row))
-    label = tl.load(labels + row) - first
+    label = (tl.load(labels + row) - first).to(tl.int32)
     found = tl.where(place == label, of_label, 0.0) - tl.exp(logprobs) * share
     if CAPPED:
         found *= 1.0 - bounded * bounded

@@ -119,7 +119,7 @@ def test_kernels_compile_for_gpus(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(head_kernels, name)
     constants = {"CAPPED": options, "BLOCK": head_kernels.BLOCK}
-    constants |= {} if options else {of: None for of in ("hidden", "entropy", "of_entropy") if of in kernel.arg_names}
+    constants |= {} if options else {of: None for of in ("hidden", "entropy") if of in kernel.arg_names}
     kinds = {of: "constexpr" if of in constants else KINDS.get(of, "*fp32") for of in kernel.arg_names}
     aligned = [index for index, (of, kind) in enumerate(kinds.items()) if kind[0] == "*" or of == "columns"]
     source = ASTSource(kernel, kinds, constants, {(index,): [["tt.divisibility", 16]] for index in aligned})
