@@ -22,16 +22,7 @@ BUCKET = 64 * 2**20  # bytes per collective
 def sum_gradients(
     parameters: Sequence[torch.Tensor], bucket_bytes: int = BUCKET, among: RankGroup | None = None
 ) -> int:
-    """Sum ``.grad`` of the parameters over ranks, in place. A missing gradient counts as zeros.
-
-    Args:
-        parameters: the model's parameters, in the same order on all ranks.
-        bucket_bytes: bytes per collective.
-        among: the ranks that sum; None: all.
-
-    Returns:
-        Bytes of the collectives.
-    """
+    """Sum ``.grad`` of the parameters as `sum_over_ranks` does. A missing gradient counts as zeros."""
     if (world_size() if among is None else among.size) == 1:
         return 0
     zero_gradients(parameters)
@@ -43,17 +34,8 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors over ranks, in place.
-
-    Args:
-        gradients: the tensors, in the same order on all ranks.
-        device: the device of the collectives, if the tensors are elsewhere.
-        bucket_bytes: bytes per collective.
-        among: the ranks that sum; None: all.
-
-    Returns:
-        Bytes of the collectives.
-    """
+    """Sum tensors over ranks (None: all), in place. Return the bytes of the collectives, which run on ``device`` if the
+    tensors are elsewhere. Tensors must have the same order on all ranks."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):

@@ -14,8 +14,6 @@ from .strategy import Owned, ShardingStrategy, WriteTensors, scale_down, squared
 
 
 class WholeCopies(ShardingStrategy):
-    """The strategy without sharding."""
-
     name = "none"
 
     def describe(self) -> str:

@@ -17,7 +17,6 @@ from paths import ROOT
 from transformers import LlamaConfig, MixtralConfig
 
 import colograd
-from colograd.runtime.importing import import_when_used
 
 # Of the state before the modules had folders: in recipes on the Hub, in notebooks that people keep.
 PUBLISHED = (
@@ -82,7 +81,7 @@ def test_untrainable_model_is_refused_before_large_imports(tmp_path: Path) -> No
         settings = {"model_name_or_path": str(tmp_path / name), "dataset_name": "none", "reward_funcs": ["none"]}
         recipes.append(tmp_path / f"{name}.yaml")
         recipes[-1].write_text(json.dumps(settings | {"output_dir": str(tmp_path / "run"), "bf16": False}))
-    large = ("vllm", "datasets", "trl", "transformers.trainer", "colograd.trainer", "bitsandbytes.functional")
+    large = ("vllm", "datasets", "trl", "transformers.trainer", "colograd.trainer")
     code = (
         "import builtins, sys\nfrom colograd.apps import cli\nown = print\n"
         "builtins.print = lambda *said, **to: own(*said, 'torch' in sys.modules, **to)\n"
@@ -100,30 +99,3 @@ def test_untrainable_model_is_refused_before_large_imports(tmp_path: Path) -> No
     assert len(told) == len(refused)
     for line, (_, said) in zip(told, refused.values(), strict=True):
         assert line.startswith("colograd: error: ") and said in line
-
-
-def test_a_package_is_imported_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the package, or what is below it; and a failing one fails each time it is asked for."""
-    for name, last in (("slow_one", ""), ("slow_two", ""), ("broken_one", "raise ImportError('no such device')")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"from . import part\nfrom {name}.part import NAME, Of\n{last}\n")
-        (tmp_path / name / "part.py").write_text("NAME = __name__\nclass Of: pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("slow_one", "slow_two", "broken_one", "there_is_none"):
-        import_when_used(name)
-        assert f"{name}.part" not in sys.modules
-    first = importlib.import_module("slow_one")
-    assert importlib.util.find_spec("slow_one") is not None and "slow_one.part" not in sys.modules
-    assert first.NAME == "slow_one.part" and importlib.import_module("slow_one") is first
-    below, package = importlib.import_module("slow_two.part"), sys.modules["slow_two"]
-    assert below is package.part and below.Of is package.Of, "run once, though the package imports it, too"
-    assert below.__spec__ is not None and below.__spec__.origin == below.__file__
-    with pytest.raises(AttributeError, match="nothing"):
-        first.nothing  # noqa: B018
-    for name in ("broken_one.part", "broken_one"):
-        with pytest.raises(ImportError, match="no such device"):
-            importlib.import_module(name)
-    with pytest.raises(ImportError, match="there_is_none"):
-        importlib.import_module("there_is_none")
-    import_when_used("slow_one")
-    assert sys.modules["slow_one"] is first

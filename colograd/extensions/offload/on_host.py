@@ -111,9 +111,7 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._where = {
-            piece.part: (bucket, bucket.place_of(piece)) for bucket in self.buckets for piece in bucket.owned
-        }
+        self._where = {piece.part: (bucket, place) for bucket in self.buckets for piece, place in bucket.places.items()}
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
         bucket, place = self._where[part]

@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class LeftOnDevice:
-    """See `memory.shape.LeftOnDevice`."""
+    """See `memory.shape.left_on_device`."""
 
     inputs = KEPT
     state, sums, on_way = staticmethod(device_bytes), staticmethod(buffer_bytes), staticmethod(on_way)
