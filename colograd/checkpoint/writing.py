@@ -119,7 +119,7 @@ class Writer:
 
     def _run(self, save: Save, number: int) -> None:
         try:
-            if save.leads:  # delete the folders of failed saves, whose ranks may have written after it was given up
+            if save.leads:  # delete the folders of failed saves: their ranks may have written later
                 for folder in save.aside.parent.glob("checkpoint-*"):
                     if folder != save.aside:
                         shutil.rmtree(folder, ignore_errors=True)
@@ -206,7 +206,7 @@ def _text(error: BaseException) -> str:
 
 def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
     """Return the reason why training must wait while a checkpoint is written; empty if it needn't wait. ``copies`` are
-    the bytes of this rank's part, ``held`` those of copies that an earlier save has allocated."""
+    the bytes of this rank's part, of which an earlier save has allocated ``held``."""
     if not config.save_in_background:
         return "save_in_background is false"
     if config.push_to_hub and config.hub_strategy != HubStrategy.END:

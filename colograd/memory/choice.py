@@ -94,7 +94,7 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return what would make the run fit, without a full stop, from the function offered at the seam "remedies"."""
+    """Return the changes that would make the run fit, without a full stop, from the seam "remedies"."""
     return (
         "; ".join(offer(run, strategy) for offer in registry.hooks("remedies")) or "take a smaller model or larger GPUs"
     )

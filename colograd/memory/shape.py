@@ -186,8 +186,8 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return what the extension that moves parts of training to the host offers at the seam "left_on_device": the bytes
-    that they take on the device while they pass through.
+    """Return the offer at the seam "left_on_device": the bytes that parts of training in host memory take on the device
+    while they pass through.
 
     ``inputs``: number of layers' inputs on the device at once. ``state(nbytes)``: of an optimizer's state.
     ``sums(gradients)``: of sums in transfer. ``on_way(gradients, largest)``: of gradients in transfer.

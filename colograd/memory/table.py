@@ -72,7 +72,11 @@ class MemoryPlan:
         cache = (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes)
         return [
             ("held by others", held, held),
-            *((f"weights of the {name}", size, size) for name, size in weights.items() if size or name[0] == "p"),
+            *(
+                (f"weights of the {name}", size, size)
+                for name, size in weights.items()
+                if size or name.startswith("policy")
+            ),
             (f"gradients{of_gradients}", 0, self.gradients),
             *([(exchange, 0, self.exchange)] if self.exchange else []),
             (f"optimizer state{of_state}", 0 if self.offloads else self.optimizer, self.optimizer),

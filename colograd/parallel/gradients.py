@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from . import watchdog
-from .ranks import world_size
 from .shards import RankGroup
 
 T = TypeVar("T")
@@ -19,19 +18,8 @@ T = TypeVar("T")
 BUCKET = 64 * 2**20  # bytes per collective
 
 
-def sum_gradients(
-    parameters: Sequence[torch.Tensor], bucket_bytes: int = BUCKET, among: RankGroup | None = None
-) -> int:
-    """Sum ``.grad`` of the parameters as `sum_over_ranks` does. A missing gradient counts as zeros."""
-    if (world_size() if among is None else among.size) == 1:
-        return 0
-    zero_gradients(parameters)
-    gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
-    return sum_over_ranks(gradients, None, bucket_bytes, among)
-
-
 def sum_over_ranks(
-    gradients: Sequence[torch.Tensor], device: torch.device | None, bucket_bytes: int = BUCKET,
+    gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
     """Sum tensors over ranks (None: all), in place. Return the bytes of the collectives, which run on ``device`` if the

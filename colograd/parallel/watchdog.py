@@ -166,7 +166,7 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def describe(idle: float, frame: FrameType | None) -> str:
-    """Return the message about a rank that made no progress for ``idle`` seconds, and whose stack is ``frame``."""
+    """Return the message about a rank that made no progress for ``idle`` seconds. ``frame`` is its stack."""
     calls: list[str] = []
     while frame is not None and len(calls) < 4:
         calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")

@@ -1,4 +1,4 @@
-"""Find what extensions offer. This is the only module of the core that imports them."""
+"""Find the offers of extensions. This is the only module of the core that imports them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ APPS = "apps"
 
 @functools.cache
 def installed() -> tuple[str, ...]:
-    """Return the names of the extensions whose folder is there, in the order of their list."""
+    """Return the names of the extensions that have a folder, in the order of their list."""
     return tuple(name for name in extensions.EXTENSIONS if importlib.util.find_spec(f"{extensions.__name__}.{name}"))
 
 
 @functools.cache
 def hooks(seam: str) -> tuple[Any, ...]:
-    """Import and return what the extensions offer at a seam of the core, in the order of their list."""
+    """Import and return the extensions' offers at a seam of the core, in the order of their list."""
     return tuple(offer for name in installed() for offer in hooks_of(name, seam))
 
 
 @functools.cache
 def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
-    """Import and return what one extension, or `apps`, offers at a seam; () if it is missing or has no such offer."""
+    """Import and return the offers of one extension, or of `apps`, at a seam; () if it is missing or has none."""
     package = f"{extensions.__name__}.{extension}" if extension != APPS else f"{__package__.partition('.')[0]}.{APPS}"
     if importlib.util.find_spec(package) is None:
         return ()

@@ -12,8 +12,7 @@ from typing import Any
 from ..config import GRPOConfig
 from ..runtime import registry
 from .strategy import ShardingStrategy
-from .whole import WholeCopies
-from .zero import SharedGradients, SharedOptimizer
+from .zero import SharedGradients, SharedOptimizer, WholeCopies
 
 STRATEGIES: dict[str, type[ShardingStrategy]] = {
     way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients)

@@ -1,7 +1,9 @@
-"""ZeRO (arXiv 1910.02054) with parameters that stay whole and stay in their memory, which may be the engine's.
+"""Strategies with parameters that stay whole and stay in their memory, which may be the engine's: `WholeCopies`, where
+every rank has the whole summed gradient and optimizer state (`sharding: none`), and ZeRO (arXiv 1910.02054).
 
-Each rank's optimizer has views of its N-th of every bucket, and writes into the policy's tensors. An all-gather writes
-the other ranks' elements into the same tensors. If these are the engine's tensors, this publishes the weights as well.
+With ZeRO each rank's optimizer has views of its N-th of every bucket, and writes into the policy's tensors. An
+all-gather writes the other ranks' elements into the same tensors. If these are the engine's tensors, this publishes the
+weights as well.
 """
 
 from __future__ import annotations
@@ -17,12 +19,67 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ..parallel import watchdog
+from ..parallel.gradients import sum_over_ranks, zero_gradients
 from ..parallel.ranks import on_all_ranks, rank, world_size
 from . import optimizer_state
 from .buckets import Bucket, buckets_of, reduce_scatter
 from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
 
 IN_FLIGHT = 2  # reductions at once: they overlap with the computation of further gradients, in bounded memory
+
+
+class WholeCopies(ShardingStrategy):
+    name = "none"
+
+    def describe(self) -> str:
+        return ""
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: every rank's optimizer has all parameters."""
+
+    def sum_gradients(self) -> None:
+        parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
+        if size > 1 or all(parameter.grad is None for parameter in parameters):  # None: a step without a micro-batch
+            zero_gradients(parameters)
+        if size > 1:
+            self.traffic.reduced += sum_over_ranks(self.gradients(), among=self.among)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def clip(self, largest: float) -> float:
+        gradients = self.gradients()
+        norm = squared_norm(gradients) ** 0.5
+        scale_down(gradients, norm, largest)
+        return norm
+
+    def discard(self) -> None:
+        """Do nothing: the caller sets the parameters' gradients to None before it repeats a step."""
+
+    def owned(self) -> Sequence[Owned]:
+        trained = self.model.named_parameters()
+        return [Owned(name, p, 0, p.numel()) for name, p in trained if p.requires_grad]
+
+    def gather_weights(self) -> None:
+        """Do nothing: each rank has updated all weights."""
+
+    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+        return optimizer_state.can_be_cut(optimizer, owned)
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        if not self.cuts_optimizer(optimizer, self.owned()):
+            return False
+        if keep:
+            optimizer_state.save(optimizer, self.owned(), folder, 0, 1, write)
+        return True
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        if not optimizer_state.is_sharded(folder):
+            return False
+        optimizer_state.load(optimizer, self.owned(), folder)
+        return True
 
 
 class SharedParts(ShardingStrategy):

@@ -50,7 +50,7 @@ from colograd.policy.lora import wrap
 from colograd.policy.packing import dummy
 from colograd.policy.row_proof import install_steps, set_attention
 from colograd.policy.sending import to_device_async
-from colograd.sharding.whole import WholeCopies
+from colograd.sharding.zero import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 CUDA = torch.device("cuda", 0)

@@ -19,8 +19,7 @@ from ...parallel.ranks import world_size
 from ...runtime.page_locked import host_empty
 from ...sharding.buckets import Bucket
 from ...sharding.strategy import ShardingStrategy
-from ...sharding.whole import WholeCopies
-from ...sharding.zero import SharedGradients, SharedOptimizer
+from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from .host_sums import HostSums
 
 
