@@ -9,15 +9,18 @@ vLLM read it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .runtime import process, trl_scripts
-from .runtime.importing import MovedModules, import_when_used
+from .runtime import process
+from .runtime.importing import MovedModules
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
+# Names that TRL's scripts import in addition to the trainer and its configuration.
+OF_TRL = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")
 # Former import paths, which recipes, cards and notebooks name.
 MOVED = {
     "colograd.agents": "colograd.extensions.agents",
@@ -46,7 +49,6 @@ MOVED = {
 }
 
 process.prepare_threads()
-import_when_used("bitsandbytes")  # peft imports it, which takes a second and warns of a CPU; few runs quantise
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints our messages
 sys.meta_path.insert(0, MovedModules(MOVED))  # first, because a moved folder would find its modules itself
 
@@ -64,6 +66,10 @@ def __getattr__(name: str) -> Any:
         from .trainer import GRPOTrainer
 
         return GRPOTrainer
-    if name in trl_scripts.NAMES:
-        return trl_scripts.find(name)
+    if name == "get_kbit_device_map":  # not in every version of TRL: the whole model on this process's GPU
+        return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
+    if name in OF_TRL:
+        import trl
+
+        return getattr(trl, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,6 @@ from .rollout.dynamic import round_of
 from .rollout.features import TrainerArguments
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process, registry
-from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
 from .training.assembly import Assembly, assemble, choose_kernels, prove_rows, resolve_by_memory
@@ -93,7 +92,7 @@ class GRPOTrainer(TrainerBase):
     samples = True  # False: groups are read from a record, and there is no engine
     replaced: frozenset[str] = frozenset()  # stages that a subclass or this object overrides, and `evaluate`
 
-    @closes_if_it_fails
+    @process.closes_if_it_fails
     @ends_together("the start")
     @process.rank_variables()
     @process.collector_at_rest()

@@ -12,19 +12,17 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers.trainer_utils import sort_checkpoints
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..parallel.layout import RankLayout
 from ..parallel.ranks import gather, on_all_ranks
 from . import manifest
 from .manifest import MANIFEST, Damaged, Manifest
-from .reading import inside, reading
+from .reading import reading
 
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
@@ -57,13 +55,8 @@ def aside_folder(run_dir: str | Path) -> Path:
 
 def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:
     """Rename the finished folder ``aside`` to the checkpoint ``final``, so that it survives a crash of the machine.
-
-    Args:
-        aside: the folder with all files.
-        final: the checkpoint's folder.
-        files: entries of the manifest, if all files are flushed to the disk; default: read and flush them here.
-        keeps_old: the present folder ``final`` is damaged; keep it under another name.
-    """
+    ``files`` are entries of the manifest if all files are flushed already. With ``keeps_old`` a damaged folder
+    ``final`` is kept under another name."""
     if files is None:
         files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
         for name in files:
@@ -110,16 +103,9 @@ def rotate(
     newest: int | None = None,
     damaged: Collection[int] = (),
 ) -> None:
-    """Delete checkpoints except the newest ``limit`` ones and the best one.
-
-    Args:
-        run_dir: the run's folder.
-        limit: number of checkpoints to keep; None or 0: keep all.
-        best: folder of the best checkpoint.
-        newest: step of the checkpoint just written. Checkpoints of later steps are from before the run resumed at an
-            earlier step, and are deleted first.
-        damaged: steps of damaged checkpoints. They don't count, and are kept so that the damage can be examined.
-    """
+    """Delete checkpoints except the newest ``limit`` ones and the ``best`` one; None or 0: keep all. Checkpoints of
+    later steps than the ``newest``, which was just written, are from before the run resumed at an earlier step: they go
+    first. ``damaged`` ones don't count, and stay so that the damage can be examined."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
@@ -133,26 +119,19 @@ def rotate(
 
 
 def step_of(folder: str | Path) -> int:
-    """Return the step of a checkpoint, from its name."""
     return int(str(folder).rpartition("-")[2])
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """Return the steps of the complete checkpoints: those have a manifest, or the last file of older versions.
-
-    transformers may leave half-deleted checkpoints.
-    """
+    """Return the steps of the complete checkpoints: they have a manifest, or the last file of older versions."""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    last_files = (MANIFEST, "trainer_state.json")
+    last_files = (MANIFEST, "trainer_state.json")  # transformers may leave half-deleted checkpoints
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
 
 
 def check(folder: str | Path) -> bool:
-    """Compare all files of a checkpoint with its manifest. Return False if it has none (from an older version).
-
-    Raises:
-        ValueError: a file differs.
-    """
+    """Compare all files of a checkpoint with its manifest, and raise ValueError if one differs. Return False if it has
+    none (from an older version)."""
     try:
         files = manifest.read(Path(folder))
         if files is not None:
@@ -162,26 +141,8 @@ def check(folder: str | Path) -> bool:
     return files is not None
 
 
-def write_index(checkpoint: Path, names: Iterable[str]) -> None:
-    """Write an index of the model's tensors.
-
-    Without an index vLLM loads the tensors of all files as weights: the optimizer's state (an error) and the reference
-    (instead of the policy).
-    """
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
-    (checkpoint / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
-
-
-def write_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    """Write the run's settings into a checkpoint."""
-    (checkpoint / SETTINGS).write_text(json.dumps(settings, indent=1))
-
-
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (value in the checkpoint, present value) by name, for settings that differ.
-
-    The result is empty if the checkpoint has no settings.
-    """
+    """Return (value in the checkpoint, present value) by name, for settings that differ. Empty: none are saved."""
     path = Path(checkpoint) / SETTINGS
     if not path.is_file():  # an older version wrote it
         return {}
@@ -191,21 +152,9 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
-def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the state of the prompts: the position in a streamed dataset, or a curriculum's record."""
-    (checkpoint / PROMPTS).write_text(json.dumps(state))
-
-
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
-    """Read the state that `write_prompts` wrote.
-
-    Args:
-        checkpoint: the checkpoint's folder.
-        otherwise: end of a sentence about the run's dataset, for the error: ``wasn't streamed``.
-
-    Raises:
-        ValueError: the checkpoint has no such state.
-    """
+    """Read the state of the prompts: the position in a streamed dataset, or a curriculum's record. ``otherwise`` ends a
+    sentence about the dataset, for the error if there is none: ``wasn't streamed``."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
@@ -219,24 +168,6 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     return state
 
 
-def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yield names and tensors of a checkpoint's float32 weights, one at a time, on the CPU.
-
-    The weights may be in one file or in shards. Weights of another dtype are left out, as are checkpoints without
-    safetensors files.
-    """
-    whole, index = Path(checkpoint) / SAFE_WEIGHTS_NAME, Path(checkpoint) / SAFE_WEIGHTS_INDEX_NAME
-    files = [whole] if whole.is_file() else []
-    if not files and index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        files = [inside(Path(checkpoint), name) for name in sorted(names)]
-    for path in files:
-        with safe_open(path, framework="pt", device="cpu") as weights:
-            for name in weights.keys():  # noqa: SIM118 (no dictionary)
-                if weights.get_slice(name).get_dtype() == "F32":
-                    yield name, weights.get_tensor(name)
-
-
 def open_to_readers(folder: str | Path) -> None:
     """Give a folder's safetensors files the mode of a usual new file. The library lets only their owner read them."""
     probe = Path(folder, f".mode-{os.getpid()}")
@@ -247,7 +178,6 @@ def open_to_readers(folder: str | Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -259,17 +189,10 @@ def flush(path: Path) -> None:
 
 
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move an earlier run's files to a new folder in `EARLIER`.
-
-    Args:
-        run_dir: the run's folder.
-        model: the model that the new run starts from. It isn't moved.
-
-    Returns:
-        The new folder; None if there is no earlier run.
-    """
+    """Move an earlier run's files, except the ``model`` that the new run starts from, to a new folder in `EARLIER`.
+    Return that folder; None: there is no earlier run."""
     folder = Path(run_dir)
-    if not any(True for sign in SIGNS for _ in folder.glob(sign)):
+    if not any([*folder.glob(sign)] for sign in SIGNS):
         return None
     base = Path(model).resolve() if model and os.path.isdir(model) else None
     patterns = (*RECORDS, *CHECKPOINTS, *(OF_MODEL if base != folder.resolve() else ()))
@@ -329,11 +252,8 @@ def check_file_system(run_dir: str | Path) -> None:
 
 
 def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
-    """Return whether each node has a separate folder of this name. A collective. False with one node.
-
-    Raises:
-        ValueError: some nodes share a folder and others don't.
-    """
+    """Return whether each node has a separate folder of this name. A collective. ValueError: only some nodes share
+    one."""
     if layout.nodes == 1:
         return False
     trial = gather(uuid.uuid4().hex)[0]

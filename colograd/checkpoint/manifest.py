@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -27,8 +27,6 @@ class Damaged(ValueError):
 
 
 class Entry(NamedTuple):
-    """Size and checksum of a file when it was written."""
-
     size: int
     checksum: str  # hexadecimal
 
@@ -37,7 +35,6 @@ Manifest = Mapping[str, Entry]  # by path in the folder, with slashes
 
 
 def entry_of(path: Path) -> Entry:
-    """Read a file and return its entry."""
     size, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
@@ -53,17 +50,13 @@ def files_of(folder: Path) -> list[str]:
 
 
 def as_text(files: Manifest) -> str:
-    """Return the content of the manifest's file."""
     entries = {name: {"size": size, "xxh3_128": checksum} for name, (size, checksum) in sorted(files.items())}
     return json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n"
 
 
 def read(folder: Path) -> Manifest | None:
-    """Read a checkpoint's manifest. Return None if it has none (from an older version).
-
-    Raises:
-        Damaged: the manifest is unreadable, or names a file outside of the folder.
-    """
+    """Read a checkpoint's manifest. Return None if it has none (from an older version). Damaged: it is unreadable, or
+    names a file outside of the folder."""
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -71,45 +64,28 @@ def read(folder: Path) -> Manifest | None:
         if path.stat().st_size > LARGEST:
             raise Damaged(f"{MANIFEST} has {path.stat().st_size:,} bytes, more than any checkpoint's")
         content = json.loads(path.read_text())
-        return {_inside(name): _entry(name, value) for name, value in _entries(content).items()}
+        if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+            raise Damaged(f"{MANIFEST} has no list of files")
+        if content.get("version") != VERSION:
+            version = content.get("version")
+            raise Damaged(f"{MANIFEST} has version {version!r}, but this Colograd reads version {VERSION}")
+        files = {}
+        for name, value in content["files"].items():
+            inside = PurePosixPath(name)
+            if not name or "\0" in name or inside.is_absolute() or ".." in inside.parts or inside.as_posix() != name:
+                raise Damaged(f"{MANIFEST} names {name!r}, which isn't a file in the folder")
+            size, checksum = (value.get("size"), value.get("xxh3_128")) if isinstance(value, dict) else (None, None)
+            if type(size) is not int or size < 0 or not isinstance(checksum, str):
+                raise Damaged(f"{MANIFEST} has no size and checksum of {name}")
+            files[name] = Entry(size, checksum)
+        return files
     except (OSError, ValueError, RecursionError) as error:
         raise error if isinstance(error, Damaged) else Damaged(f"{MANIFEST} can't be read ({error})") from None
 
 
-def _entries(content: Any) -> dict[str, Any]:
-    if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-        raise Damaged(f"{MANIFEST} has no list of files")
-    if content.get("version") != VERSION:
-        raise Damaged(f"{MANIFEST} has version {content.get('version')!r}, but this Colograd reads version {VERSION}")
-    files: dict[str, Any] = content["files"]
-    return files
-
-
-def _inside(name: str) -> str:
-    path = PurePosixPath(name)
-    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
-        raise Damaged(f"{MANIFEST} names {name!r}, which isn't a file in the folder")
-    return name
-
-
-def _entry(name: str, value: Any) -> Entry:
-    size, checksum = (value.get("size"), value.get("xxh3_128")) if isinstance(value, dict) else (None, None)
-    if type(size) is not int or size < 0 or not isinstance(checksum, str):
-        raise Damaged(f"{MANIFEST} has no size and checksum of {name}")
-    return Entry(size, checksum)
-
-
 def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -> None:
-    """Compare a folder with its manifest.
-
-    Args:
-        folder: the checkpoint's folder.
-        files: the manifest. The sizes of all its files are compared.
-        to_read: files to compare checksums of; default: all files.
-
-    Raises:
-        Damaged: a file differs.
-    """
+    """Raise Damaged if a folder differs from its manifest: the sizes of all files, the checksums of ``to_read`` (None:
+    all)."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
@@ -126,15 +102,8 @@ def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -
 
 
 def shares(files: Iterable[str], rank: int, ranks: int, ranks_per_node: int, apart: bool) -> list[str]:
-    """Return the files that this rank compares, so that each node reads its ranks' files once.
-
-    Args:
-        files: all files of the checkpoint.
-        rank: this rank.
-        ranks: number of ranks.
-        ranks_per_node: number of ranks of each node.
-        apart: each node has a separate folder, with the files of its ranks.
-    """
+    """Return the files of a checkpoint that this rank compares, so that each node reads its ranks' files once. If the
+    nodes' folders are ``apart``, each has the files of its ranks."""
     first = rank - rank % ranks_per_node  # the node's first rank
     names = []
     for index, name in enumerate(sorted(files)):

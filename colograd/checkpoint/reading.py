@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -30,11 +29,8 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # integer fields
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Run a body that reads ``what`` of a checkpoint, so that its error names both.
-
-    Raises:
-        ValueError: the body failed. ValueErrors of the body are passed on unchanged.
-    """
+    """Run a body that reads ``what`` of a checkpoint, so that the ValueError if it fails names both. ValueErrors of the
+    body are passed on unchanged."""
     try:
         yield
     except (RankError, torch.OutOfMemoryError, OSError):
@@ -53,7 +49,6 @@ def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
 
 
 def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) -> ValueError:
-    """Return the error about a part of a checkpoint that can't be read."""
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     line = " ".join(str(reason).split())
     return ValueError(
@@ -63,31 +58,31 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check the format of each file that a resumed run reads, without loading tensors.
-
-    Raises:
-        ValueError: a file has another format than its name implies.
-    """
+    """Check the format of each file that a resumed run reads, without loading tensors. ValueError: one has another
+    format."""
     folder = Path(checkpoint)
-    checks = (
-        *((path, _check_json) for pattern in JSON for path in folder.glob(pattern)),
-        *((path, _check_pickled) for pattern in PICKLED for path in folder.glob(pattern)),
-        *((path, _check_tensors) for path in folder.glob("*.safetensors")),
-    )
-    for path, check in checks:
+    for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:
-            check(path)
+            if path.suffix == ".json":
+                _check_json(path)
+            elif path.suffix == ".safetensors":
+                with safe_open(path, framework="pt", device="cpu") as tensors:
+                    if path.name.startswith("optimizer-"):
+                        json.loads((tensors.metadata() or {})["param_groups"])
+            else:  # torch's container must not be compressed, and have true sizes: else a small file could fill memory
+                with zipfile.ZipFile(path) as file:
+                    entries = file.infolist()
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                    raise TypeError("it is compressed, which torch.save doesn't do")
+                if sum(entry.file_size for entry in entries) > path.stat().st_size:
+                    raise TypeError("its entries claim more bytes than the file has")
         except (Exception, RecursionError) as error:
             raise unreadable(checkpoint, path.name, error) from error
     trainer_state(checkpoint)
 
 
 def trainer_state(checkpoint: str | Path) -> TrainerState:
-    """Read transformers' state of a run and check the types of its values.
-
-    Raises:
-        ValueError: the file is missing, or has wrong values.
-    """
+    """Read transformers' state of a run and check the types of its values. ValueError: it is missing or wrong."""
     path = Path(checkpoint) / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(path))
@@ -97,8 +92,8 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
                 raise TypeError(f"{name} is {value!r:.50}, not a count")
         for name in ("epoch", "total_flos", "best_metric"):
             value = getattr(state, name)
-            finite = name == "best_metric" or type(value) not in (int, float) or math.isfinite(value)
-            if value is not None and (type(value) not in (int, float) or not finite):
+            is_number = type(value) in (int, float) and (name == "best_metric" or math.isfinite(value))
+            if value is not None and not is_number:
                 raise TypeError(f"{name} is {value!r:.50}, not a number")
         if state.best_global_step is not None and type(state.best_global_step) is not int:
             raise TypeError(f"best_global_step is {state.best_global_step!r:.50}, not a step")
@@ -113,17 +108,6 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
     return state
 
 
-def inside(folder: Path, name: Any) -> Path:
-    """Return the path of a file that another file in the folder names, such as a shard of the weights.
-
-    Raises:
-        ValueError: the name is no file name, or would be outside of the folder.
-    """
-    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
-        raise ValueError(f"A file in {str(folder)!r} names {name!r:.100}, which isn't a file in that folder.")
-    return folder / name
-
-
 def _check_json(path: Path) -> None:
     if path.stat().st_size > LARGEST_JSON:
         raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
@@ -132,22 +116,7 @@ def _check_json(path: Path) -> None:
         raise TypeError(f"it is a {type(content).__name__}, not an object")
     if path.name == "model.safetensors.index.json":
         for name in content["weight_map"].values():
-            inside(path.parent, name)
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+                raise ValueError(f"it names {name!r:.100}, which isn't a file in that folder")
     if path.name.startswith("lengths_") and not all(type(value) in (int, float) for value in content.values()):
         raise TypeError("a length isn't a number")
-
-
-def _check_tensors(path: Path) -> None:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        if path.name.startswith("optimizer-"):
-            json.loads((file.metadata() or {})["param_groups"])
-
-
-def _check_pickled(path: Path) -> None:
-    """Check that torch's container isn't compressed and has true sizes: else a small file could fill the memory."""
-    with zipfile.ZipFile(path) as file:
-        entries = file.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise TypeError("it is compressed, which torch.save doesn't do")
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise TypeError("its entries claim more bytes than the file has")

@@ -21,7 +21,6 @@ WEIGHTS = (
 
 
 def is_wanted(wanted: str | bool | None) -> bool:
-    """Return whether ``resume_from_checkpoint`` requests a checkpoint."""
     return wanted is not None and wanted is not False and str(wanted).lower() not in ("false", "none", "")
 
 
@@ -31,7 +30,6 @@ def is_search(wanted: str | bool | None) -> bool:
 
 
 def nothing_left(checkpoint: str, max_steps: int) -> str:
-    """Return a line about a run that has trained all of its steps."""
     return (
         f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train. Raise max_steps "
         "to train on. Set resume_from_checkpoint: false to start again; this run's files then move to _earlier/"
@@ -64,20 +62,9 @@ def search(
 ) -> tuple[str | None, set[int]]:
     """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective.
 
-    In a search for the last checkpoint, damaged ones are skipped with a warning.
-
-    Args:
-        wanted: the setting ``resume_from_checkpoint``.
-        run_dir: the run's folder.
-        layout: this rank's layout.
-        nodes_are_apart: nodes don't share a file system. The search then finds the last checkpoint that all nodes have.
-        console: prints warnings.
-
-    Returns:
-        The checkpoint's folder, or None for a new start; and the steps of damaged checkpoints.
-
-    Raises:
-        ValueError: the requested checkpoint is missing or damaged, or all are damaged.
+    In a search for the last checkpoint, damaged ones are skipped with a warning. If nodes don't share a file system, it
+    finds the last checkpoint that all nodes have. Return its folder, or None for a new start; and the steps of damaged
+    checkpoints. ValueError: the requested checkpoint is missing or damaged, or all are damaged.
     """
     damaged: set[int] = set()
     with on_all_ranks("the search for a checkpoint"):
@@ -106,18 +93,9 @@ def find_resume(
     steps: Sequence[Sequence[int]] | None = None,
     damaged: Collection[int] = (),
 ) -> str | None:
-    """Return the folder of the checkpoint that ``resume_from_checkpoint`` requests.
-
-    Args:
-        wanted: ``True``: the last checkpoint, or an error if there is none; ``"auto"``: the last checkpoint, or None;
-            a path: that checkpoint.
-        run_dir: the run's folder.
-        steps: steps of the complete checkpoints of each node; default: the steps in ``run_dir``.
-        damaged: steps of checkpoints to skip. It is an error if there are no others.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
+    """Return the folder of the checkpoint that ``resume_from_checkpoint`` requests, or raise ValueError if there is
+    none. ``steps`` are of the complete checkpoints of each node (default: in ``run_dir``), ``damaged`` those to
+    skip."""
     if not is_wanted(wanted):
         return None
     text = str(wanted)

@@ -7,6 +7,8 @@ the result at the end of a step, where they exchange anyway.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shutil
 import threading
@@ -17,22 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ..config import GRPOConfig
-from ..parallel.rank_notes import RankNotes
 from ..parallel.ranks import rank, time_limit, world_size
 from ..runtime import process
 from . import folders, manifest
-from .host_files import Image, write_bytes, write_image
+from .host_files import Image, write_bytes
 from .manifest import Entry
 
 ALONE = 5.0  # seconds to wait for other ranks' parts when this rank ends by an error
 LONGEST = 900.0  # most seconds that the end of a run waits for a save
 EVERY = 30.0  # seconds between two lines about waiting for a save
-
+POLL = 0.05  # seconds between two looks for another rank's note
 SPARE = 0.8  # largest share of the free host memory for the copies
+
+_numbers = itertools.count(1)  # one per `Writer`; all ranks create them in the same order
 
 Source = Image | bytes | Path  # a file's content, or a file that is moved
 
@@ -43,8 +47,6 @@ class PartFailed(RuntimeError):
 
 @dataclass
 class Save:
-    """The state of one checkpoint that is being written."""
-
     step: int
     final: Path  # the checkpoint's folder
     aside: Path  # the folder that files are written into
@@ -57,12 +59,10 @@ class Save:
     started: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
     ended: float = 0.0
-    processor: float = 0.0  # processor seconds of the thread
     error: str = ""  # empty: no error
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start to the end of the save, or until now."""
         return (self.ended or time.monotonic()) - self.started
 
 
@@ -71,27 +71,24 @@ class Writer:
 
     def __init__(self) -> None:
         self.present: Save | None = None
-        self._board = RankNotes()
-        self._count = 0
+        self._name = f"colograd/notes/{next(_numbers)}"
+        self._notes: dict[str, Any] = {}  # the notes of a run with one rank
+        self.number = 1  # the number of the next save, for names that belong to it
         self._subjects: list[str] = []  # subjects of this rank's notes
         self._deadline = float("inf")  # time at which waiting for other ranks' notes ends
 
-    @property
-    def number(self) -> int:
-        """The number of the next save, for names that belong to it."""
-        return self._count + 1
-
     def begin(self, save: Save, in_background: bool) -> None:
-        """Write a checkpoint, in a thread or before this returns."""
-        self._count += 1
+        number, self.number = self.number, self.number + 1
         self.present, self._deadline = save, float("inf")
-        for subject in self._subjects:  # all ranks have read these notes, or never will
-            self._board.clear(subject)
+        if world_size() > 1:
+            for subject in self._subjects:  # all ranks have read these notes, or never will
+                _store().delete_key(f"{self._name}/{subject}/{rank()}")
         self._subjects = []
+        self._notes.clear()
         if in_background:
-            threading.Thread(target=self._run, args=(save, self._count), name="colograd-save", daemon=True).start()
+            threading.Thread(target=self._run, args=(save, number), name="colograd-save", daemon=True).start()
         else:
-            self._run(save, self._count)
+            self._run(save, number)
 
     def state(self) -> str | None:
         """Return the result of this rank's part of the present save: an error, "" if it succeeded, None if it runs."""
@@ -100,12 +97,7 @@ class Writer:
         return self.present.error if self.present.done.is_set() else None
 
     def wait(self, say: Callable[[str], None], limit: float | None = None) -> None:
-        """Wait for the end of this rank's part.
-
-        Args:
-            say: prints a line about the wait.
-            limit: most seconds to wait; default: the limit at the end of a run.
-        """
+        """Wait up to ``limit`` seconds for the end of this rank's part; default: the limit at the end of a run."""
         save = self.present
         until = time.monotonic() + (_longest() if limit is None else limit)
         while save is not None and not save.done.wait(max(0.0, min(EVERY, until - time.monotonic()))):
@@ -115,10 +107,7 @@ class Writer:
 
     def finish_alone(self) -> bool:
         """Finish the present save when other ranks may be gone: write this rank's part, and wait briefly for theirs.
-
-        Returns:
-            False if the save doesn't end in time.
-        """
+        Return False if the save doesn't end in time."""
         if self.present is None:
             return True
         self._deadline = time.monotonic() + ALONE
@@ -129,10 +118,11 @@ class Writer:
     # -- the thread
 
     def _run(self, save: Save, number: int) -> None:
-        began = time.thread_time()
         try:
-            if save.leads:
-                _remove_others(save.aside)
+            if save.leads:  # delete the folders of failed saves: their ranks may have written later
+                for folder in save.aside.parent.glob("checkpoint-*"):
+                    if folder != save.aside:
+                        shutil.rmtree(folder, ignore_errors=True)
             try:
                 note: Any = {name: list(_write(source, save.aside / name)) for name, source in save.sources.items()}
             except Exception as error:
@@ -145,13 +135,18 @@ class Writer:
         except Exception as error:
             save.error = _text(error)
         finally:
-            save.ended, save.processor = time.monotonic(), time.thread_time() - began
+            save.ended = time.monotonic()
             save.done.set()
 
     def _complete(self, save: Save, number: int) -> None:
-        """Wait for all parts, commit the folder, and wait for the other folders, on a leading rank."""
+        """Wait for all ranks' parts, commit the folder, and wait for the other folders, on a leading rank."""
         try:
-            files = self._all_written(save, number)
+            notes = [self._read(f"{number}/written", other) for other in range(world_size())]
+            for other, note in enumerate(notes):
+                if isinstance(note, str):
+                    raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
+            files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
+            manifest.check(save.aside, files, to_read=())  # another node's files may not be visible here
             folders.commit(save.aside, save.final, files, save.keeps_old)
         except Exception as error:
             self._leave(f"{number}/committed", _text(error))
@@ -163,30 +158,30 @@ class Writer:
                 raise PartFailed(failure if leader == rank() else f"rank {leader}: {failure}")
         save.afterwards()
 
-    def _all_written(self, save: Save, number: int) -> dict[str, Entry]:
-        """Wait until every rank has written its part, and return the manifest of this folder."""
-        notes = [self._read(f"{number}/written", other) for other in range(world_size())]
-        for other, note in enumerate(notes):
-            if isinstance(note, str):
-                raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
-        files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
-        manifest.check(save.aside, files, to_read=())  # another node's files may not be visible here
-        return files
-
     def _leave(self, subject: str, note: Any) -> None:
+        """Leave a note (a JSON value) in the process group's store: this thread can't take part in collectives of
+        training."""
         self._subjects.append(subject)
-        self._board.leave(subject, note)
+        if world_size() == 1:
+            self._notes[subject] = note
+        else:
+            _store().set(f"{self._name}/{subject}/{rank()}", json.dumps(note))
 
     def _read(self, subject: str, of: int) -> Any:
         """Wait for the note of rank ``of``, up to the deadline or `ddp_timeout`."""
-        began, limit = time.monotonic(), time_limit().total_seconds() if world_size() > 1 else 0.0
+        if world_size() == 1:
+            return self._notes[subject]
+        store, key, until = _store(), f"{self._name}/{subject}/{of}", time.monotonic() + time_limit().total_seconds()
+        while not store.check([key]):  # not `get`, which would block the store for the training thread
+            if time.monotonic() > min(until, self._deadline):
+                reason = "this one ends by an error" if self._deadline < until else "ddp_timeout has passed"
+                raise RuntimeError(f"rank {of} hasn't reported that its part is written: {reason}")
+            time.sleep(POLL)
+        return json.loads(store.get(key))
 
-        def stop() -> str:
-            if time.monotonic() > self._deadline:
-                return "this one ends by an error"
-            return "ddp_timeout has passed" if time.monotonic() - began > limit else ""
 
-        return self._board.read(subject, of, stop)
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _longest() -> float:
@@ -195,23 +190,13 @@ def _longest() -> float:
 
 
 def _write(source: Source, path: Path) -> Entry:
-    """Write a file, or move it, and flush it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(source, Image):
-        return write_image(source, path)
-    if isinstance(source, bytes):
-        return write_bytes(source, path)
+    if isinstance(source, Image | bytes):
+        return write_bytes(source.bytes if isinstance(source, Image) else source, path)
     folders.flush(source)
     entry = manifest.entry_of(source)
     os.rename(source, path)
     return entry
-
-
-def _remove_others(aside: Path) -> None:
-    """Delete the folders of failed saves. Their ranks may have written after the save was given up."""
-    for folder in aside.parent.glob("checkpoint-*"):
-        if folder != aside:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _text(error: BaseException) -> str:
@@ -219,26 +204,9 @@ def _text(error: BaseException) -> str:
     return text.splitlines()[0]
 
 
-def files_in(folder: Path) -> dict[str, Source]:
-    """Return the files below a folder, to be moved."""
-    return {name: folder / name for name in manifest.files_of(folder)}
-
-
-def contents_of(folder: Path) -> dict[str, Source]:
-    """Return the files below a folder, read into memory."""
-    return {name: (folder / name).read_bytes() for name in manifest.files_of(folder)}
-
-
 def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
-    """Return the reason why training must wait while a checkpoint is written; empty if it needn't wait.
-
-    Args:
-        config: the run's configuration.
-        callbacks: the trainer's callbacks.
-        optimizer_is_cut: whether the optimizer's state is written as named tensors.
-        copies: bytes of this rank's part of a checkpoint.
-        held: bytes of copies that an earlier save has allocated.
-    """
+    """Return the reason why training must wait while a checkpoint is written; empty if it needn't wait. ``copies`` are
+    the bytes of this rank's part, of which an earlier save has allocated ``held``."""
     if not config.save_in_background:
         return "save_in_background is false"
     if config.push_to_hub and config.hub_strategy != HubStrategy.END:
@@ -256,14 +224,9 @@ def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut
 
 
 def _reads_files(callback: TrainerCallback) -> bool:
-    """Return whether a callback may read the checkpoint's files in `on_save`."""
-    if getattr(type(callback), "on_save", None) is TrainerCallback.on_save:
-        return False
-    switches = {"WandbCallback": "_log_model", "MLflowCallback": "_log_artifacts", "CometCallback": "_log_checkpoints"}
     name = type(callback).__name__
-    if name == "TrackioCallback":  # its on_save does nothing
-        return False
-    if name == "WandbCallback":
-        switch = getattr(callback, switches[name], None)
-        return getattr(switch, "value", switch) == "checkpoint"
-    return name not in switches or bool(getattr(callback, switches[name], True))
+    if getattr(type(callback), "on_save", None) is TrainerCallback.on_save or name == "TrackioCallback":
+        return False  # Trackio's does nothing
+    switches = {"WandbCallback": "_log_model", "MLflowCallback": "_log_artifacts", "CometCallback": "_log_checkpoints"}
+    switch = getattr(callback, switches[name], True) if name in switches else True
+    return getattr(switch, "value", switch) == "checkpoint" if name == "WandbCallback" else bool(switch)

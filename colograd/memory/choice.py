@@ -16,11 +16,7 @@ BUSY_TOKENS = 8192  # tokens of a micro-batch that keeps a GPU busy
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return the plan of a run, with its KV cache.
-
-    Raises:
-        ValueError: a GPU has no room for training and the KV cache of one sequence.
-    """
+    """Return the plan of a run with its KV cache, or raise ValueError if a GPU has no room for one sequence."""
     plan = best_plan(run, strategy)
     if not fits(run, strategy):
         plan = dataclasses.replace(plan, remedies=remedies(run, strategy))
@@ -54,11 +50,14 @@ def fits(run: RunDescription, strategy: str) -> bool:
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
     """Return whether weights, gradients, optimizer and KV cache fit. A CPU needs no more: its pages can be swapped."""
-    cache = _given_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
-    return dataclasses.replace(plan, kv_bytes=cache).known <= run.devices.available
+    cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
+    weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
+    sampling = cache + (0 if plan.offloads else plan.optimizer)
+    training = plan.gradients + plan.optimizer + (0 if plan.sleeps else cache)
+    return weights + max(sampling, training) <= run.devices.available
 
 
-def _given_cache(run: RunDescription, plan: MemoryPlan) -> int:
+def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
     """Return the KV-cache bytes that the user set, or that the engine's share of the device leaves; 0: unknown."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
@@ -69,46 +68,39 @@ def auto(run: RunDescription) -> str:
     fit."""
     if run.devices.ranks == 1:
         return run.strategies[0]
-
-    def is_ample(strategy: str) -> bool:
-        if not run.plans_cache:
-            return fits(run, strategy)
-        return estimate(run, strategy, run.longest_rows[0]).takes(_ample(run))
-
-    def left(strategy: str) -> int:
-        plan = estimate(run, strategy, run.longest_rows[-1])
-        return min(plan.room, plan.remains("training"))
-
-    return next(filter(is_ample, run.strategies), None) or max(run.strategies, key=left)
+    for strategy in run.strategies:
+        plan = estimate(run, strategy, run.longest_rows[0])
+        if plan.takes(_ample(run)) if run.plans_cache else fits(run, strategy):
+            return strategy
+    plans = {strategy: estimate(run, strategy, run.longest_rows[-1]) for strategy in run.strategies}
+    return max(plans, key=lambda strategy: min(plans[strategy].room, plans[strategy].remains("training")))
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Choose the sparsest checkpointing that leaves room for an ample KV cache and a micro-batch of the run's tokens or
-    `BUSY_TOKENS`. Return n for every n-th layer; 0: none.
-
-    Args:
-        able: values that the model supports, sparsest first; the last one is the fallback.
-    """
+    """Choose the first of ``able``, the sparsest checkpointing that leaves room for an ample KV cache and a micro-batch
+    of the run's tokens or `BUSY_TOKENS`; else the last one. It is n for every n-th layer; 0: none."""
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
 
-    def leaves_room(every: int) -> bool:
+    for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
         if not (run.overruled or run.kv_bytes):
-            return plan.takes(_ample(run))
-        cache = _given_cache(run, plan)  # 0: its size is unknown
-        return cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
-
-    return next(filter(leaves_room, able), able[-1])
+            leaves_room = plan.takes(_ample(run))
+        else:
+            cache = _set_cache(run, plan)  # 0: its size is unknown
+            leaves_room = cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
+        if leaves_room:
+            return every
+    return able[-1]
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return what would make the run fit, without a full stop, from the function offered at the seam "remedies"."""
-    found: list[str] = [offer(run, strategy) for offer in registry.hooks("remedies")]
-    return "; ".join(found) or "take a smaller model or larger GPUs"
+    """Return the changes that would make the run fit, without a full stop, from the seam "remedies"."""
+    return (
+        "; ".join(offer(run, strategy) for offer in registry.hooks("remedies")) or "take a smaller model or larger GPUs"
+    )
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:
-    """Write the error's text: the missing bytes, the remedies, and the table."""
     need, missing = run.need, -plan.remains("training")
     if missing > 0:
         problem = f"Training takes {gib(missing)} GiB more than the {gib(plan.total)} GiB of {plan.device}"

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -33,17 +33,8 @@ ENGINE_SIZES = (2, 4, 8)  # proposed numbers of ranks per engine; an engine's ra
 PLANNED_TOKENS = 16384  # tokens of a micro-batch on a GPU until measured: they keep any GPU busy
 
 
-class FurtherActivations(Protocol):
-    """Activations besides the decoder's. Extensions offer functions of the model at the seam "activations"."""
-
-    def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
-        """Estimate the bytes for a row of ``tokens``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The ranks' devices, one per rank."""
-
     ranks: int
     total: int  # bytes of each device
     available: int  # bytes, on the fullest device, before a rank allocates anything
@@ -54,17 +45,6 @@ class Devices:
     def takes_rows_of(self, ranks: int) -> bool:
         """Return whether so many ranks can train each row together."""
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The work of one rank and its engine, in tokens and sequences."""
-
-    length: int  # tokens of the longest sequence in the engine
-    sequences: int  # completions of one generation in this rank's engine
-    tokens: int = 0  # tokens of a micro-batch; 0: as many as fit
-    prompt: int = 0  # tokens of the longest prompt; 0: ``length`` minus the longest completion
-    shares_prompts: bool = True  # whether a group's completions share their prompt in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +84,9 @@ class RunDescription:
     samples: bool = True  # False: there is no engine
     ranks_per_sequence: int = 1  # ranks that share out a row's tokens
     can_share_rows: bool = False  # the model and the settings allow sharing out a row's tokens
-    further: tuple[FurtherActivations, ...] = ()
+    # Activations besides the decoder's. Extensions offer functions of the model at the seam "activations", which return
+    # None or an object with ``bytes(tokens, lengths, itemsize, checkpointing)``: the bytes for a row of ``tokens``.
+    further: tuple[Any, ...] = ()
 
     @property
     def plans_cache(self) -> bool:
@@ -130,7 +112,6 @@ class RunDescription:
         return sizes
 
     def without_engine(self) -> RunDescription:
-        """Return the same training without an engine."""
         strategies = tuple(strategy for strategy in self.strategies if strategy not in TENSOR)
         return dataclasses.replace(
             self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0, strategies=strategies
@@ -141,7 +122,11 @@ def describe_run(
     settings: Any,
     model: Any,
     devices: Devices,
-    work: Workload,
+    length: int,
+    sequences: int,
+    tokens: int = 0,
+    prompt: int = 0,
+    shares_prompts: bool = True,
     *,
     shared: bool,
     reference: int = 0,
@@ -153,6 +138,9 @@ def describe_run(
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have its fields' names.
         model: the policy with its frozen parameters marked, or its outline (`policy.outline`).
+        length, sequences, tokens: see `RunDescription`.
+        prompt: tokens of the longest prompt; 0: ``length`` minus the longest completion.
+        shares_prompts: whether a group's completions share their prompt in a row.
         shared: whether the policy's parameters are the engine's tensors.
         reference, teacher: bytes.
         to_pack: see `PolicySizes.of`.
@@ -161,8 +149,8 @@ def describe_run(
     dtype = model.dtype
     of_engine = engine_dtype(settings, dtype).itemsize
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    completion = min(settings.max_completion_length or work.length, work.length)
-    group = (settings.num_generations or 1) if work.shares_prompts else 1
+    completion = min(settings.max_completion_length or length, length)
+    group = (settings.num_generations or 1) if shares_prompts else 1
     optim = resolve_optimizer(settings.optim, dtype)
     return RunDescription(
         devices=devices,
@@ -171,11 +159,11 @@ def describe_run(
         sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack),
         engine_itemsize=of_engine,
         cache_itemsize=1 if eight_bit else of_engine,
-        length=work.length,
-        sequences=work.sequences,
-        running=min(work.sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
-        lengths=Lengths(work.prompt or max(work.length - completion, 1), completion, group),
-        tokens=work.tokens,
+        length=length,
+        sequences=sequences,
+        running=min(sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
+        lengths=Lengths(prompt or max(length - completion, 1), completion, group),
+        tokens=tokens,
         checkpointing=settings.checkpointing,
         shared=shared,
         served=settings.weights == "shared",  # matters only for quantised weights
@@ -195,37 +183,37 @@ def describe_run(
         strategies=_strategies(settings, model, devices, settings.vllm_tensor_parallel_size),
         larger_engines=_larger_engines(settings, model, devices),
         ranks_per_sequence=settings.sequence_parallel_size,
-        can_share_rows=work.shares_prompts and _can_share_rows(settings, model),
+        can_share_rows=shares_prompts
+        and not conflict(settings, {"sequence_parallel_size": 2}, "sequence_parallel_size")
+        and not why_rows_stay_whole(model, obstacle(model)),
         further=tuple(filter(None, (of(model) for of in registry.hooks("activations")))),
     )
 
 
-def _can_share_rows(settings: Any, model: Any) -> bool:
-    size = {"sequence_parallel_size": 2}
-    return not (conflict(settings, size, "sequence_parallel_size") or why_rows_stay_whole(model, obstacle(model)))
-
-
 def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) -> tuple[str, ...]:
-    """Return the strategies that the run may use with engines of ``per_engine`` ranks."""
-    whole, weights = not is_adapted(model), settings.weights
-    size = settings.sequence_parallel_size
-    found = {*WHOLE}
+    whole, weights, size = not is_adapted(model), settings.weights, settings.sequence_parallel_size
+    possible = {*WHOLE}
     gathers = weights in ("auto", "gathered") and "fsdp" in registry.installed()
     if whole and gathers and size == 1 and not settings.offload_gradients:
-        found.add("fsdp")
+        possible.add("fsdp")
     cut = {"sharding": "tensor", "vllm_tensor_parallel_size": per_engine}
-    refused = conflict(settings, cut, "sharding") or largest_dropout(model)
-    in_parts = per_engine > 1 and whole and weights in ("auto", "shared") and devices.takes_rows_of(size * per_engine)
-    if in_parts and not refused and can_be_cut(model.config) and engine_dtype(settings, model.dtype) == model.dtype:
-        found |= {*TENSOR} if getattr(settings, "vllm_model_impl", "auto") != "transformers" else set()
-    return tuple(strategy for strategy in ORDER if strategy in found)
+    if (
+        whole
+        and per_engine > 1
+        and weights in ("auto", "shared")
+        and devices.takes_rows_of(size * per_engine)
+        and not conflict(settings, cut, "sharding")
+        and not largest_dropout(model)
+        and can_be_cut(model.config)
+        and engine_dtype(settings, model.dtype) == model.dtype
+        and getattr(settings, "vllm_model_impl", "auto") != "transformers"
+    ):
+        possible.update(TENSOR)
+    return tuple(strategy for strategy in ORDER if strategy in possible)
 
 
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
-    """Map larger numbers of ranks per engine to the strategies that the model's sizes and the settings allow.
-
-    The map is empty for an adapter.
-    """
+    """Map larger numbers of ranks per engine to the strategies that they allow. The map is empty for an adapter."""
     if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
         return {}
     found = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -16,30 +16,18 @@ from ..engine.protocol import Engine
 from ..reporting.metrics import PhaseTimes
 from ..runtime import registry
 
-
-class OptimizerMoves(Protocol):
-    """Moves of an optimizer's state. Extensions offer functions of the configuration, for this or None, at the seam
-    "optimizer_moves"."""
-
-    def to_host(self, optimizer: torch.optim.Optimizer) -> int:
-        """Move the state to the host. Return the bytes moved: 0 if it is there already, or not allocated yet."""
-
-    def to_device(self) -> int:
-        """Move the state back. Return the bytes moved."""
-
-
 DEVICE_ONLY = (
     "vllm_enable_sleep_mode", "offload_optimizer", "offload_gradients", "offload_reference", "offload_teacher",
 )  # fmt: skip
 
 
 class DeviceTurns:
-    """The turns of the engine and the policy in the device's memory."""
-
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
+        # Extensions offer functions of the configuration that return None, or an object with ``to_host(optimizer)`` and
+        # ``to_device()``, which move an optimizer's state and return the bytes moved.
         moves = (moves_of(config) for moves_of in registry.hooks("optimizer_moves"))
-        self.offload: OptimizerMoves | None = next(filter(None, moves), None)
+        self.offload: Any = next(filter(None, moves), None)
         self.times = times
         self.notes: Sequence[str] = [
             f"memory: {name} does nothing on a CPU, where sampling and training share all memory anyway"
@@ -75,8 +63,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Switch expandable segments on before the first allocation on a GPU, if the run supports them. Return whether it
-    does."""
+    """Switch expandable segments on before the first allocation on a GPU. Return whether the run supports them."""
     able = (
         config.device.type == "cuda"
         and not any(name in os.environ for name in VARIABLES)  # the user's setting has precedence

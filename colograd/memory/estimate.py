@@ -19,14 +19,13 @@ they count as the rest.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..config.sharding import TENSOR
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription
-from .policy_sizes import PolicySizes
-from .shape import OnHost, Trained, activation_bytes, engine_bytes, left_on_device
+from .shape import activation_bytes, engine_bytes, left_on_device
 from .table import MemoryPlan
 
 ALIVE = IN_FLIGHT + 2  # buckets at once: some being summed, one being filled, one being flattened
@@ -43,88 +42,56 @@ class RankBytes:
     gradients: int  # live from a step's first backward to its optimizer step
     optimizer: int
     exchange: int  # temporary: gradients on their way to other ranks, or weights gathered from them
+    on_way: int = 0  # most bytes of gradients on their way to the host, which ``gradients`` contains
 
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
     """Compute the bytes on each rank, with ``strategy`` of `STRATEGIES`."""
-    sizes, ranks = run.sizes, run.devices.ranks
-    in_engine = sizes.elements - (sizes.packed_elements if run.served else 0)
-    engine = in_engine * run.engine_itemsize // run.ranks_per_engine
+    sizes, ranks, size, on_gpu = run.sizes, run.devices.ranks, run.ranks_per_engine, run.devices.on_gpu
+    engine = (sizes.elements - (sizes.packed_elements if run.served else 0)) * run.engine_itemsize // size
+
+    def state(parts: int) -> int:
+        own = sizes.optimizer // parts
+        return left_on_device().state(own) if run.streams and on_gpu else own
+
+    def buckets(parts: int, cut: int = 1) -> int:  # buckets being summed, and this rank's part of the sums
+        largest = sizes.largest // cut
+        elements = min(sizes.trained // cut, ALIVE * ELEMENTS + (largest if largest > ELEMENTS else 0))
+        return sizes.gradient_itemsize * (elements + elements // parts) if parts > 1 else 0
+
     if strategy == "fsdp":
-        return _fsdp(run, engine)
+        # Each rank, or its host, owns a part of everything, and the largest block (a layer, the head, the embedding) is
+        # gathered. Measured: 13 to 15.5 bytes per element of a bfloat16 block (tests/extensions/fsdp/test_fsdp.py).
+        block = (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * max(sizes.block, sizes.largest)
+        exchange = block + (0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest))
+        if run.offloads_parts and on_gpu:
+            return RankBytes(engine, 0, 0, 0, exchange)
+        return RankBytes(engine, sizes.weights // ranks, sizes.gradients // ranks, state(ranks), exchange)
     if strategy in TENSOR:
-        return _tensor(run, strategy, engine)
+        # A T-th of the policy is in the engine's memory; ranks with the same part divide the rest. Each rank has one of
+        # an adapter's two matrices whole, so the adapter counts as whole.
+        engines, shared_out = ranks // size, strategy.partition("+")[2]
+        cut = 1 if 2 * sizes.trained < sizes.elements else size
+        return RankBytes(
+            engine,
+            policy=sizes.trained * sizes.itemsize if cut == 1 else 0,
+            gradients=sizes.gradients // (engines * cut if shared_out == "gradients" else cut),
+            optimizer=state(engines * cut if shared_out else cut),
+            exchange=buckets(engines, cut) if shared_out else 0,
+        )
+    # Float32 gradients of embedding and head count as activations.
+    parts, on_way = ranks if strategy == "gradients" else 1, 0
+    gradients = sizes.gradients // parts
+    if run.offloads_gradients and on_gpu:
+        on_way = left_on_device().on_way(gradients, sizes.matrix * sizes.gradient_itemsize // parts)
+        gradients = on_way + left_on_device().sums(gradients)
     return RankBytes(
-        engine=engine,
-        policy=sizes.packed if run.shared and run.ranks_per_engine == 1 else sizes.weights,
-        gradients=_gradients(run, strategy),
-        optimizer=_state(run, 1 if strategy == "none" else ranks),
-        exchange=0 if strategy == "none" or ranks == 1 else _buckets(sizes, ranks),
-    )
-
-
-def _gradients(run: RunDescription, strategy: str) -> int:
-    """Compute the gradients' bytes on each device. Float32 gradients of embedding and head count as activations."""
-    own = run.sizes.gradients // (run.devices.ranks if strategy == "gradients" else 1)
-    return _on_way(run, strategy) + left_on_device().sums(own) if _leave(run, strategy) else own
-
-
-def _leave(run: RunDescription, strategy: str) -> bool:
-    """Return whether gradients go to the host."""
-    return run.offloads_gradients and run.devices.on_gpu and strategy in ("none", "optimizer", "gradients")
-
-
-def _on_way(run: RunDescription, strategy: str) -> int:
-    """Compute the largest number of bytes of gradients on their way to the host."""
-    parts = run.devices.ranks if strategy == "gradients" else 1
-    largest = run.sizes.matrix * run.sizes.gradient_itemsize
-    return left_on_device().on_way(run.sizes.gradients // parts, largest // parts) if _leave(run, strategy) else 0
-
-
-def _state(run: RunDescription, ranks: int) -> int:
-    """Compute the bytes of the optimizer's state on each device."""
-    own = run.sizes.optimizer // ranks
-    return left_on_device().state(own) if run.streams and run.devices.on_gpu else own
-
-
-def _buckets(sizes: PolicySizes, ranks: int) -> int:
-    """Compute the bytes of buckets being summed, and of this rank's part of the sums."""
-    large = sizes.largest if sizes.largest > ELEMENTS else 0
-    elements = min(sizes.trained, ALIVE * ELEMENTS + large)
-    return sizes.gradient_itemsize * (elements + elements // ranks)
-
-
-def _tensor(run: RunDescription, strategy: str, engine: int) -> RankBytes:
-    """Compute the bytes for a T-th of the policy in the engine's memory; ranks with the same part share out the
-    rest."""
-    sizes, size, ranks = run.sizes, run.ranks_per_engine, run.devices.ranks
-    engines, shared_out = ranks // size, strategy.partition("+")[2]
-    # Each rank has one of an adapter's two matrices whole, so the adapter counts as whole.
-    cut = 1 if 2 * sizes.trained < sizes.elements else size
-    part = replace(sizes, trained=sizes.trained // cut, largest=sizes.largest // cut)
-    return RankBytes(
-        engine=engine,
-        policy=sizes.trained * sizes.itemsize if cut == 1 else 0,
-        gradients=sizes.gradients // (engines * cut if shared_out == "gradients" else cut),
-        optimizer=_state(run, engines * cut if shared_out else cut),
-        exchange=_buckets(part, engines) if shared_out and engines > 1 else 0,
-    )
-
-
-def _fsdp(run: RunDescription, engine: int) -> RankBytes:
-    """Compute the bytes with FSDP: each rank, or its host, owns a part of everything, and the largest block (a layer,
-    the head, the embedding) is gathered. Measured: 13 to 15.5 bytes per element of a bfloat16 block
-    (tests/extensions/fsdp/test_fsdp.py)."""
-    sizes, ranks = run.sizes, run.devices.ranks
-    on_host = run.offloads_parts and run.devices.on_gpu
-    largest = max(sizes.block, sizes.largest)
-    kept = 0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest)
-    return RankBytes(
-        engine=engine,
-        policy=0 if on_host else sizes.weights // ranks,
-        gradients=0 if on_host else sizes.gradients // ranks,
-        optimizer=0 if on_host else _state(run, ranks),
-        exchange=kept + (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * largest,
+        engine,
+        policy=sizes.packed if run.shared and size == 1 else sizes.weights,
+        gradients=gradients,
+        optimizer=state(1 if strategy == "none" else ranks),
+        exchange=0 if strategy == "none" else buckets(ranks),
+        on_way=on_way,
     )
 
 
@@ -133,14 +100,19 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
-    own_tokens = -(-tokens // run.ranks_per_sequence)
-    trains_head = run.sizes.largest >= run.shape.vocabulary * run.shape.hidden
-    adapted = 2 * run.sizes.trained < run.sizes.elements  # else most parameters are trained
     cut = run.ranks_per_engine if strategy in TENSOR else 1
-    sizes = run.shape.split(cut).on_row_ranks(run.ranks_per_sequence), own_tokens, itemsize, run.checkpointing
-    trained = Trained(trains_head, adapted)
-    on_host = OnHost(run.offloads_activations and devices.on_gpu, _on_way(run, strategy))
-    activations = activation_bytes(*sizes, device, copied, trained, on_host)
+    activations = activation_bytes(
+        run.shape.split(cut).on_row_ranks(run.ranks_per_sequence),
+        -(-tokens // run.ranks_per_sequence),
+        itemsize,
+        run.checkpointing,
+        device,
+        copied,
+        trains_head=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden,
+        adapted=2 * run.sizes.trained < run.sizes.elements,  # else most parameters are trained
+        inputs_on_host=run.offloads_activations and devices.on_gpu,
+        on_way=parts.on_way,
+    )
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     steps, shares = run.samples and devices.on_gpu, devices.ranks if strategy == "fsdp" else cut

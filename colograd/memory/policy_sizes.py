@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,11 +31,8 @@ class PolicySizes:
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute the sizes of a model, also on the meta device. Its frozen parameters must be marked.
-
-        Args:
-            to_pack: parameters that loading will quantise, with their quantised bytes; default: already packed ones.
-        """
+        """Compute the sizes of a model, also on the meta device. Its frozen parameters must be marked. ``to_pack`` has
+        the quantised bytes of parameters that loading will quantise; default: already packed ones."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -68,21 +64,6 @@ class PolicySizes:
             matrix=max((p.numel() for p in own if p.requires_grad), default=0),
         )
 
-    def with_adapter(self, trained: int) -> PolicySizes:
-        """Return the same model, frozen, with a LoRA adapter of ``trained`` elements of the same dtype and
-        optimizer."""
-        share = trained / max(self.trained, 1)
-        return dataclasses.replace(
-            self,
-            elements=self.elements + trained,
-            trained=trained,
-            weights=self.weights + trained * self.itemsize,
-            gradients=int(self.gradients * share),
-            optimizer=int(self.optimizer * share),
-            largest=0,
-            matrix=0,
-        )
-
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
     """Count the bytes of all gradients. For optimizers that keep a float32 master, they accumulate in float32."""
@@ -93,20 +74,16 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Count the bytes of the optimizer's state after its first step; for optimizers smaller than AdamW an upper
-    bound."""
-    return sum(p.numel() * state_itemsize(p.dtype, optim) for p in model.parameters() if p.requires_grad)
-
-
-def state_itemsize(dtype: torch.dtype, optim: str) -> int:
-    """Return the bytes of state per parameter.
+    """Count the bytes of the optimizer's state after its first step; for optimizers smaller than AdamW an upper bound.
 
     `adamw_split` keeps 10 for a bfloat16 parameter (two float32 moments, 16 bits of remainder) and 8 for a float32
     one. `muon` keeps four less for a matrix, but its own temporaries take that space. torch's AdamW keeps two moments
     in the parameter's dtype; optimizers named 8bit keep one byte per moment.
     """
-    if optim == "sgd":
-        return 0
-    if optim in KEEPS_MASTER:
-        return 10 if dtype == torch.bfloat16 else 8
-    return 2 * (1 if "8bit" in optim else dtype.itemsize)
+    total = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad and optim in KEEPS_MASTER:
+            total += parameter.numel() * (10 if parameter.dtype == torch.bfloat16 else 8)
+        elif parameter.requires_grad and optim != "sgd":
+            total += parameter.numel() * 2 * (1 if "8bit" in optim else parameter.dtype.itemsize)
+    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..engine.arguments import MOST_SEQUENCES
 from ..policy.attention import IN_PLACE_FROM
@@ -54,7 +54,8 @@ class Shape:
         experts = size("num_experts_per_tok", 0)
         if experts:
             inner = experts * size("moe_intermediate_size", inner)
-        text = model_config.get_text_config()
+        text, family = model_config.get_text_config(), getattr(model_config, "model_type", "")
+        slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
         return cls(
             layers=size("num_hidden_layers", 0),
             hidden=hidden,
@@ -65,9 +66,9 @@ class Shape:
             vocabulary=size("vocab_size", 0),
             tied=bool(getattr(model_config, "tie_word_embeddings", False)),
             experts=experts,
-            gated=GATED.get(getattr(model_config, "model_type", ""), 4),
-            norms=NORMS.get(getattr(model_config, "model_type", ""), 2),
-            window=_window(model_config),
+            gated=GATED.get(family, 4),
+            norms=NORMS.get(family, 2),
+            window=size("sliding_window", 0) if slides else 0,
             copies=any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attention_dropout")),
             capped=heads if getattr(text, "attn_logit_softcapping", None) else 0,
         )
@@ -84,9 +85,8 @@ class Shape:
         )
 
     def on_row_ranks(self, ranks: int) -> Shape:
-        """Return the shape per token of a rank's own, if ``ranks`` ranks share out a row's tokens. In attention each
-        rank has all tokens for some heads. If ``ranks`` doesn't divide the key-value heads, a rank has more than its
-        share."""
+        """Return the shape per token of a rank's own, if ``ranks`` ranks share out a row's tokens and attention's
+        heads. If ``ranks`` doesn't divide the key-value heads, a rank has more than its share."""
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
             return self
@@ -94,13 +94,6 @@ class Shape:
             return replace(self, keys=ranks * self.head)
         filled = -(-heads // ranks) * ranks * self.head
         return replace(self, queries=filled, keys=filled)
-
-
-def _window(model_config: Any) -> int:
-    """Return the largest sliding window of a model's layers in tokens; 0 without one."""
-    text = model_config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
-    return size_of(model_config, "sliding_window") if "sliding_attention" in kinds else 0
 
 
 class CopiedKeys(NamedTuple):
@@ -123,8 +116,13 @@ class Lengths:
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
         """Compute the copies that attention makes: none if it reads a prompt's keys in place (see
-        `policy.attention`)."""
-        scores = self._scores(tokens) if shape.capped else (0.0, 0.0)
+        `policy.attention`). Scores are of a row of long completions."""
+        scores = (0.0, 0.0)
+        if shape.capped:
+            many = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
+            one = self.completion * (self.prompt + self.completion)
+            whole = self.prompt + many * self.completion
+            scores = (self.prompt**2 + many * one) / whole, max(self.prompt**2, one) / whole
         if self.group == 1:
             return CopiedKeys(0.0, 1.0, *scores)
         windowed = 0 < shape.window < self.prompt + self.completion
@@ -137,26 +135,15 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row, if each completion's are joined with its prompt's, or with the last of
-        its prompt's in a ``window``.
-
-        1 for a row of one sequence; nearly 9 for 8 completions far shorter than their prompt.
-        """
+        """Compute the keys per token of a row, if each completion's are joined with its prompt's (in a ``window``, the
+        last of them): 1 for one sequence, nearly 9 for 8 completions far shorter than their prompt."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)
         seen = min(self.prompt, window - 1) if window else self.prompt
         return (self.prompt + count * (seen + short)) / (self.prompt + count * short)
 
-    def _scores(self, tokens: int) -> tuple[float, float]:
-        """Compute the scores per token of a row of long completions, and the longest segment's part of these scores."""
-        count = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
-        one = self.completion * (self.prompt + self.completion)
-        whole = self.prompt + count * self.completion
-        return (self.prompt**2 + count * one) / whole, max(self.prompt**2, one) / whole
-
     def prompts_share(self, tokens: int) -> float:
-        """Compute the share of a row's tokens that are prompt tokens."""
         count, short = self._short(tokens)
         return self.prompt / (self.prompt + count * short)
 
@@ -167,12 +154,11 @@ class Lengths:
 
 
 def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
-    """Compute the bytes that one layer keeps for the backward pass, per token.
+    """Compute the bytes that one layer keeps for the backward pass, per token, as in arXiv 2205.05198 (section 4.1).
 
-    Counted on transformers' Llama layer as in arXiv 2205.05198 (section 4.1), without the attention matrix, which fused
-    attention never stores. RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and values,
-    twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product; in a
-    mixture also its input and output, once per expert.
+    RMSNorms: float32 input, normalised and scaled output. Fused attention: queries, keys and values, twice (and
+    ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product; in a mixture also
+    its input and output, once per expert.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -199,40 +185,15 @@ def kept_by_layers(
     return (shape.layers - twice) * layer + inputs * shape.hidden * itemsize, layer if twice else 0.0
 
 
-class LeftOnDevice(Protocol):
-    """Bytes that parts of training in host memory take on a device while they pass through."""
+def left_on_device() -> Any:
+    """Return the offer at the seam "left_on_device": the bytes that parts of training in host memory take on the device
+    while they pass through.
 
-    inputs: int  # number of layers' inputs on the device at once
-
-    def state(self, nbytes: int) -> int:
-        """Return the bytes of an optimizer's state of ``nbytes``."""
-
-    def sums(self, gradients: int) -> int:
-        """Return the bytes of sums in transfer, for ``gradients`` bytes of gradients."""
-
-    def on_way(self, gradients: int, largest: int) -> int:
-        """Return the bytes of gradients in transfer. The largest one has ``largest`` bytes."""
-
-
-def left_on_device() -> LeftOnDevice:
-    """Return what the extension that moves parts to the host offers at the seam "left_on_device"."""
-    (found,) = registry.hooks("left_on_device")
-    left: LeftOnDevice = found
+    ``inputs``: number of layers' inputs on the device at once. ``state(nbytes)``: of an optimizer's state.
+    ``sums(gradients)``: of sums in transfer. ``on_way(gradients, largest)``: of gradients in transfer.
+    """
+    (left,) = registry.hooks("left_on_device")
     return left
-
-
-class Trained(NamedTuple):
-    """The trained parameters, as far as activations depend on them."""
-
-    head: bool = True
-    adapted: bool = False  # most parameters are frozen
-
-
-class OnHost(NamedTuple):
-    """The parts of training in host memory, as far as activations depend on them."""
-
-    inputs: bool = False  # inputs of layers that are computed again
-    gradients: int = 0  # most bytes on their way to the host while layers go backward; counted elsewhere
 
 
 def activation_bytes(
@@ -242,8 +203,10 @@ def activation_bytes(
     checkpointing: int,
     device: str,
     copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
-    trained: Trained = Trained(),  # noqa: B008  # immutable
-    on_host: OnHost = OnHost(),  # noqa: B008  # immutable
+    trains_head: bool = True,
+    adapted: bool = False,
+    inputs_on_host: bool = False,
+    on_way: int = 0,
 ) -> int:
     """Estimate the peak of one forward and backward, without weights and gradients: the largest of three moments.
 
@@ -254,20 +217,17 @@ def activation_bytes(
     Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
+
+    Args:
+        adapted: most parameters are frozen.
+        inputs_on_host: inputs of layers that are computed again are on the host.
+        on_way: most bytes of gradients on their way to the host while layers go backward; they are counted elsewhere.
     """
-    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, on_host.inputs)
-    weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
+    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, inputs_on_host)
+    weight = 4 * shape.vocabulary * shape.hidden if trains_head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
-    gradients = _gradients_inside(shape, itemsize, device, copied, trained.adapted)
-    inside = tokens * (twice + gradients) + (weight if shape.tied else 0)
-    embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
-    return int(max(tokens * kept + max(head - on_host.gradients, inside), embedding))
-
-
-def _gradients_inside(shape: Shape, itemsize: int, device: str, copied: CopiedKeys, adapted: bool) -> float:
-    """Compute the peak of gradients inside one layer, per token: in its MLP, or in its attention after the MLP's
-    activations are freed. The MLP has the gradients of gate and up, or the product's gradient and an adapter's float32
-    input."""
+    # The peak of gradients inside one layer, per token: in its MLP, or in its attention after the MLP's activations are
+    # freed. The MLP has the gradients of gate and up, or the product's gradient and an adapter's float32 input.
     inner, joined = max(itemsize, 4) if adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
@@ -279,7 +239,9 @@ def _gradients_inside(shape: Shape, itemsize: int, device: str, copied: CopiedKe
         widened = -(-shape.head // FLASH_HEAD_STEP) * FLASH_HEAD_STEP / max(shape.head, 1)
         attention += 4 * shape.queries * widened * (1 + copied.padding) + spread
     attention += SCORE * shape.capped * copied.segment
-    return max(mlp, attention)
+    inside = tokens * (twice + max(mlp, attention)) + (weight if shape.tied else 0)
+    embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
+    return int(max(tokens * kept + max(head - on_way, inside), embedding))
 
 
 def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
@@ -291,8 +253,6 @@ def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """KV-cache bytes of a generation."""
-
     per_token: int
     least: int  # one sequence at full length
     wanted: int  # every sequence of a generation at full length: more would never be used

@@ -1,21 +1,12 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
 
-Sampling and training alternate, so each part counts only while it is allocated:
+Sampling and training alternate, so each part counts only while it is allocated. Gradients are freed after the optimizer
+step. With `offload_gradients` or `offload_optimizer: stream`, only the bytes on their way count. A reference model or a
+teacher that waits on the host takes the place of gradients that don't exist yet.
 
-    part              sampling                                  training
-    weights           engine's, and the policy's if not shared  the same
-    gradients         none: freed after the optimizer step      4 or 2 bytes per parameter, less where sharded; with
-                                                                `offload_gradients` those on their way
-    optimizer state   yes, unless `offload_optimizer`           yes; with `stream` two buffers of it
-    exchange          none                                      buckets on their way, or gathered blocks
-    reference model   yes, unless `offload_reference`           yes, or in the place of gradients that don't exist yet
-    teacher           yes, unless `offload_teacher`             as the reference model
-    activations       the engine's                              one micro-batch's
-    KV cache          yes                                       yes, unless `vllm_enable_sleep_mode`
-
-A KV cache that sleeps while the policy trains shares its space with gradients and activations. A KV cache that stays is
-planned in addition to them, so a micro-batch may be trained between two steps of the engine (`overlap`): at the end of
-sampling a step takes far less than a micro-batch.
+A KV cache that sleeps while the policy trains (`vllm_enable_sleep_mode`) shares its space with gradients and
+activations. A KV cache that stays is planned in addition to them, so a micro-batch may be trained between two steps of
+the engine (`overlap`): at the end of sampling a step takes far less than a micro-batch.
 """
 
 from __future__ import annotations
@@ -29,14 +20,12 @@ MARGIN = 0.08  # share of the device, for CUDA graphs, NCCL and fragmentation; v
 CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memory
 PHASES = ("sampling", "training")
 GIB = 2**30
-# Parts that the table omits if they round to 0.00.
-OPTIONAL = ("weights of the reference", "weights of the teacher", "gathered weights", "gradients on their way")
+# For a plan that fit until the engine was built or the activations were measured: no change was tried.
+REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The parts of one rank's memory, in bytes."""
-
     device: str
     total: int
     available: int  # bytes for this process: the total less other processes' memory
@@ -64,7 +53,6 @@ class MemoryPlan:
 
     @property
     def margin(self) -> int:
-        """Bytes kept free."""
         return int(MARGIN * self.total)
 
     def rows(self) -> list[tuple[str, int, int]]:
@@ -76,22 +64,26 @@ class MemoryPlan:
         of_state = ("" if self.strategy == "none" else part) + (", on its way through" if self.streams else "")
         exchange = "gathered weights" if self.strategy == "fsdp" else "gradients on their way"
         activations = f"activations, {self.tokens:,} tokens ({'measured' if self.measured else 'estimated'})"
-        rows = [
-            ("held by others", self.total - self.available, self.total - self.available),
-            ("weights of the engine", self.engine_weights, self.engine_weights),
-            (f"weights of the policy{of_policy}", self.policy_weights, self.policy_weights),
-            ("weights of the reference", self.reference, self.reference),
-            ("weights of the teacher", self.teacher, self.teacher),
+        held = self.total - self.available
+        weights = {
+            "engine": self.engine_weights, f"policy{of_policy}": self.policy_weights, "reference": self.reference,
+            "teacher": self.teacher,
+        }  # fmt: skip
+        cache = (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes)
+        return [
+            ("held by others", held, held),
+            *(
+                (f"weights of the {name}", size, size)
+                for name, size in weights.items()
+                if size or name.startswith("policy")
+            ),
             (f"gradients{of_gradients}", 0, self.gradients),
-            (exchange, 0, self.exchange),
+            *([(exchange, 0, self.exchange)] if self.exchange else []),
             (f"optimizer state{of_state}", 0 if self.offloads else self.optimizer, self.optimizer),
             (activations, self.engine, self.activations),
-            (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes),
+            *([cache] if self.engine_weights else []),
             ("kept free", self.margin, self.margin),
         ]
-        if not self.engine_weights:
-            rows = [row for row in rows if row[0] != "weights of the engine" and not row[0].startswith("KV cache")]
-        return [row for row in rows if row[0] not in OPTIONAL or row[2]]
 
     def remains(self, phase: str) -> int:
         """Return the bytes left in ``phase`` of `PHASES`; negative: the plan exceeds the device."""
@@ -104,14 +96,6 @@ class MemoryPlan:
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
         return sampling if self.sleeps else min(sampling, empty.remains("training"))
-
-    @property
-    def known(self) -> int:
-        """Bytes of weights, gradients, optimizer and KV cache in the fuller phase: no estimates."""
-        weights = self.engine_weights + self.policy_weights + self.reference + self.teacher
-        sampling = self.kv_bytes + (0 if self.offloads else self.optimizer)
-        training = self.gradients + self.optimizer + (0 if self.sleeps else self.kv_bytes)
-        return weights + max(sampling, training)
 
     def takes(self, need: CacheNeed) -> bool:
         """Return whether training fits together with a KV cache of one full sequence."""
@@ -145,9 +129,7 @@ class MemoryPlan:
         return min(self.remains(phase) for phase in PHASES) + slack >= 0
 
     def lines(self) -> list[str]:
-        """Format the plan as aligned lines, in GiB."""
-        shown = [row for row in self.rows() if row[0] not in OPTIONAL or row[2] >= GIB // 200]
-        rows = [*shown, ("remains", self.remains("sampling"), self.remains("training"))]
+        rows = [*self.rows(), ("remains", self.remains("sampling"), self.remains("training"))]
         of_ranks = "" if self.strategy == "none" else f", sharding {self.strategy} over {self.ranks}"
         head = f"memory of a rank{of_ranks}: {self.device}, {gib(self.total)} GiB"
         width = max(len(head), *(len(name) + 2 for name, _, _ in rows))
@@ -160,10 +142,5 @@ class MemoryPlan:
         return "\n".join([*self.lines(), *last])
 
 
-# For a plan that fit until the engine was built or the activations were measured: no change was tried.
-REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
-
-
 def gib(size: float) -> str:
-    """Format bytes as GiB, with two digits."""
     return f"{size / GIB:.2f}"

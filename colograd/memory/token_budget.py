@@ -18,7 +18,6 @@ from ..batch import PackedRow, StepBatch
 from ..parallel.ranks import gather
 from ..policy.packing import PackingRules, dummy, pack_step, places
 from ..policy.second_models import kinds
-from . import policy_sizes
 from .shape import SHORT
 
 SHARE = 0.8  # share of the free memory; fragmentation and row lengths that weren't measured need the rest
@@ -77,22 +76,22 @@ def measure(
     device = rules.device
     prompt, completion, count = shape
     if rules.share_prompts:  # long completions have most logits, short ones join most keys with their prompt's
-        shapes = [shape, (prompt, max(1, completion // SHORT), count)]
+        shapes = {shape, (prompt, max(1, completion // SHORT), count)}
     else:
-        shapes = [(prompt, completion, 1)]  # each padded row has its own prompt
-
-    def used(row: PackedRow) -> float:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        found = math.inf
-        with contextlib.suppress(torch.OutOfMemoryError):
-            train(row)
-            found = torch.cuda.max_memory_allocated(device) - before
-        clean()
-        return found
+        shapes = {(prompt, completion, 1)}  # each padded row has its own prompt
 
     def peak(tokens: int) -> float:
-        return max(gather(max(used(dummy_row(tokens, of, device)) for of in dict.fromkeys(shapes))))
+        peaks = []
+        for of in shapes:
+            row = dummy_row(tokens, of, device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            peaks.append(math.inf)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                train(row)
+                peaks[-1] = torch.cuda.max_memory_allocated(device) - before
+            clean()
+        return max(gather(max(peaks)))
 
     torch.cuda.empty_cache()  # the policy's stream can't use memory cached for the engine's stream
     free = torch.cuda.mem_get_info(device)[0]
@@ -115,23 +114,12 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
     return dummy(device, groups)
 
 
-def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str, parts: int = 1) -> int:
-    """Count the bytes that the optimizer will allocate at its first step, for a state cut into ``parts``."""
-    return 0 if optimizer is not None and optimizer.state else policy_sizes.optimizer_bytes(model, name) // parts
-
-
 def back_off(
     rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
-    """Halve the budget and pack the steps again. A collective: all ranks call it after any rank ran out of memory.
-
-    Args:
-        batches: the step that failed, and the rest of its round.
-        among: number of batches at the start that were being trained.
-
-    Raises:
-        torch.OutOfMemoryError: each micro-batch is already a single completion.
-    """
+    """Halve the budget and pack the steps again: the failed step (the first ``among`` batches) and the rest of its
+    round. A collective: all ranks call it after any rank ran out of memory. It raises `OutOfMemoryError` if each
+    micro-batch is already a single completion."""
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
@@ -145,31 +133,26 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Pack the same step with another budget, and keep each completion's log-probabilities. No row counts as
-    trained."""
+    """Pack the same step with another budget, with each completion's log-probabilities. No row counts as trained."""
     rows = pack_step(batch.groups, rules)
-    for name in ("old_logprobs", *kinds()):
-        rows = _carry_over(name, batch.rows, rows)
+    for name in ("old_logprobs", *kinds()):  # [N] tensors
+        recorded = [tensor for row in batch.rows if (tensor := row.values(name)) is not None]
+        if not recorded or len(recorded) < len(batch.rows):
+            continue
+        known = {
+            rollout: tensor[place]
+            for row, tensor in zip(batch.rows, recorded, strict=True)
+            for rollout, place in places(row)
+        }
+        packed = []
+        for row in rows:
+            values = []
+            for rollout, at in places(row):  # a new dummy row gets zeros; its tokens aren't in the loss
+                blank = recorded[0].new_zeros(at.stop - at.start, *recorded[0].shape[1:])
+                values.append(known.get(rollout, blank))
+            packed.append(row.with_values(name, torch.cat(values)))
+        rows = tuple(packed)
     return dataclasses.replace(batch, rows=rows, trained=0)
-
-
-def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -> tuple[PackedRow, ...]:
-    """Give ``new`` the [N] tensor ``name`` of ``old``, completion by completion."""
-    if any(row.values(name) is None for row in old):
-        return tuple(new)
-    recorded = [tensor for row in old if (tensor := row.values(name)) is not None]
-    known = {each: tensor[place] for row, tensor in zip(old, recorded, strict=True) for each, place in places(row)}
-    like = recorded[0] if recorded else torch.empty(0)
-
-    def values(row: PackedRow) -> torch.Tensor:
-        def missing(tokens: int) -> torch.Tensor:  # values for a new dummy row; its tokens aren't in the loss
-            return like.new_zeros(tokens, *like.shape[1:])
-
-        return torch.cat(
-            [known[rollout] if rollout in known else missing(at.stop - at.start) for rollout, at in places(row)]
-        )
-
-    return tuple(row.with_values(name, values(row)) for row in new)
 
 
 def free_memory(model: torch.nn.Module) -> None:

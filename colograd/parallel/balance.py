@@ -20,22 +20,15 @@ MIN_GAIN = 0.1  # least saving that justifies moves, as a fraction of the slowes
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Return the cost of one query-key pair, in tokens.
-
-    A pair takes 4 * heads * head_dim FLOPs per layer, a token 2 FLOPs per parameter.
-    """
+    """Return the cost of one query-key pair (4 * heads * head_dim FLOPs per layer), in tokens (2 per parameter)."""
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
     size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
 
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
-    """Return the cost of training a group, in tokens: its tokens, plus ``pair`` for each query-key pair.
-
-    Args:
-        pair: cost of a query-key pair in tokens, from `pair_cost`.
-        share_prompts: a prompt is computed once per group, not once per completion.
-    """
+    """Return the cost of training a group, in tokens: its tokens, plus ``pair`` (see `pair_cost`) for each query-key
+    pair. With ``share_prompts`` a prompt is computed once per group, not once per completion."""
     rollouts = group.group.rollouts
     sizes = [(p, b.length) for r in rollouts for p, b in zip(r.context_lengths, r.tree, strict=True)]
     if not share_prompts:
@@ -46,16 +39,9 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Divide each engine's groups among the teams of its ranks: the costliest first, each to the least loaded team.
-
-    Args:
-        costs: cost of each group, per rank that sampled it.
-        ranks_per_engine: ranks that share an engine. A team may have several engines.
-        ranks_per_row: ranks of a team.
-
-    Returns:
-        The places of the groups that each team trains.
-    """
+    """Divide each engine's groups among the teams of its ranks: the costliest first, each to the least loaded team. A
+    team may have several engines. ``costs`` has the cost of each group, per rank that sampled it. Return the places of
+    each team's groups."""
     near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # teams that share engines
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
@@ -69,10 +55,8 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Divide groups as `share_out` does, then move and swap groups between the slowest and the fastest team.
-
-    Moves end when none narrows the gap. All are dropped if the slowest team gains no more than `MIN_GAIN`.
-    """
+    """Divide groups as `share_out` does, then move and swap groups between the slowest and the fastest team until none
+    narrows the gap. All moves are dropped if the slowest team gains no more than `MIN_GAIN`."""
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
     assigned = [list(row) for row in initial]
 
@@ -112,19 +96,9 @@ def balance(
     between_engines: bool = True,
     ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:
-    """Exchange groups so that each rank has the groups that it trains. A collective.
-
-    Args:
-        groups: groups that this rank sampled.
-        pair: cost of a query-key pair in tokens, from `pair_cost`.
-        share_prompts: a prompt is computed once per group, not once per completion.
-        ranks_per_engine: ranks that share an engine.
-        between_engines: also move groups from slow teams to fast ones. The engines of a team share groups anyway.
-        ranks_per_row: ranks that train each row together (a team).
-
-    Returns:
-        The groups that this rank trains, and how many of them came from engines outside its team.
-    """
+    """Exchange the groups that ranks sampled so that each has the groups that it trains. A collective. Unless
+    ``between_engines``, groups stay with the engines of a team. Return this rank's groups, and how many of them came
+    from engines outside its team."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
@@ -134,12 +108,7 @@ def balance(
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
-    """Return the groups that the assignment has for this rank. A collective.
-
-    Args:
-        groups: groups that this rank sampled.
-        assignment: places of the groups of each rank; the same on all ranks.
-    """
+    """Return the groups that the assignment, the same on all ranks, has for this rank. A collective."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from . import watchdog
-from .ranks import world_size
 from .shards import RankGroup
 
 T = TypeVar("T")
@@ -19,41 +18,12 @@ T = TypeVar("T")
 BUCKET = 64 * 2**20  # bytes per collective
 
 
-def sum_gradients(
-    parameters: Sequence[torch.Tensor], bucket_bytes: int = BUCKET, among: RankGroup | None = None
-) -> int:
-    """Sum ``.grad`` of the parameters over ranks, in place. A missing gradient counts as zeros.
-
-    Args:
-        parameters: the model's parameters, in the same order on all ranks.
-        bucket_bytes: bytes per collective.
-        among: the ranks that sum; None: all.
-
-    Returns:
-        Bytes of the collectives.
-    """
-    if (world_size() if among is None else among.size) == 1:
-        return 0
-    zero_gradients(parameters)
-    gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
-    return sum_over_ranks(gradients, None, bucket_bytes, among)
-
-
 def sum_over_ranks(
-    gradients: Sequence[torch.Tensor], device: torch.device | None, bucket_bytes: int = BUCKET,
+    gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors over ranks, in place.
-
-    Args:
-        gradients: the tensors, in the same order on all ranks.
-        device: the device of the collectives, if the tensors are elsewhere.
-        bucket_bytes: bytes per collective.
-        among: the ranks that sum; None: all.
-
-    Returns:
-        Bytes of the collectives.
-    """
+    """Sum tensors over ranks (None: all), in place. Return the bytes of the collectives, which run on ``device`` if the
+    tensors are elsewhere. Tensors must have the same order on all ranks."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):

@@ -46,7 +46,6 @@ class RankLayout:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of the prompts, among `data_size` shares."""
         return self.rank // self.ranks_per_engine
 
     @property
@@ -56,18 +55,15 @@ class RankLayout:
 
     @property
     def engine_place(self) -> int:
-        """Index of this rank among the ranks of its engine."""
         return self.rank % self.ranks_per_engine
 
     @property
     def engine_group(self) -> tuple[int, ...]:
-        """The ranks of this rank's engine."""
         first = self.rank - self.engine_place
         return tuple(range(first, first + self.ranks_per_engine))
 
     @property
     def shard_group(self) -> tuple[int, ...]:
-        """One rank of each engine, all with the same part of the weights. Gradients are summed over them."""
         return tuple(range(self.engine_place, self.world_size, self.ranks_per_engine))
 
     @property
@@ -77,18 +73,15 @@ class RankLayout:
 
     @property
     def row_group(self) -> tuple[int, ...]:
-        """The ranks that train the same rows as this one."""
         first = self.rank - self.rank % self.ranks_per_row
         return tuple(range(first, first + self.ranks_per_row))
 
     @property
     def sequence_group(self) -> tuple[int, ...]:
-        """The ranks of the row group with the same part of the policy. They divide the row's tokens."""
         return self.row_group[self.rank % self.policy_parts :: self.policy_parts]
 
     @property
     def node(self) -> int:
-        """Index of this rank's machine."""
         return self.rank // self.ranks_per_node
 
     @property
@@ -118,17 +111,12 @@ class Place:
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
-        """Return the place of this process."""
         gpu_uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         return cls(socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0), process.local_world_size(), gpu_uuid)
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Check that ranks are on nodes as `RankLayout` numbers them, and that no two ranks have the same device.
-
-    Raises:
-        ValueError: they aren't.
-    """
+    """Raise ValueError unless ranks are on nodes as `RankLayout` numbers them, and each has its own device."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
@@ -159,11 +147,7 @@ def check_places(places: Sequence[Place]) -> None:
 
 
 def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
-    """Check that the ranks of each engine are on one machine.
-
-    Raises:
-        ValueError: they aren't, for any engine. All ranks raise the same error.
-    """
+    """Raise ValueError, the same on all ranks, unless the ranks of each engine are on one machine."""
     size, on_node = layout.ranks_per_engine, layout.ranks_per_node
     for first in range(0, layout.world_size if size > 1 else 0, size):
         engine_places = places[first : first + size]

@@ -16,10 +16,8 @@ from .layout import RankLayout
 
 
 class Lockstep:
-    """The message channel of one engine's ranks. Followers wait up to ``patience`` seconds for the next message.
-
-    Construction is a collective of all ranks.
-    """
+    """The message channel of one engine's ranks, which all ranks construct together. Followers wait up to ``patience``
+    seconds for the next message."""
 
     def __init__(self, layout: RankLayout, patience: float) -> None:
         self.leads = layout.engine_place == 0

@@ -29,15 +29,8 @@ def world_size() -> int:
 
 
 def join(limit: timedelta, backend: str = "gloo") -> None:
-    """Create the process group, unless there is one rank only or the group exists.
-
-    Args:
-        limit: how long a rank waits for another one, here and in each collective (`ddp_timeout`).
-        backend: the backend of the collectives.
-
-    Raises:
-        RuntimeError: a rank didn't join within the limit.
-    """
+    """Create the process group, unless there is one rank only or the group exists. RuntimeError: a rank didn't join
+    within ``limit``, which is also the limit of each collective (`ddp_timeout`)."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized():
         return
     try:
@@ -65,10 +58,8 @@ def attempt() -> int:
 
 
 def part() -> None:
-    """Destroy the process group at the end of the process, but not after an exception: other ranks may still wait.
-
-    Otherwise gloo's threads may outlive the interpreter, and a successful process would abort (status -6).
-    """
+    """Destroy the process group at the end of the process: gloo's threads may outlive the interpreter, and a successful
+    process would abort (status -6). Not after an exception, because other ranks may still wait."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
@@ -97,17 +88,13 @@ SHARED = (torch.OutOfMemoryError, Stopped)  # failures of one rank that all rank
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
-    """Run the body on all ranks; if it raises on any rank, every rank raises. A collective.
+    """Run the body ``what`` on all ranks; if it raises on any rank, every rank raises. A collective.
 
     The body may contain no collective that a failing rank would skip.
 
-    Args:
-        what: the name of the body in messages.
-
     Raises:
         RankError: another rank failed. The failing rank raises its own exception.
-        torch.OutOfMemoryError: ranks only ran out of memory. Every rank raises it, so that all can try again.
-        Stopped: ranks only stopped early. Every rank raises it.
+        torch.OutOfMemoryError, Stopped: the ranks' only failures. Every rank raises it, so that all can try again.
     """
     failure: BaseException | None = None
     watchdog.progress(what)

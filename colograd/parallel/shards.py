@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,8 @@ Box = tuple[tuple[int, int], ...]  # per dimension: first index, last index + 1
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a tensor: one or more boxes, concatenated along ``axis``.
-
-    The gate and up projections of a mixture's experts are the halves of one tensor. A rank has a part of each half,
-    which makes two boxes. Every other tensor has one box.
-    """
+    """A rank's part of a tensor: boxes, concatenated along ``axis``. There are two for the gate and up projections of a
+    mixture's experts, which are halves of one tensor; every other tensor has one box."""
 
     shape: tuple[int, ...]  # of the whole tensor
     boxes: tuple[Box, ...]
@@ -46,12 +43,10 @@ class Shard:
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Shard:
-        """Return the shard that `as_json` described."""
         shape, boxes, axis = value
         return cls(tuple(shape), tuple(tuple((a, b) for a, b in box) for box in boxes), axis)
 
     def as_json(self) -> list[Any]:
-        """Return the shard as a JSON value."""
         return [self.shape, self.boxes, self.axis]
 
     @property
@@ -108,11 +103,9 @@ class RankGroup:
         return len(self.ranks)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place."""
         return self._reduce_(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the maximum over the ranks, in place."""
         return self._reduce_(tensor, dist.ReduceOp.MAX)
 
     def _reduce_(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
@@ -122,10 +115,8 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks call this within so many seconds, after the same number of exchanges.
-
-        NCCL queues exchanges, so a rank that is one behind would pair its exchange with the next one of the others.
-        """
+        """Return whether all ranks call this within so many seconds, after the same number of exchanges: NCCL would
+        pair an exchange of a rank that is one behind with the next one of the others."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -152,16 +143,8 @@ class RankGroup:
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send rows of the tensor to each rank, in the order of ranks.
-
-        Args:
-            tensor: ``(sum(sent), ...)``.
-            sent: number of rows to each rank.
-            received: number of rows from each rank.
-
-        Returns:
-            The rows from all ranks, ``(sum(received), ...)``.
-        """
+        """Send ``sent[i]`` rows of a tensor ``(sum(sent), ...)`` to the i-th rank, and return the rows from all ranks,
+        ``(sum(received), ...)``."""
         rows = tensor.new_empty(sum(received), *tensor.shape[1:])
         dist.all_to_all_single(rows, tensor.contiguous(), [*received], [*sent], group=self.group)
         self.exchanged[0] += 1
@@ -177,14 +160,9 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """Create this rank's group. A collective: every rank creates every group, in the same order.
-
-    Args:
-        layout: this rank's layout.
-        ranks_of: returns the ranks of a rank's group.
-        meets: create a gloo group, for `RankGroup.meets` and `RankGroup.gather`.
-        exchanges: create a group for exchanges on the ranks' devices; without it they exchange over gloo.
-    """
+    """Create this rank's group. A collective: every rank creates every group, in the same order. With ``meets`` it has
+    a gloo group, for `RankGroup.meets` and `RankGroup.gather`. Without ``exchanges`` gloo takes the device's exchanges
+    too."""
     world = range(layout.world_size)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)
@@ -194,23 +172,7 @@ def group_of(
     return RankGroup(ranks, ranks.index(layout.rank), (on_device if exchanges else on_host)[ranks], on_host.get(ranks))
 
 
-class ModelParts(Protocol):
-    """Parts of a model on the ranks of an engine, in the model's attribute ``tensor_parts``."""
-
-    @property
-    def engine(self) -> RankGroup:
-        """The ranks that have the model together."""
-
-    @property
-    def shards(self) -> Mapping[str, Shard]:
-        """This rank's part of each parameter, by name."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the whole model."""
-
-
-def parts_of(model: Any) -> ModelParts | None:
-    """Return the model's parts; None: each rank has the whole model."""
-    found: ModelParts | None = getattr(model, "tensor_parts", None)
-    return found
+def parts_of(model: Any) -> Any:
+    """Return the model's parts on the ranks of an engine, from its attribute ``tensor_parts``: ``engine`` (the ranks),
+    ``shards`` (this rank's part of each parameter, by name), ``elements`` (of the whole model). None: it isn't cut."""
+    return getattr(model, "tensor_parts", None)

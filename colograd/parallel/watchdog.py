@@ -45,12 +45,10 @@ def set_limit(seconds: float | None) -> None:
 
 
 def limit() -> float | None:
-    """Return how many seconds a rank may make no progress; None: without limit."""
     return _limit
 
 
 def stage() -> str:
-    """Return the name of this rank's present stage."""
     return _stage
 
 
@@ -75,12 +73,8 @@ class Idle:
         self._count: int | None = None
 
     def look(self, count: int | None, passed: float) -> float:
-        """Return how many seconds the count has stayed the same. None always counts as a change.
-
-        Args:
-            count: the present count.
-            passed: seconds since the last call.
-        """
+        """Return how many seconds the count has stayed the same, ``passed`` seconds after the last call. None always
+        counts as a change."""
         is_same = count is not None and count == self._count
         self.seconds = self.seconds + passed if is_same else 0.0
         self._count = count
@@ -93,12 +87,9 @@ class Idle:
 
 
 class Watchdog:
-    """A thread that checks whether the training thread makes progress.
-
-    Args:
-        end: ends the process; it gets a description of the hang. The stacks of all threads are in standard error then.
-        each: is called at each check with the seconds since the last one.
-    """
+    """A thread that checks whether the training thread makes progress. ``end`` ends the process; it gets a description
+    of a hang, with the stacks of all threads in standard error. Each check calls ``each`` with the seconds since the
+    last."""
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
@@ -109,12 +100,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, once."""
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
 
     @contextlib.contextmanager
@@ -165,12 +154,10 @@ class Watchdog:
 
 
 def tick() -> float:
-    """Return the seconds between two checks."""
     return TICK if _limit is None else min(TICK, _limit / 10)
 
 
 def waits(frame: FrameType | None) -> bool:
-    """Return whether a thread with this stack waits for other ranks."""
     while frame is not None:
         if frame.f_code is finish.__code__ or frame.f_globals.get("__name__", "").startswith(WAITING):
             return True
@@ -179,12 +166,7 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def describe(idle: float, frame: FrameType | None) -> str:
-    """Return the message about a rank that hangs, without its number.
-
-    Args:
-        idle: seconds without progress.
-        frame: the stack of the training thread.
-    """
+    """Return the message about a rank that made no progress for ``idle`` seconds. ``frame`` is its stack."""
     calls: list[str] = []
     while frame is not None and len(calls) < 4:
         calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")

@@ -34,7 +34,6 @@ def take_over(model: torch.nn.Module) -> None:
 
 
 def give_back(layer: torch.nn.Module) -> None:
-    """Restore the forward of a layer that `take_over` may have changed."""
     if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
         del layer.forward
 

@@ -5,6 +5,7 @@ The module imports only the standard library, and opens nothing on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -19,26 +20,15 @@ def nodes() -> list[str]:
     return sorted(glob.glob(NODES))
 
 
-def driver_version() -> str:
-    """Read the kernel driver's version, such as "550.54.14"; empty: unknown."""
-    try:
-        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
-    except OSError:
-        return ""
-    return found.group() if found else ""
-
-
 def why_unused(torch_version: str, cuda_version: str | None) -> str:
-    """Explain why torch finds none of the machine's GPUs, and the remedy; empty: there is no GPU.
-
-    Args:
-        cuda_version: CUDA version of torch's build; None: it has no CUDA.
-    """
-    found = nodes()
-    if not found:
+    """Explain why torch finds none of the machine's GPUs, and the remedy; empty: there is no GPU. Without a
+    ``cuda_version`` torch's build has no CUDA."""
+    if not (names := nodes()):
         return ""
-    driver = driver_version()
-    machine = f"{found[0]} is a GPU{f' (driver {driver})' if driver else ''}"
+    driver = None
+    with contextlib.suppress(OSError):
+        driver = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
+    machine = f"{names[0]} is a GPU{f' (driver {driver.group()})' if driver else ''}"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda_version is None:
         what = f"torch {torch_version} is built without CUDA: install a build with it"

@@ -13,11 +13,8 @@ SECONDS = 5.0  # per attempt
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
-    """Refuse a folder or a Hub id that doesn't exist: loading would look for minutes. The Hub's cache counts.
-
-    Raises:
-        ValueError: neither exists, or the Hub can't be reached.
-    """
+    """Raise ValueError if a folder or a Hub id doesn't exist: loading would look for minutes. The Hub's cache
+    counts."""
     if os.path.isdir(name):
         return
     why = f"there is no such folder (looked from {os.getcwd()})"
@@ -60,15 +57,8 @@ def _nothing_there(name: str, why: str) -> ValueError:
 
 
 def check_dataset_name(name: str, cache: str | None = None) -> None:
-    """Refuse a dataset that isn't in the cache while the Hub can't be reached: `datasets` would try for minutes.
-
-    Args:
-        name: a Hub id, or a builder of `datasets` (`json`, `imagefolder`), which needs no Hub.
-        cache: default: the folder of `datasets`.
-
-    Raises:
-        ConnectionError: the Hub can't be reached.
-    """
+    """Raise ConnectionError if a dataset isn't in the cache (default: of `datasets`) and the Hub can't be reached:
+    `datasets` would try for minutes. Its builders (`json`, `imagefolder`) need no Hub."""
     import datasets
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
@@ -87,11 +77,7 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
 
 
 def _ask_hub(url: str) -> None:
-    """Request a file's metadata.
-
-    Raises:
-        ConnectionError: the Hub can't be reached in `ATTEMPTS` attempts.
-    """
+    """Request a file's metadata. ConnectionError: the Hub can't be reached in `ATTEMPTS` attempts."""
     import httpx
     from huggingface_hub import get_hf_file_metadata
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from typing import Any
 
 import torch
 
@@ -27,47 +26,28 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":
-        _lock_pages(view, pages, device)
+        if hasattr(mmap, "MADV_DONTFORK"):  # after a fork, a write could replace a page that the GPU reads
+            pages.madvise(mmap.MADV_DONTFORK)
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        # If it fails, the memory stays pageable, and copies into it are slower. The lock holds for all GPUs.
+        if _call(device, pages, "cudaHostRegister", address, len(pages), 0):
+            # Not at exit, when CUDA may be gone: the locks end with the process anyway.
+            weakref.finalize(view, _call, device, pages, "cudaHostUnregister", address).atexit = False
     return view
 
 
 def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate an uninitialised tensor in its own host memory, page-locked for a GPU ``device`` while its storage
-    lives."""
+    """Allocate an uninitialised tensor in its own host memory, page-locked for a GPU while its storage lives."""
     nbytes = shape.numel() * dtype.itemsize
     return torch.frombuffer(host_pages(nbytes, device), dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
 
 
-def _lock_pages(owner: Any, pages: mmap.mmap, device: torch.device) -> None:
-    """Lock ``pages`` until ``owner`` is freed.
-
-    If locking fails, the memory stays pageable without an error, and copies into it are slower.
-
-    Args:
-        device: the GPU that locks the pages; the lock holds for all GPUs.
-    """
-    if hasattr(mmap, "MADV_DONTFORK"):  # after a fork, a write could replace a page that the GPU reads
-        pages.madvise(mmap.MADV_DONTFORK)
-    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-    with torch.cuda.device(device):
-        failed = int(torch.cuda.cudart().cudaHostRegister(address, len(pages), 0))
-    if failed:
-        _forget_error(device)
-    else:
-        # Not at exit, when CUDA may be gone: the locks end with the process anyway.
-        weakref.finalize(owner, _unlock_pages, address, device, pages).atexit = False
-
-
-def _unlock_pages(address: int, device: torch.device, mapped: mmap.mmap) -> None:
-    """Unlock the pages at ``address``. ``mapped`` keeps them alive during the call."""
+def _call(device: torch.device, pages: mmap.mmap, function: str, *arguments: int) -> bool:
+    """Call a function of CUDA's runtime, and return whether it succeeded. ``pages`` live at least until it returns."""
     # The writer thread may free the memory last. Without a device of its own it would initialise GPU 0.
     with torch.cuda.device(device):
-        failed = int(torch.cuda.cudart().cudaHostUnregister(address))
-    if failed:
-        _forget_error(device)
-
-
-def _forget_error(device: torch.device) -> None:
-    """Clear CUDA's last error, which it would report again at the next kernel's launch."""
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
+        failed = int(getattr(torch.cuda.cudart(), function)(*arguments))
+    if failed:  # clear CUDA's last error, which it would report again at the next kernel's launch
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
+    return not failed

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
+import functools
 import gc
 import logging
 import os
 import re
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 from . import gpus
 from .shipped import file_or_shipped
+
+F = TypeVar("F", bound=Callable[..., None])
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # "process:port" of a process that set its own variables of rank 0 of 1
@@ -33,25 +35,19 @@ COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_COMPILE_THREADS = 32  # torch's own limit
 
 
-def begin_command() -> None:
-    """Start the clock of the command: its first trainer prints how long the start took, with imports."""
+def command_arguments(argv: Sequence[str] | None) -> list[str]:
+    """Begin the command, quietly unless it is verbose. Return its arguments; default: the process's own. The command's
+    first trainer prints how long the start took, with imports."""
     global _command_began
     _command_began = time.perf_counter()
-
-
-def command_arguments(argv: Sequence[str] | None) -> list[str]:
-    """Begin the command, quietly unless it is verbose. Return its arguments; default: the process's own."""
-    begin_command()
-    found = list(sys.argv[1:] if argv is None else argv)
-    quiet_logs(is_verbose(found))
-    return found
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    quiet_logs(is_verbose(arguments))
+    return arguments
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Return whether a command's flags or its recipe set ``verbose``.
-
-    Reads the recipe as text: a parser needs packages that read the log levels when they are imported.
-    """
+    """Return whether a command's flags or its recipe set ``verbose``. Reads the recipe as text: a parser needs packages
+    that read the log levels when they are imported."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # the parser refuses such a command or file later
@@ -67,17 +63,15 @@ def command_began() -> float | None:
 
 
 def tell_briefly() -> None:
-    """Print an uncaught error that has ``says_all`` as one line, without the trainer's frames.
-
-    The error stays uncaught: `FailureDetector.leave` and `ranks.part` look for it when the process ends.
-    """
-    told_before = sys.excepthook
+    """Print an uncaught error that has ``says_all`` as one line, without the trainer's frames. It stays uncaught:
+    `FailureDetector.leave` and `ranks.part` look for it when the process ends."""
+    usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if not getattr(error, "says_all", False):
-            told_before(kind, error, frames)
-            return
-        print(f"colograd: error: {error}\n(--verbose shows the frames of the trainer, too)", file=sys.stderr)
+        if getattr(error, "says_all", False):
+            print(f"colograd: error: {error}\n(--verbose shows the frames of the trainer, too)", file=sys.stderr)
+        else:
+            usual(kind, error, frames)
 
     sys.excepthook = tell
 
@@ -89,10 +83,7 @@ def local_world_size() -> int:
 
 def cpu_threads() -> int:
     """Return the threads that one rank may use: this process's cores, shared by the ranks of the machine."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS lacks it
-        cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS lacks it
     return max(1, cores // local_world_size())
 
 
@@ -107,8 +98,7 @@ def prepare_threads() -> None:
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads())
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() != int(os.environ["OMP_NUM_THREADS"]):
+    if (torch := sys.modules.get("torch")) and torch.get_num_threads() != int(os.environ["OMP_NUM_THREADS"]):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
@@ -130,14 +120,9 @@ def compile_with_threads(given: str | None) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the large blocks that training frees, for the next micro-batch.
-
-    By default glibc maps and unmaps each activation of some megabytes: on a CPU a third of a training step then goes
-    into page faults. Does nothing with another C library.
-    """
-    mmap_max, trim_threshold = -4, -1  # from malloc.h
-    _call_glibc("mallopt", mmap_max, 0)
-    _call_glibc("mallopt", trim_threshold, 2**31 - 1)
+    """Let glibc keep the large blocks that training frees: else a third of a step on a CPU goes into page faults."""
+    _call_glibc("mallopt", -4, 0)  # M_MMAP_MAX, from malloc.h
+    _call_glibc("mallopt", -1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def give_back_freed_memory() -> None:
@@ -146,13 +131,8 @@ def give_back_freed_memory() -> None:
 
 
 def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
-    """Free the objects that only the tracebacks of ``error`` and its causes hold.
-
-    A notebook keeps the last exception, and with it models and engines. Frames that still run keep their variables.
-
-    Args:
-        but: an exception that was handled before; Python counts it as a cause of ``error``.
-    """
+    """Free the objects that only the tracebacks of ``error`` and its causes hold: a notebook keeps the last exception.
+    Frames that still run keep their variables. ``but`` was handled before; Python counts it as a cause of ``error``."""
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -162,6 +142,25 @@ def forget_frames(error: BaseException, but: BaseException | None = None) -> Non
             waiting += [one.__cause__, one.__context__]
 
 
+def closes_if_it_fails(init: F) -> F:
+    """Give an ``__init__`` an ExitStack, ``self.closing``; close it and free the frames' memory if the method fails."""
+
+    @functools.wraps(init)
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.closing = contextlib.ExitStack()
+        handled = sys.exc_info()[1]
+        try:
+            init(self, *args, **kwargs)
+        except BaseException as error:
+            forget_frames(error, but=handled)
+            with contextlib.suppress(Exception):  # the first error counts
+                self.closing.close()
+            del self, args, kwargs, handled  # this frame is in the traceback, too
+            raise
+
+    return run  # type: ignore[return-value]
+
+
 def _call_glibc(function: str, *arguments: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)
@@ -169,11 +168,8 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Turn Python's garbage collector off within the block, which makes many objects that stay.
-
-    The collector would visit them again and again: it takes a quarter of the host's time per token that vLLM samples
-    (measured with 400 sequences of 1,500), and a quarter of the time of imports.
-    """
+    """Turn Python's garbage collector off within the block, which makes many objects that stay: it takes a quarter of
+    the host's time per token that vLLM samples (400 sequences of 1,500), and of the time of imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -184,20 +180,15 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nothing listens on right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def follow_launcher() -> None:
-    """Make Linux send a SIGTERM when the launcher dies.
-
-    `accelerate launch` of one process doesn't forward signals: the run would go on as an orphan.
-    """
+    """Make Linux send a SIGTERM when the launcher dies. `accelerate launch` of one process doesn't forward signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
-        _call_glibc("prctl", set_parent_death_signal, signal.SIGTERM)
+        _call_glibc("prctl", 1, signal.SIGTERM)  # PR_SET_PDEATHSIG, from sys/prctl.h
 
 
 @contextlib.contextmanager
@@ -231,10 +222,6 @@ def prepare_ranks() -> None:
 
     torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
     jobs on one machine don't meet. Variables that a parent process, such as a notebook, set for itself are replaced.
-
-    Raises:
-        RuntimeError: the launcher started fewer ranks than requested (``accelerate launch --cpu --num_processes 2``
-            does so silently).
     """
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
@@ -256,53 +243,33 @@ def prepare_ranks() -> None:
 
 def prepare_network() -> None:
     """On several nodes, make gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
-
-    gloo takes the address of this machine's host name. If that is a loopback address, or there is none, no other node
-    can reach this one.
+    gloo's own choice, the address of this machine's host name, may be a loopback address, which no other node reaches.
     """
-    several_nodes = local_world_size() < int(os.environ.get("WORLD_SIZE") or 1)
-    if not several_nodes or "GLOO_SOCKET_IFNAME" in os.environ or not _is_loopback(_own_address()):
+    if local_world_size() == int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    import psutil
+
+    with contextlib.suppress(OSError):
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: the system picks the way there
         used = str(probe.getsockname()[0])
-        names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == used]
-        if names and not _is_loopback(used):
-            os.environ["GLOO_SOCKET_IFNAME"] = names[0]
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.")
-
-
-def _own_address() -> str:
-    """Return the address of this machine's host name; loopback's if it has none."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
-def _address_of(interface: str, probe: socket.socket) -> str:
-    get_interface_address = 0x8915  # SIOCGIFADDR, from linux/sockios.h
-    try:
-        found = fcntl.ioctl(probe.fileno(), get_interface_address, struct.pack("256s", interface.encode()[:15]))
-    except OSError:  # the interface has no address
-        return ""
-    return socket.inet_ntoa(found[20:24])
+        for name, addresses in psutil.net_if_addrs().items():
+            if used in [each.address for each in addresses] and not used.startswith("127."):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def quiet_logs(verbose: bool) -> None:
     """Keep other packages' log lines off the terminal unless ``verbose``; important warnings still show."""
     if verbose:
         return
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not gpus.nodes():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed warns that it looked for a GPU
+    for name in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL", "GLOO_LOG_LEVEL"):
+        os.environ.setdefault(name, "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*pin_memory.*")

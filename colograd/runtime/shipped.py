@@ -15,17 +15,9 @@ def shipped_folder() -> Path:
     return inside if inside.is_dir() else package.parent / FOLDER
 
 
-def shipped_names() -> list[str]:
-    """Return the names of the shipped recipes, without `.yaml`."""
-    return sorted(path.stem for path in shipped_folder().glob(f"*{SUFFIX}"))
-
-
 def file_or_shipped(path: Path) -> Path:
-    """Return the path of the file that a user names: the user's own if it exists, else a shipped one.
-
-    ``grpo_qwen``, ``grpo_qwen.yaml`` and ``recipes/grpo_qwen.yaml`` name the same shipped file. A name without a file
-    is returned unchanged.
-    """
+    """Return the path of the file that a user names: the user's own if it exists, else a shipped one; unchanged without
+    either. ``grpo_qwen``, ``grpo_qwen.yaml`` and ``recipes/grpo_qwen.yaml`` name the same shipped file."""
     words = path.parts[1:] if path.parts[:1] == (FOLDER,) else path.parts
     inside = bool(words) and not path.is_absolute() and ".." not in words
     bases = [path, shipped_folder().joinpath(*words)] if inside else [path]
@@ -41,5 +33,5 @@ def is_shipped(path: Path) -> bool:
 
 def near_names(path: Path) -> str:
     """Format the shipped recipes with names similar to a path's; without any, all names."""
-    names = shipped_names()
+    names = sorted(path.stem for path in shipped_folder().glob(f"*{SUFFIX}"))
     return ", ".join(difflib.get_close_matches(path.stem, names) or names)

@@ -16,12 +16,7 @@ LONG = 5.0  # seconds after which a stage gets a line without a terminal
 
 class Waiting:
     """Progress lines around a slow block. ``first`` is printed at once. In a terminal a line then shows the stage and
-    the seconds; elsewhere each stage that takes long gets a line.
-
-    Args:
-        stage: returns the process's present stage; empty: still at ``first``.
-        shown: False on ranks that print nothing.
-    """
+    the seconds; elsewhere each stage that takes long gets a line. ``shown`` is False on ranks that print nothing."""
 
     def __init__(self, first: str, stage: Callable[[], str], shown: bool = True) -> None:
         self._first, self._stage, self._shown = first, stage, shown

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,38 +29,43 @@ SEPARATOR = "|"
 
 
 class Stored(NamedTuple):
-    """A range of a parameter's state in a file."""
+    """A range of a parameter's state in a file, or a scalar that belongs to every range (such as the step count)."""
 
     start: int
-    stop: int
-    read: Callable[[int, int], torch.Tensor]  # (first, last) -> elements of the range
+    stop: int  # equal to ``start`` for a scalar
+    values: Any  # elements of the range, read when they are sliced; the tensor of a scalar
     shard: Shard | None = None  # the range counts elements of this part; None: elements of the whole parameter
 
 
-def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write an optimizer's state.
+State = Mapping[str, Mapping[str, Sequence[Stored]]]  # parameter -> name of a state -> ranges
 
-    Each state must be a tensor of an owned parameter, with as many elements as the parameter or with one, and the
-    groups' settings must be JSON values.
-    """
+
+def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+    """Return whether `save` can write an optimizer's state: tensors of owned parameters, with as many elements as the
+    parameter or one, and groups' settings that are JSON values."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
         return False
     for parameter, values in optimizer.state.items():
-        if not all(isinstance(v, torch.Tensor) and v.numel() in (parameter.numel(), 1) for v in values.values()):
-            return False
-        if any(v.numel() == 1 and v.dim() and v.shape != parameter.shape for v in values.values()):
-            return False
+        for value in values.values():
+            if not isinstance(value, torch.Tensor) or value.numel() not in (parameter.numel(), 1):
+                return False
+            if value.numel() == 1 and value.dim() and value.shape != parameter.shape:
+                return False
     try:
-        json.dumps(_settings(optimizer))
+        json.dumps(_settings(optimizer.param_groups))
     except (TypeError, ValueError):
         return False
     return True
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _name(rank: int, ranks: int) -> str:
+    return f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def save(
@@ -71,16 +76,7 @@ def save(
     ranks: int,
     write: WriteTensors = save_file,
 ) -> None:
-    """Write the state of this rank's parts.
-
-    Args:
-        optimizer: the optimizer of the parts.
-        owned: this rank's parts.
-        folder: the checkpoint's folder.
-        rank: number of this file.
-        ranks: number of files.
-        write: writes the file.
-    """
+    """Write the state of this rank's parts ``owned``, as file ``rank`` of ``ranks`` in a checkpoint's folder."""
     tensors = {}
     for piece in owned:
         for key, value in optimizer.state.get(piece.part, {}).items():
@@ -92,16 +88,11 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     watchdog.progress()
     shards = {piece.name: piece.shard.as_json() for piece in owned if piece.shard is not None}
-    header = {"param_groups": json.dumps(_settings(optimizer))} | ({"shards": json.dumps(shards)} if shards else {})
-    write(tensors, folder / _name(rank, ranks), header)
-
-
-def _name(rank: int, ranks: int) -> str:
-    return f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
+    header = {"param_groups": json.dumps(_settings(optimizer.param_groups))}
+    write(tensors, folder / _name(rank, ranks), header | ({"shards": json.dumps(shards)} if shards else {}))
 
 
 def is_sharded(folder: Path) -> bool:
-    """Return whether a checkpoint has the optimizer state in files of this format."""
     return any(folder.glob(PATTERN))
 
 
@@ -113,23 +104,14 @@ def load(
     rank: int = 0,
     ranks: int = 1,
 ) -> None:
-    """Read the state of this rank's parts into the optimizer.
-
-    Args:
-        optimizer: the optimizer of the parts.
-        owned: this rank's parts.
-        folder: the checkpoint's folder.
-        order: the names of all trained parameters, in the order of an optimizer without sharding.
-        rank: this rank.
-        ranks: number of ranks. If this rank's file has all of its parts, the other files may be on other nodes.
-
-    Raises:
-        ValueError: a file is missing, or the state belongs to another model.
-    """
+    """Read the state of this rank's parts into the optimizer, or raise ValueError if a file is missing or of another
+    model. If this rank's file has all of its parts, the other files may be on other nodes. ``order`` has the names of
+    all trained parameters as in an optimizer without sharding."""
     with contextlib.ExitStack() as files:
-        in_shards = is_sharded(folder)
-        rank_file = folder / _name(rank, ranks)
-        stored, settings = _in_shards(folder, files, rank_file, owned) if in_shards else _in_one_file(folder, order)
+        if is_sharded(folder):
+            stored, settings = _in_shards(folder, files, folder / _name(rank, ranks), owned)
+        else:
+            stored, settings = _in_one_file(folder, order)
         parts = {id(piece.part): piece for piece in owned}
         numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         if stored and (missing := sorted({piece.name for piece in numbered} - stored.keys())):
@@ -142,16 +124,21 @@ def load(
             for index, piece in enumerate(numbered)
             if piece.name in stored
         }
-        _check_settings(settings, optimizer, folder)
-        counts = iter(range(len(numbered)))
-        groups = [
-            {**saved, "params": [next(counts) for _ in group["params"]]}
-            for saved, group in zip(settings, optimizer.param_groups, strict=True)
-        ]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _check_settings(settings, optimizer, folder)
+    counts = iter(range(len(numbered)))
+    groups = [
+        {**saved, "params": [next(counts) for _ in group["params"]]}
+        for saved, group in zip(settings, optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    def kind(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [kind(one) for one in value]
+        return float if isinstance(value, int | float) else type(value)
+
     present = optimizer.param_groups
     if not isinstance(settings, list) or len(settings) != len(present):
         raise ValueError(
@@ -160,20 +147,11 @@ def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Pat
         )
     for saved, group in zip(settings, present, strict=True):
         for name, value in saved.items() if isinstance(saved, dict) else [("", saved)]:
-            if name in group and _kind(value) != _kind(group[name]) and None not in (value, group[name]):
+            if name in group and kind(value) != kind(group[name]) and None not in (value, group[name]):
                 raise ValueError(
                     f"The optimizer state in {str(folder)!r} has {name} {value!r:.50}, which is of the wrong type. "
                     "Resume from another checkpoint."
                 )
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_kind(one) for one in value]
-    return float if isinstance(value, int | float) else type(value)
-
-
-State = Mapping[str, Mapping[str, Sequence[Stored]]]  # parameter -> name of a state -> ranges
 
 
 def _in_shards(
@@ -182,7 +160,11 @@ def _in_shards(
     """Return states and settings from this rank's file if it has all parts, else from the files of all ranks."""
     if rank_file.is_file():
         stored, settings = _in_files([rank_file], files)
-        if all(_has(stored, piece) for piece in owned):
+        for piece in owned:
+            states = stored.get(piece.name, {}).values()
+            if not states or not all(_spans(r, piece.shard, piece.start, piece.stop) for r in states if not _scalar(r)):
+                break
+        else:
             return stored, settings
     names = {path.name for path in folder.glob(PATTERN)}
     ranks = int(Path(min(names)).stem.rpartition("-")[2])
@@ -207,31 +189,11 @@ def _in_files(paths: Sequence[Path], files: contextlib.ExitStack) -> tuple[State
         shards = {name: Shard.from_json(value) for name, value in json.loads(header.get("shards", "{}")).items()}
         for entry in file.keys():  # noqa: SIM118 (no dictionary)
             name, first, key = entry.rsplit(SEPARATOR, 2)
-            shape = file.get_slice(entry).get_shape()
-            size = shape[0] if shape else 0  # a scalar, such as the step count, belongs to every range
-            start = int(first)
-            reader = _reader(file, entry, scalar=not shape)
-            stored[name][key].append(Stored(start, start + size, reader, shards.get(name)))
+            values, start = file.get_slice(entry), int(first)
+            shape = values.get_shape()
+            size, values = (shape[0], values) if shape else (0, file.get_tensor(entry))
+            stored[name][key].append(Stored(start, start + size, values, shards.get(name)))
     return stored, settings
-
-
-def _has(stored: State, piece: Owned) -> bool:
-    """Return whether the ranges contain all elements of a piece's states."""
-    states = stored.get(piece.name, {})
-    elements = range(piece.start, piece.stop)
-    counts = {
-        key: sum(len(range(max(r.start, piece.start), min(r.stop, piece.stop))) for r in ranges)
-        for key, all_ranges in states.items()
-        if any(r.stop > r.start for r in all_ranges)
-        for ranges in [[r for r in all_ranges if r.shard == piece.shard]]
-    }
-    return bool(states) and all(count == len(elements) for count in counts.values())
-
-
-def _reader(file: Any, entry: str, scalar: bool) -> Callable[[int, int], torch.Tensor]:
-    if scalar:
-        return lambda first, last: file.get_tensor(entry)
-    return lambda first, last: file.get_slice(entry)[first:last]
 
 
 def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
@@ -241,36 +203,28 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
             f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}). Use a complete checkpoint."
         )
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: a rank reads only its part
-    for values in saved["state"].values():
-        for value in values.values():
-            if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
-                raise ValueError(
-                    f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file. Resume from another "
-                    "checkpoint."
-                )
-    stored = {
-        order[index]: {key: [_whole(value)] for key, value in values.items() if isinstance(value, torch.Tensor)}
-        for index, values in saved["state"].items()
-    }
-    return stored, [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
-
-
-def _whole(value: torch.Tensor) -> Stored:
-    if not value.dim():
-        return Stored(0, 0, lambda first, last: value)
-    flat = value.reshape(-1)
-    return Stored(0, flat.numel(), lambda first, last: flat[first:last])
+    stored: dict[str, dict[str, list[Stored]]] = {}
+    for index, values in saved["state"].items():
+        states = stored.setdefault(order[index], {})
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                if value.nbytes > value.untyped_storage().nbytes():
+                    raise ValueError(
+                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file. Resume from "
+                        "another checkpoint."
+                    )
+                flat = value.reshape(-1) if value.dim() else value
+                states[key] = [Stored(0, value.numel() if value.dim() else 0, flat)]
+    return stored, _settings(saved["param_groups"])
 
 
 def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) -> torch.Tensor:
     """Assemble a part's state from saved ranges, in the part's shape. Several files may have the same range."""
-    first = ranges[0]
-    if first.stop == first.start:
-        return first.read(0, 0).clone()
-    same_shard = [r for r in ranges if r.shard == piece.shard]
-    values = _join(same_shard, piece.start, piece.stop)
-    if values is not None:
-        return values.view(piece.part.shape)
+    if _scalar(ranges):
+        scalar: torch.Tensor = ranges[0].values.clone()
+        return scalar
+    if spans := _spans(ranges, piece.shard, piece.start, piece.stop):
+        return _join(spans).view(piece.part.shape)
     shards = [shard for shard in (piece.shard, *(r.shard for r in ranges)) if shard is not None]
     whole = _whole_value(ranges, shards[0].shape) if shards else None
     if whole is None:
@@ -281,15 +235,22 @@ def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) ->
     return piece.of(whole).clone()
 
 
-def _join(ranges: Sequence[Stored], start: int, stop: int) -> torch.Tensor | None:
-    """Join elements ``start`` ... ``stop`` from ranges of the same tensor; None if some are missing."""
-    pieces, at = [], start
-    for stored in sorted(ranges, key=lambda r: r.start):
-        last = min(stored.stop, stop)
-        if stored.start <= at < last:
-            pieces.append(stored.read(at - stored.start, last - stored.start))
-            at = last
-    return torch.cat(pieces) if pieces and at == stop else None
+def _scalar(ranges: Sequence[Stored]) -> bool:
+    return ranges[0].start == ranges[0].stop
+
+
+def _spans(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> list[tuple[Stored, int, int]]:
+    """Return the parts of ranges that make up elements ``start`` ... ``stop`` of a tensor; empty: some are missing."""
+    spans, at = [], start
+    for stored in sorted((r for r in ranges if r.shard == shard), key=lambda r: r.start):
+        if stored.start <= at < min(stored.stop, stop):
+            spans.append((stored, at - stored.start, min(stored.stop, stop) - stored.start))
+            at = min(stored.stop, stop)
+    return spans if at == stop else []
+
+
+def _join(spans: Sequence[tuple[Stored, int, int]]) -> torch.Tensor:
+    return torch.cat([stored.values[first:last] for stored, first, last in spans])
 
 
 def _whole_value(ranges: Sequence[Stored], shape: Sequence[int]) -> torch.Tensor | None:
@@ -297,18 +258,15 @@ def _whole_value(ranges: Sequence[Stored], shape: Sequence[int]) -> torch.Tensor
     missing = torch.ones(*shape, dtype=torch.bool)
     whole: torch.Tensor | None = None
     for shard in dict.fromkeys(r.shard for r in ranges):
-        shard_ranges = [r for r in ranges if r.shard == shard]
-        if shard is not None:
-            local = _join(shard_ranges, 0, torch.Size(shard.local_shape).numel())
-            if local is None:
-                continue
+        if shard is None:
+            for stored in (r for r in ranges if r.shard is None):
+                values = stored.values[0 : stored.stop - stored.start]
+                whole = torch.empty(*shape, dtype=values.dtype) if whole is None else whole
+                whole.view(-1)[stored.start : stored.stop] = values
+                missing.view(-1)[stored.start : stored.stop] = False
+        elif spans := _spans(ranges, shard, 0, torch.Size(shard.local_shape).numel()):
+            local = _join(spans).view(shard.local_shape)
             whole = torch.empty(*shape, dtype=local.dtype) if whole is None else whole
-            shard.write(local.view(shard.local_shape), whole)
+            shard.write(local, whole)
             shard.write(torch.zeros(shard.local_shape, dtype=torch.bool), missing)
-            continue
-        for stored in shard_ranges:
-            values = stored.read(0, stored.stop - stored.start)
-            whole = torch.empty(*shape, dtype=values.dtype) if whole is None else whole
-            whole.view(-1)[stored.start : stored.stop] = values
-            missing.view(-1)[stored.start : stored.stop] = False
     return None if missing.any() else whole

@@ -12,8 +12,7 @@ from typing import Any
 from ..config import GRPOConfig
 from ..runtime import registry
 from .strategy import ShardingStrategy
-from .whole import WholeCopies
-from .zero import SharedGradients, SharedOptimizer
+from .zero import SharedGradients, SharedOptimizer, WholeCopies
 
 STRATEGIES: dict[str, type[ShardingStrategy]] = {
     way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients)
@@ -21,12 +20,10 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
 
 
 def strategy_name(config: GRPOConfig) -> str:
-    """Return the run's `sharding`; "none" with one rank."""
     return config.sharding if config.world_size > 1 else "none"
 
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return the strategy of a run."""
     name = strategy_name(config)
     way = STRATEGIES.get(name) or next(way for way in registry.hooks("sharding") if way.name == name)
     for variant in registry.hooks("sharding_variant"):
@@ -35,11 +32,7 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Check that a run with sharding creates its own optimizer, because another one may have state of whole parameters.
-
-    Raises:
-        ValueError: an optimizer is passed.
-    """
+    """Refuse an optimizer that is passed to a run with sharding: it may have state of whole parameters."""
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
             f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "

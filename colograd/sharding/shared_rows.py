@@ -9,7 +9,7 @@ import contextlib
 import functools
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -69,10 +69,8 @@ class SharedRows(ShardingStrategy):
         super().close()
         del unwrap(self.model).around_forward
 
-    @contextmanager
-    def agree(self, what: str) -> Iterator[None]:
-        with on_all_ranks(what):
-            yield
+    def agree(self, what: str) -> AbstractContextManager[None]:
+        return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
         try:

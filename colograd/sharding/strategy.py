@@ -138,17 +138,8 @@ class ShardingStrategy(ABC):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
     ) -> bool:
-        """Write this rank's part of the optimizer state.
-
-        Args:
-            optimizer: the optimizer.
-            folder: the checkpoint's folder.
-            keep: also write the state that is the same on all ranks.
-            write: writes a file.
-
-        Returns:
-            False if the state can't be cut, and nothing is written.
-        """
+        """Write this rank's part of the optimizer state, with ``keep`` also the state that is the same on all ranks.
+        Return False if the state can't be cut, and nothing is written."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
@@ -158,10 +149,8 @@ class ShardingStrategy(ABC):
         """Undo the changes of the model, so that another trainer can use it."""
 
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:
-        """Return the whole model's state dict in host memory, or an empty dict without ``keep``. A collective.
-
-        None: the model isn't cut, so that its own `state_dict` serves.
-        """
+        """Return the whole model's state dict in host memory, or an empty one without ``keep``. A collective. None: the
+        model isn't cut, so that its own `state_dict` serves."""
         return None
 
     def load_weights(self, folder: Path) -> bool:

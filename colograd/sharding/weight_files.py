@@ -14,9 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..parallel import watchdog
-from ..parallel.ranks import rank
 from ..parallel.shards import Shard
-from .rows import Cut
 
 # Saved names of an expert's matrices, in the order in which a parameter stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
@@ -25,39 +23,37 @@ BLOCKS = (".mlp.", ".block_sparse_moe.")  # name of a mixture's block in the mod
 
 
 class WeightFiles:
-    """The safetensors files of a folder that `save_pretrained` wrote.
-
-    Raises:
-        ValueError: the folder has none.
-    """
+    """The safetensors files of a folder that `save_pretrained` wrote. ValueError: there are none, or they are
+    elsewhere."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file_of = _file_names(folder)  # tensor name -> file name
         # File name -> open file. Files stay open: each has a list of its tensors, a hundred thousand in a mixture.
         self._files: dict[str, Any] = {}
-
-    @torch.no_grad()
-    def read(self, names: Sequence[str], cut: Cut) -> None:
-        """Read this rank's rows of a parameter.
-
-        Args:
-            names: possible names of the parameter; a tied parameter has several.
-            cut: the parameter, and the tensor that gets the values.
-
-        Raises:
-            ValueError: the files don't have the parameter, or have it in another shape.
-        """
-        self.copy(names, cut.local, cut.shape, cut.rows_of(rank()))
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
+        if index.is_file():
+            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]  # tensor name -> file name
+            for name in self.file_of.values():
+                if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+                    raise ValueError(
+                        f"{str(index)!r} names {name!r:.100}, which isn't a file in its folder. Use a checkpoint from "
+                        "a trusted source."
+                    )
+        elif not (folder / SAFE_WEIGHTS_NAME).is_file():
+            raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}. Use a complete checkpoint.")
+        else:
+            self._files[SAFE_WEIGHTS_NAME] = safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt", device="cpu")
+            self.file_of = dict.fromkeys(self._files[SAFE_WEIGHTS_NAME].keys(), SAFE_WEIGHTS_NAME)
 
     @torch.no_grad()
     def copy(self, names: Sequence[str], place: torch.Tensor, shape: torch.Size, rows: range) -> None:
-        """Read ``rows`` of a parameter of a ``shape`` into ``place``. Otherwise as `read`."""
+        """Read ``rows`` of a parameter of a ``shape`` into ``place``, or raise ValueError if the files lack it or have
+        another shape. A tied parameter has several possible ``names``."""
         candidates = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
-        name = next((name for name in candidates if name in self._file_of), None)
+        name = next((name for name in candidates if name in self.file_of), None)
         watchdog.progress()
         if name is None:
-            experts = next(filter(None, (self._experts(name) for name in names)), None)
+            experts = next(filter(None, (self.experts(name) for name in names)), None)
             if experts is None:
                 raise ValueError(
                     f"{str(self.folder)!r} has no weights of {names[0]}: it is of another model. Use a checkpoint of "
@@ -65,18 +61,18 @@ class WeightFiles:
                 )
             self._check(names[0], (len(experts), *shape[1:]), shape)
             for row, expert in zip(place, rows, strict=False):
-                whole = torch.cat([self._tensor(part) for part in experts[expert]])
+                whole = torch.cat([self.tensor(part) for part in experts[expert]])
                 self._check(names[0], tuple(whole.shape), shape[1:])
                 row.copy_(whole)
             return
-        tensor = self._file(name).get_slice(name)
+        tensor = self.file(name).get_slice(name)
         self._check(name, tensor.get_shape(), shape)
         if rows:
-            place.copy_(tensor[rows.start : rows.stop] if shape else self._tensor(name))
+            place.copy_(tensor[rows.start : rows.stop] if shape else self.tensor(name))
 
     @torch.no_grad()
     def copy_part(self, names: Sequence[str], place: torch.Tensor, shard: Shard) -> None:
-        """Read the part ``shard`` of a parameter into ``place``. Otherwise as `read`."""
+        """Read the part ``shard`` of a parameter into ``place``. Otherwise as `copy`."""
         if shard.begin is not None:
             rows = range(*shard.boxes[0][0]) if shard.shape else range(1)
             self.copy(names, place, torch.Size(shard.shape), rows)
@@ -91,31 +87,26 @@ class WeightFiles:
             boxes = tuple(((0, len(rows)), *box[1:]) for box in shard.boxes)
             place[rows.start - begin : rows.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
-    def float32_experts(self, name: str) -> torch.Tensor | None:
-        """Return all experts of a block, stacked, if they were saved one by one and in float32."""
-        experts = self._experts(name)
-        if experts is None or self._tensor(experts[0][0]).dtype != torch.float32:
-            return None
-        return torch.stack([torch.cat([self._tensor(part) for part in parts]) for parts in experts])
-
-    def _experts(self, name: str) -> list[list[str]] | None:
+    def experts(self, name: str) -> list[list[str]] | None:
         """Return the names of each expert's saved matrices, for a parameter that stacks all experts of a block."""
-        head, _, last = name.rpartition(".experts.")
+        head, of_experts, last = name.rpartition(".experts.")
+        if not of_experts:
+            return None
         for block in (f"{head}.", f"{head}.".replace(*BLOCKS)):
             for names in PARTS.get(last, ()):
                 experts: list[list[str]] = []
-                while self._file_of.keys() >= {*(part := [f"{block}experts.{len(experts)}.{n}.weight" for n in names])}:
+                while self.file_of.keys() >= {*(part := [f"{block}experts.{len(experts)}.{n}.weight" for n in names])}:
                     experts.append(part)
                 if experts:
                     return experts
         return None
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file(name).get_tensor(name)
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.file(name).get_tensor(name)
         return tensor
 
-    def _file(self, name: str) -> Any:
-        file = self._file_of[name]
+    def file(self, name: str) -> Any:
+        file = self.file_of[name]
         if file not in self._files:
             self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
         return self._files[file]
@@ -160,63 +151,37 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
-    """Read a saved model in place, if transformers saves its parameters under other names or experts one by one.
-
-    Returns:
-        False if the files have the parameters' names, and nothing is read.
-
-    Raises:
-        ValueError: a parameter is missing, or has another shape.
-    """
-    aliases, parameters = dict[int, list[str]](), dict(model.named_parameters(remove_duplicate=False))
+    """Read a saved model in place, if transformers saves its parameters under other names or experts one by one. Return
+    False, and read nothing, if the files have the parameters' names. ValueError: a parameter is missing, or has another
+    shape."""
+    parameters, names_of = dict(model.named_parameters(remove_duplicate=False)), all_names(model)
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
-    saved = saved_names(model)
-    if not has_experts and not saved:
+    if not has_experts and all(name in parameters for names in names_of.values() for name in names):
         return False
     files = WeightFiles(folder)
-    for name, parameter in parameters.items():
-        aliases.setdefault(id(parameter), []).extend({name: 0, (saved.get(name) or name): 0})
-    for names in aliases.values():
+    for names in names_of.values():
         parameter = parameters[names[0]].detach()
         files.copy(names, parameter, parameter.shape, range(len(parameter)) if parameter.dim() else range(1))
     return True
 
 
-def stacked_masters(names: Iterable[str], folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of stacked expert parameters that were saved in float32, one at a time."""
-    stacked_names = [name for name in names if ".experts." in name and name.rpartition(".")[2] in PARTS]
-    files = WeightFiles(folder) if stacked_names else None
-    for name in stacked_names:
-        assert files is not None
-        if (experts := files.float32_experts(name)) is not None:
-            yield name, experts
-
-
-def _file_names(folder: Path) -> Mapping[str, str]:
-    """Return the name of the file of each tensor."""
-    index, path = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
-    if index.is_file():
-        file_names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        for name in file_names.values():
-            if Path(name).name != name or name in ("", ".."):
-                raise ValueError(
-                    f"{str(index)!r} names {name!r}, which isn't a file in its folder. Use a checkpoint from a trusted "
-                    "source."
-                )
-        return file_names
-    if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}. Use a complete checkpoint.")
-    with safe_open(path, framework="pt", device="cpu") as file:
-        return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of a checkpoint's float32 weights, one at a time, on the CPU; nothing without safetensors
+    files. ``stacked_names`` are of further parameters, which stack experts that may have been saved one by one."""
+    if (folder / SAFE_WEIGHTS_NAME).is_file() or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        files = WeightFiles(folder)
+        for name in files.file_of:
+            if files.file(name).get_slice(name).get_dtype() == "F32":
+                yield name, files.tensor(name)
+        for name in stacked_names:
+            parts = files.experts(name)
+            if parts is not None and files.tensor(parts[0][0]).dtype == torch.float32:
+                yield name, torch.stack([torch.cat([files.tensor(part) for part in expert]) for expert in parts])
 
 
 @torch.no_grad()
 def load_whole(model: Any, folder: str) -> None:
-    """Copy a folder's weights into a whole model, in place. Names of older versions of transformers work too.
-
-    Raises:
-        ValueError: a weight is missing or has another shape.
-    """
+    """Copy a folder's weights into a whole model, in place. Names of older versions of transformers work too."""
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(

@@ -1,23 +1,130 @@
-"""ZeRO (arXiv 1910.02054) with parameters that stay whole and stay in their memory, which may be the engine's.
+"""Strategies with parameters that stay whole and stay in their memory, which may be the engine's: `WholeCopies`, where
+every rank has the whole summed gradient and optimizer state (`sharding: none`), and ZeRO (arXiv 1910.02054).
 
-Each rank's optimizer has views of its N-th of every bucket, and writes into the policy's tensors. An all-gather writes
-the other ranks' elements into the same tensors. If these are the engine's tensors, this publishes the weights as well.
+With ZeRO each rank's optimizer has views of its N-th of every bucket, and writes into the policy's tensors. An
+all-gather writes the other ranks' elements into the same tensors. If these are the engine's tensors, this publishes the
+weights as well.
 """
 
 from __future__ import annotations
 
 import collections
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 
-from ..parallel.ranks import on_all_ranks, rank
-from .buckets import Bucket, Reduction, buckets_of
-from .parts import SharedParts
-from .strategy import Owned, drop_graph
+from ..parallel import watchdog
+from ..parallel.gradients import sum_over_ranks, zero_gradients
+from ..parallel.ranks import on_all_ranks, rank, world_size
+from . import optimizer_state
+from .buckets import Bucket, buckets_of, reduce_scatter
+from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
 
 IN_FLIGHT = 2  # reductions at once: they overlap with the computation of further gradients, in bounded memory
+
+
+class WholeCopies(ShardingStrategy):
+    name = "none"
+
+    def describe(self) -> str:
+        return ""
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: every rank's optimizer has all parameters."""
+
+    def sum_gradients(self) -> None:
+        parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
+        if size > 1 or all(parameter.grad is None for parameter in parameters):  # None: a step without a micro-batch
+            zero_gradients(parameters)
+        if size > 1:
+            self.traffic.reduced += sum_over_ranks(self.gradients(), among=self.among)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def clip(self, largest: float) -> float:
+        gradients = self.gradients()
+        norm = squared_norm(gradients) ** 0.5
+        scale_down(gradients, norm, largest)
+        return norm
+
+    def discard(self) -> None:
+        """Do nothing: the caller sets the parameters' gradients to None before it repeats a step."""
+
+    def owned(self) -> Sequence[Owned]:
+        trained = self.model.named_parameters()
+        return [Owned(name, p, 0, p.numel()) for name, p in trained if p.requires_grad]
+
+    def gather_weights(self) -> None:
+        """Do nothing: each rank has updated all weights."""
+
+    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+        return optimizer_state.can_be_cut(optimizer, owned)
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        if not self.cuts_optimizer(optimizer, self.owned()):
+            return False
+        if keep:
+            optimizer_state.save(optimizer, self.owned(), folder, 0, 1, write)
+        return True
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        if not optimizer_state.is_sharded(folder):
+            return False
+        optimizer_state.load(optimizer, self.owned(), folder)
+        return True
+
+
+class SharedParts(ShardingStrategy):
+    """A strategy with one rank per element of a trained parameter, which has its summed gradient and updates it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.parts = world_size() if self.among is None else self.among.size
+        self._order: list[str] = []  # names of all trained parameters, as in an optimizer without sharding
+
+    @abstractmethod
+    def _after_step(self) -> None:
+        """Finish an optimizer step."""
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        pieces = {piece.name: piece.part for piece in self.owned()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for group in optimizer.param_groups:
+            named = [names[id(parameter)] for parameter in group["params"]]
+            self._order += named
+            group["params"] = [pieces[name] for name in named if name in pieces]
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def clip(self, largest: float) -> float:
+        sums = self.gradients()
+        total = torch.tensor(squared_norm(sums), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        norm = float(total) ** 0.5
+        scale_down(sums, norm, largest)
+        return norm
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of the collectives."""
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size(), write)
+        return True
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        optimizer_state.load(optimizer, self.owned(), folder, self._order, rank(), world_size())
+        return True
 
 
 class SharedOptimizer(SharedParts):
@@ -31,7 +138,8 @@ class SharedOptimizer(SharedParts):
         among = self.among
         place, group = (rank(), None) if among is None else (among.place, among.group)
         self.buckets: list[Bucket] = buckets_of(model, place, self.parts, group=group)
-        self._under_way: collections.deque[Reduction] = collections.deque()
+        # Sums over ranks that are under way: bucket, input, output [part], and the collective, which needs its input.
+        self._under_way: collections.deque[tuple[Bucket, torch.Tensor, torch.Tensor, dist.Work]] = collections.deque()
 
     def describe(self) -> str:
         elements = sum(sum(bucket.sizes) for bucket in self.buckets)
@@ -51,7 +159,10 @@ class SharedOptimizer(SharedParts):
 
     def _reduce(self, bucket: Bucket) -> None:
         self._finish(but=IN_FLIGHT - 1)
-        self._under_way.append(bucket.reduce(self._whole(bucket)))
+        flat = bucket.flat(self._whole(bucket), bucket.gradient_dtype)
+        summed = torch.empty(bucket.part, dtype=flat.dtype, device=flat.device)
+        work = reduce_scatter(summed, flat, async_op=True, group=bucket.group)
+        self._under_way.append((bucket, flat, summed, work))
 
     def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         """Return this rank's gradients of a bucket, and remove them from the parameters."""
@@ -70,7 +181,10 @@ class SharedOptimizer(SharedParts):
 
     def _finish(self, but: int = 0) -> None:
         while len(self._under_way) > but:
-            self.traffic.reduced += self._under_way.popleft().finish(self._keep)
+            bucket, flat, summed, work = self._under_way.popleft()
+            watchdog.finish(work)
+            self._keep(bucket, summed)
+            self.traffic.reduced += flat.nbytes
 
     def gradients(self) -> Sequence[torch.Tensor]:
         return [bucket.sum for bucket in self.buckets if bucket.sum is not None]
@@ -84,7 +198,7 @@ class SharedOptimizer(SharedParts):
             bucket.discard()
 
     def owned(self) -> Sequence[Owned]:
-        return [piece for bucket in self.buckets for piece in bucket.owned]
+        return [piece for bucket in self.buckets for piece in bucket.places]
 
     def gather_weights(self) -> None:
         for bucket in self.buckets:
@@ -92,8 +206,7 @@ class SharedOptimizer(SharedParts):
 
 
 class SharedGradients(SharedOptimizer):
-    """ZeRO stage 2: ranks divide gradients as well. A bucket's gradients are reduced and freed as soon as a backward
-    has computed them."""
+    """ZeRO stage 2: ranks divide gradients as well. A bucket's gradients are reduced as soon as they are computed."""
 
     name = "gradients"
     meets_in_backward, shared_out, exchanged = True, "optimizer state and gradients", "in each backward"
@@ -117,8 +230,7 @@ class SharedGradients(SharedOptimizer):
         return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If it fails on this rank, the rank still answers the others' exchanges, with zeros. A
-        collective."""
+        """Run the backward. If it fails on this rank, the rank still answers the others' exchanges with zeros."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import tempfile
@@ -23,10 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..checkpoint import folders, writing
+from ..checkpoint import folders
 from ..checkpoint.host_files import HostFiles, saving_model
+from ..checkpoint.manifest import files_of
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
 from ..checkpoint.stop_signal import StopSignal, exit_status
@@ -36,7 +38,7 @@ from ..parallel import faults
 from ..parallel.ranks import Stopped, gather, on_all_ranks, rank, world_size
 from ..policy.supported import features
 from ..rollout.rounds import PlainRound
-from ..sharding.weight_files import load_renamed, load_whole, saved_names, stacked_masters
+from ..sharding.weight_files import float32_weights, load_renamed, load_whole, saved_names
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
@@ -353,10 +355,13 @@ class Checkpointer(TrainerCallback):
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
         if names := self._weight_names(folder):
-            folders.write_index(folder, names)
-        folders.write_settings(folder, run_settings(self.args, trainer.rewards, trainer.feature.digests()))
+            # Without an index vLLM loads the tensors of all files as weights: optimizer (an error) and reference.
+            index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
+        settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())
+        (folder / folders.SETTINGS).write_text(json.dumps(settings, indent=1))
         if (choice := trainer.train_prompts.choice) is not None:
-            folders.write_prompts(folder, choice.saved)
+            (folder / folders.PROMPTS).write_text(json.dumps(choice.saved))
 
     @contextlib.contextmanager
     def _own_folder(self, aside: Path) -> Iterator[Path]:
@@ -380,9 +385,9 @@ class Checkpointer(TrainerCallback):
     def _sources(self, folder: Path) -> Mapping[str, Source]:
         if not self._in_background:
             folders.open_to_readers(folder)
-            return writing.files_in(folder)
+            return {name: folder / name for name in files_of(folder)}
         images = {path.relative_to(folder).as_posix(): image for path, image in self._host_files.take().items()}
-        return writing.contents_of(folder) | images
+        return {name: (folder / name).read_bytes() for name in files_of(folder)} | images
 
     def _weight_names(self, folder: Path) -> list[str]:
         """Return the tensor names of the weights file just written; none for an adapter or shards."""
@@ -540,11 +545,9 @@ class Checkpointer(TrainerCallback):
             if isinstance(optimizer, AdamWSplit):
                 owned = sharding.owned()
                 own = {saved: name for name, saved in saved_names(self.trainer.model).items()}
-                masters = ((own.get(name, name), value) for name, value in folders.float32_weights(checkpoint))
+                names = dict.fromkeys(piece.name for piece in owned) if self.trainer.policy.adapter is None else ()
+                masters = ((own.get(name, name), value) for name, value in float32_weights(folder, names))
                 adopt_masters(optimizer, owned, masters)
-                if self.trainer.policy.adapter is None:
-                    names = dict.fromkeys(piece.name for piece in owned)
-                    adopt_masters(optimizer, owned, stacked_masters(names, folder))
         sharding.gather_weights()
 
 

@@ -19,6 +19,7 @@ from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
 from ..losses.objective import Objective
 from ..memory import token_budget
+from ..memory.policy_sizes import optimizer_bytes
 from ..memory.shape import left_on_device
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
@@ -239,7 +240,9 @@ class Learner:
                 self.sharding.backward(loss)
 
         with self.events.times.phase("measure"):
-            pending = token_budget.optimizer_bytes(self.model, self.hooks.optimizer, config.optim, self.sharding.parts)
+            optimizer = self.hooks.optimizer  # its state may not be allocated yet
+            pending = optimizer_bytes(self.model, config.optim) // self.sharding.parts
+            pending = 0 if optimizer is not None and optimizer.state else pending
             pending = left_on_device().state(pending) if config.streams_optimizer else pending
             self.model.train()
             given = shape, self.rules, pending, config.sequence_parallel_size

@@ -102,7 +102,6 @@ def measure(folder: Path, steps: int, now: bool) -> None:
     trainer.close()
     print("the save's own part, before the step goes on:", " ".join(f"{s:.2f}" for s in took))
     print("until it was there, beside the training:", " ".join(f"{s.seconds:.2f}" for s in written))
-    print("of a processor's time:", " ".join(f"{s.processor:.2f}" for s in written))
     print(f"checkpoints left: {', '.join(left)}")
     for name, ends in zip(("seconds", "processor seconds"), zip(*turns.ends, strict=True), strict=True):
         compare(name, ends, steps)

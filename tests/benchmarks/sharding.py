@@ -67,7 +67,7 @@ class Contestant:
         """Gradients that the backward has made, those on their way to other ranks, and this rank's part of the sums."""
         alive = [p.grad for p in self.parameters if p.grad is not None]
         alive += [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
-        alive += [tensor for one in getattr(self.way, "_under_way", ()) for tensor in (one.flat, one.summed)]
+        alive += [tensor for one in getattr(self.way, "_under_way", ()) for tensor in one[1:3]]
         self._peak = max(self._peak, sum(tensor.nbytes for tensor in alive))
 
     def step(self, rows: Sequence[Any]) -> None:

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from transformers import Trainer, TrainerState
 
 from colograd.checkpoint import folders, manifest
-from colograd.checkpoint.reading import inside, look, reading, trainer_state
+from colograd.checkpoint.reading import look, reading, trainer_state
 from colograd.engine.sampling import LengthHistory
 from colograd.sharding import optimizer_state
 from colograd.sharding.strategy import Owned
-from colograd.sharding.weight_files import WeightFiles
+from colograd.sharding.weight_files import WeightFiles, float32_weights
 from colograd.training.adamw_split import AdamWSplit
 
 MUTATIONS = 60  # of each kind of file
@@ -88,13 +88,9 @@ def load_old_optimizer(folder: Path) -> None:
 def load_weights(folder: Path) -> None:
     model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(4, 3))})
 
-    class Whole(SimpleNamespace):
-        def rows_of(self, rank: int) -> range:
-            return range(4)
-
     with reading(folder, "the model"):
-        WeightFiles(folder).read(["a.weight"], Whole(shape=model["a"].shape, local=model["a"]))
-        for _ in folders.float32_weights(folder):
+        WeightFiles(folder).copy(["a.weight"], model["a"], model["a"].shape, range(4))
+        for _ in float32_weights(folder):
             pass
 
 
@@ -259,5 +255,6 @@ def test_tensor_larger_than_its_file_is_refused(tmp_path: Path, contents: dict[s
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "a/b", "..", 7, None, "a\0b"])
 def test_named_files_must_be_in_the_folder(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
     with pytest.raises(ValueError, match="which isn't a file in that folder"):
-        inside(tmp_path, name)
+        look(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colograd.checkpoint.host_files import HostFiles, write_image
+from colograd.checkpoint.host_files import HostFiles, write_bytes
 from colograd.runtime import page_locked
 from colograd.weights import state_dict_on_host
 
@@ -83,7 +83,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GPU:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(page_locked, "_forget_error", gpu.forget_error)
+    monkeypatch.setattr(torch, "ones", lambda size, device: gpu.forget_error(device))
     return gpu
 
 
@@ -104,13 +104,13 @@ def test_copies_are_queued_with_one_wait(gpu: GPU, tmp_path: Path) -> None:
             images.put(on_gpu(tensors) | {"step": torch.tensor(float(seed))}, tmp_path / name)
         assert gpu.waits == [5] * (seed - 1), "nobody waits for a file"
         for path, image in images.take().items():
-            write_image(image, path)
+            write_bytes(image.bytes, path)
             read = load_file(path)
             assert float(read.pop("step")) == seed
             assert all(torch.equal(read[name], value) for name, value in wanted[path.name].items())
             assert len(read) == len(wanted[path.name])
         assert gpu.waits == [5] * seed
-    assert gpu.registered == [len(image.bytes) for image in images.kept.values()]
+    assert gpu.registered == [-(-image.size // 4096) * 4096 for image in images.kept.values()]
     assert len(gpu.locked) == (0 if gpu.refuses else 2) and gpu.errors == 0
     del images, image
     assert not gpu.locked, "what is freed is locked no longer"

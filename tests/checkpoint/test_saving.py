@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from colograd.checkpoint import folders, manifest, writing
-from colograd.checkpoint.host_files import BLOCK, HostFiles, Image, write_bytes, write_image
+from colograd.checkpoint.host_files import HostFiles, write_bytes
 from colograd.checkpoint.writing import Save, Writer, why_in_foreground
 from colograd.training import checkpointer
 
@@ -49,7 +49,7 @@ def test_an_image_is_the_file_that_safetensors_reads(tmp_path: Path) -> None:
     for seed in (1, 2):
         images.put(tensors(seed), path, {"format": "pt"})
         ((found, image),) = images.take().items()
-        entry = write_image(image, path)
+        entry = write_bytes(image.bytes, path)
         assert found == path and entry == manifest.entry_of(path) and entry.size == image.size
         read = load_file(path)
         assert read.keys() == tensors().keys()
@@ -71,47 +71,11 @@ def test_buffers_are_reused_for_the_same_shapes(tmp_path: Path) -> None:
     assert images.kept["f.safetensors"] is not first and images.places("other") == {}
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+@pytest.mark.parametrize("size", [0, 1, 4096, 2**24 + 1])
 def test_bytes_are_written_as_they_are(tmp_path: Path, size: int) -> None:
     content = os.urandom(size)
     entry = write_bytes(content, tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == content and entry == manifest.entry_of(tmp_path / "file")
-
-
-@pytest.mark.parametrize("refuses", ["open", "write", "short"])
-def test_writing_falls_back_to_the_page_cache(tmp_path: Path, monkeypatch, refuses: str) -> None:
-    image = Image({"a": {"dtype": "U8", "shape": [9000]}}, {"a": torch.zeros(9000, dtype=torch.uint8)})
-    image.fill({"a": torch.arange(9000).to(torch.uint8)})
-    opened, written = os.open, os.write
-
-    def no_open(path: Any, flags: int, *mode: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(path, flags, *mode)
-
-    def no_write(descriptor: int, data: Any) -> int:
-        import fcntl
-
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            if refuses == "write":
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return written(descriptor, bytes(data)[:0]) or _through(descriptor, data)
-        return written(descriptor, data)
-
-    def _through(descriptor: int, data: Any) -> int:  # the file system took a part that isn't whole blocks
-        import fcntl
-
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        count = written(descriptor, data[:1000])
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-        return count
-
-    monkeypatch.setattr(os, "open" if refuses == "open" else "write", no_open if refuses == "open" else no_write)
-    entry = write_image(image, tmp_path / "f.safetensors")
-    monkeypatch.undo()
-    assert entry == manifest.entry_of(tmp_path / "f.safetensors")
-    assert torch.equal(load_file(tmp_path / "f.safetensors")["a"], torch.arange(9000).to(torch.uint8))
 
 
 # -- one save
@@ -335,7 +299,7 @@ def test_training_survives_a_full_disk_until_save_failures(run: Any, tmp_path: P
 
 @engine
 def test_a_write_that_hangs_is_not_waited_for(run: Any, monkeypatch, capfd) -> None:
-    go_on, write = threading.Event(), writing.write_image
+    go_on, write = threading.Event(), writing.write_bytes
 
     def hang(image: Any, path: Path) -> Any:
         if "checkpoint-1." in str(path):
@@ -348,7 +312,7 @@ def test_a_write_that_hangs_is_not_waited_for(run: Any, monkeypatch, capfd) -> N
                 go_on.set()
                 assert run.checkpointer.writer.present.done.wait(tiny.PATIENCE)
 
-    monkeypatch.setattr(writing, "write_image", hang)
+    monkeypatch.setattr(writing, "write_bytes", hang)
     monkeypatch.setattr(checkpointer, "PATIENCE", 0.1)
     run.add_callback(Release())
     run.train()
@@ -436,7 +400,7 @@ def test_library_file_has_the_same_tensors(tmp_path: Path) -> None:
     save_file(values, tmp_path / "theirs", {"format": "pt"})
     images = HostFiles()
     images.put(values, "ours", {"format": "pt"})
-    write_image(images.take()[Path("ours")], tmp_path / "ours")
+    write_bytes(images.take()[Path("ours")].bytes, tmp_path / "ours")
     with safe_open(tmp_path / "ours", "pt") as ours, safe_open(tmp_path / "theirs", "pt") as theirs:
         assert ours.metadata() == theirs.metadata() and sorted(ours.keys()) == sorted(theirs.keys())
         for name in ours.keys():  # noqa: SIM118

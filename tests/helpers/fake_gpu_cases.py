@@ -43,14 +43,14 @@ from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.extensions.reference.model import FrozenCopy
 from colograd.memory.policy_sizes import PolicySizes
-from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
+from colograd.memory.shape import Lengths, Shape, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import wrap
 from colograd.policy.packing import collate, dummy
 from colograd.policy.row_proof import install_steps, set_attention
 from colograd.policy.sending import to_device_async
-from colograd.sharding.whole import WholeCopies
+from colograd.sharding.zero import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 CUDA = torch.device("cuda", 0)
@@ -130,13 +130,13 @@ def figures(seen: Seen) -> dict[str, Any]:
 
 def plan(
     model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS,
-    on_host: OnHost = OnHost(),  # noqa: B008  # immutable
+    **on_host: Any,
 ) -> int:  # fmt: skip
     """The activations that the memory plan expects."""
     head, shape = model.get_output_embeddings().weight.requires_grad, Shape.of(model.config)
     copied = lengths.copied_keys(shape, tokens, 2, "cuda")
     adapted = any("lora" in name for name, _ in model.named_parameters())
-    return activation_bytes(shape, tokens, 2, checkpointing, "cuda", copied, Trained(head, adapted), on_host)
+    return activation_bytes(shape, tokens, 2, checkpointing, "cuda", copied, head, adapted, **on_host)
 
 
 def dense(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
         again = gpu.locked
     inputs = 8 * TOKENS * SHAPE["hidden_size"] * 2
     return found | {
-        "locked": [locked, again, gpu.locked], "inputs": inputs, "plan": plan(model, 1, on_host=OnHost(inputs=True)),
+        "locked": [locked, again, gpu.locked], "inputs": inputs, "plan": plan(model, 1, inputs_on_host=True),
         "plan_without": plan(model, 1),
     }  # fmt: skip
 
@@ -399,7 +399,7 @@ def plan_of_gradients(model: Any, checkpointing: int = 0) -> int:
 
     sizes = PolicySizes.of(model, "adamw_split", 2)
     on_way = host_sums.on_way(sizes.gradients, 4 * sizes.matrix)
-    activations = plan(model, checkpointing, on_host=OnHost(bool(checkpointing), on_way))
+    activations = plan(model, checkpointing, inputs_on_host=bool(checkpointing), on_way=on_way)
     return activations + on_way + host_sums.buffer_bytes(sizes.gradients)
 
 

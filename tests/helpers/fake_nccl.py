@@ -27,8 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.policy.logprobs import PolicyForward
 from colograd.sharding.strategy import ShardingStrategy
-from colograd.sharding.whole import WholeCopies
-from colograd.sharding.zero import SharedGradients, SharedOptimizer
+from colograd.sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 WAYS: dict[str, type[ShardingStrategy]] = {

@@ -109,7 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp saved": {
         **BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True,
         # parameters of ordinary host memory: `?` is FSDP's thread of the backward
-        "waits": {"?", "sharding/rows.py _exchange", "extensions/fsdp/strategy.py FullySharded.state_dict",
+        "waits": {"?", "extensions/fsdp/rows.py _exchange", "extensions/fsdp/strategy.py FullySharded.state_dict",
                   "extensions/fsdp/strategy.py FullySharded._register.<locals>.take"},
     },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},
@@ -132,7 +132,7 @@ WAITS = {
     "loop.py Loop._log", "loop.py Loop._prepare", "extensions/offload/turns.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
     "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
-    "sharding/parts.py SharedParts.clip", "sharding/strategy.py squared_norm",
+    "sharding/zero.py SharedParts.clip", "sharding/strategy.py squared_norm",
     "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",

@@ -166,10 +166,10 @@ def test_gloo_finds_its_own_interface_on_one_node_and_where_the_host_name_has_an
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment.update(TORCHRUN, LOCAL_WORLD_SIZE="4")
-    monkeypatch.setattr(process, "_own_address", lambda: "127.0.1.1")
+    monkeypatch.setattr(process.socket, "gethostbyname", lambda name: "127.0.1.1")
     process.prepare_network()
     environment.update(TORCHRUN)
-    monkeypatch.setattr(process, "_own_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(process.socket, "gethostbyname", lambda name: "10.0.0.7")
     process.prepare_network()
     assert environment == TORCHRUN
 
@@ -177,7 +177,7 @@ def test_gloo_finds_its_own_interface_on_one_node_and_where_the_host_name_has_an
 def test_an_interface_that_is_named_or_leads_nowhere_is_left_alone(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_own_address", lambda: "127.0.1.1")
+    monkeypatch.setattr(process.socket, "gethostbyname", lambda name: "127.0.1.1")
     environment.update(TORCHRUN, GLOO_SOCKET_IFNAME="eth7")
     process.prepare_network()
     assert environment.pop("GLOO_SOCKET_IFNAME") == "eth7"

@@ -43,7 +43,7 @@ from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.runtime import registry
 from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
-from colograd.sharding.whole import WholeCopies
+from colograd.sharding.zero import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 from colograd.training.loss_pass import loss_pass
 

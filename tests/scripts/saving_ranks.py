@@ -51,15 +51,15 @@ def main() -> None:
         return states
 
     found["whole"] = outcome(save_of(run_dir, 1))
-    write = writing.write_image
+    write = writing.write_bytes
 
     def full(*args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if rank() == 1:
-        writing.write_image = full
+        writing.write_bytes = full
     found["one disk is full"] = outcome(save_of(run_dir, 2))
-    writing.write_image = write
+    writing.write_bytes = write
     found["again"] = outcome(save_of(run_dir, 3))
     found["apart"] = outcome(save_of(folder / f"node{rank()}", 5, apart=True))
     outcome(save_of(run_dir, 5))

@@ -96,7 +96,7 @@ class Watch:
             sums = [piece.part.grad for piece in self.way.owned() if piece.part.grad is not None]
         else:
             sums += [p.grad for p in self.model.parameters() if p.grad is not None]
-            sums += [tensor for one in getattr(self.way, "_under_way", ()) for tensor in (one.flat, one.summed)]
+            sums += [tensor for one in getattr(self.way, "_under_way", ()) for tensor in one[1:3]]
         self.peak = max(self.peak, sum(total.nbytes for total in sums))
 
 

@@ -22,7 +22,7 @@ from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, St
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import SAPOLoss
-from colograd.parallel.gradients import sum_gradients
+from colograd.parallel.gradients import sum_over_ranks, zero_gradients
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
@@ -85,8 +85,9 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
         loss = -(weight * row.advantages * row.loss_mask * logprobs).sum().double() / batch.num_loss_tokens
         loss.backward()
         total += loss.detach()
-    sum_gradients(list(model.parameters()))
+    zero_gradients(model.parameters())
     if world_size() > 1:
+        sum_over_ranks([parameter.grad for parameter in model.parameters()])
         dist.all_reduce(total)
     return {
         "loss": total.item(),
@@ -113,8 +114,9 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
         loss = objective(*policy_logprobs(model, row, 1.0, True), row).loss
         (loss / objective.loss.denominator(batch)).backward()
         total += loss.detach() / objective.loss.denominator(batch)
-    sum_gradients(list(model.parameters()))
+    zero_gradients(model.parameters())
     if world_size() > 1:
+        sum_over_ranks([parameter.grad for parameter in model.parameters()])
         dist.all_reduce(total)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
     return {"loss": total.item(), "gradient": gradient, "tokens": batch.rows[0].step_constants.tokens}

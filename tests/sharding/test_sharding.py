@@ -142,7 +142,7 @@ def test_ranks_own_every_element_once(ranks) -> None:
     owned: dict[str, list[int]] = {name: [] for name, _ in model.named_parameters()}
     for rank in range(ranks):
         for bucket in buckets_of(model, rank, ranks, elements=17):
-            for piece in bucket.owned:
+            for piece in bucket.places:
                 owned[piece.name] += range(piece.start, piece.stop)
                 assert torch.equal(piece.part, piece.of(model.get_parameter(piece.name).data))
     assert owned == {name: list(range(p.numel())) for name, p in model.named_parameters()}
@@ -152,7 +152,7 @@ def test_divisible_parameter_is_exchanged_in_place() -> None:
     (parameter,) = model = list(parameters((6, 4)).values())
     bucket = Bucket(["p"], model, 1, 2)
     assert bucket.in_place and bucket.flat([parameter.data], torch.float32).data_ptr() == parameter.data_ptr()
-    assert bucket.owned[0].part.data_ptr() == parameter.view(-1)[12:].data_ptr()
+    assert next(iter(bucket.places)).part.data_ptr() == parameter.view(-1)[12:].data_ptr()
     assert not Bucket(["p"], model, 1, 5).in_place
 
 
@@ -160,7 +160,11 @@ def test_buckets_have_one_dtype_and_no_frozen_parameters() -> None:
     model = parameters((4,), (4,), (4,), (4,))
     model["p1"].data = model["p1"].data.bfloat16()
     model["p3"].requires_grad_(False)
-    assert [bucket.names for bucket in buckets_of(model, 0, 2)] == [("p2",), ("p1",), ("p0",)]
+    assert [tuple(piece.name for piece in bucket.places) for bucket in buckets_of(model, 0, 2)] == [
+        ("p2",),
+        ("p1",),
+        ("p0",),
+    ]
 
 
 # -- a backward that fails
@@ -199,15 +203,14 @@ def test_failed_backward_frees_its_graph_before_answering(monkeypatch: pytest.Mo
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     sharding, alive = SharedGradients(model), []
 
-    def answer(bucket: Bucket, gradients: Any) -> Any:
+    def answer(sharding: SharedGradients, bucket: Bucket) -> None:
         alive.append(any(kept() is not None for kept in Keeping.kept))
-        return SimpleNamespace(finish=lambda keep: 0)
 
     def compute_loss(row: Any) -> LossOutput:
         hidden = Keeping.apply(model[0](torch.ones(4)))
         return LossOutput(model[1](Failing.apply(hidden)).sum(), {}, {}, {})
 
-    monkeypatch.setattr(Bucket, "reduce", answer)
+    monkeypatch.setattr(SharedGradients, "_reduce", answer)
     monkeypatch.setattr(loss_pass, "collate", lambda row: row)
     step: Any = SimpleNamespace(rows=[SimpleNamespace(num_tokens=1)], version=0, trained=0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):

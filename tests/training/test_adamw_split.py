@@ -14,8 +14,8 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
-from colograd.checkpoint.folders import float32_weights
 from colograd.sharding.strategy import Owned
+from colograd.sharding.weight_files import float32_weights
 from colograd.training import adamw_fused as fused
 from colograd.training import adamw_split as optim
 from colograd.training.adamw_split import (

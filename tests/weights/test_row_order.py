@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from colograd.extensions.fsdp.gathered import Place
-from colograd.sharding.rows import Rows
+from colograd.extensions.fsdp.rows import Rows
 from colograd.weights import shared
 from colograd.weights.copied import Copies
 from colograd.weights.mapping import Slice

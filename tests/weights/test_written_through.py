@@ -9,7 +9,7 @@ import torch
 
 from colograd.engine.tensors import VLLMTensors
 from colograd.extensions.fsdp.gathered import Place
-from colograd.sharding.rows import Rows
+from colograd.extensions.fsdp.rows import Rows
 from colograd.weights import mapping, shared
 from colograd.weights.copied import Copies
 from colograd.weights.mapping import map_parameters

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ...engine.protocol import Engine
-from ...sharding.rows import ELEMENTS, Rows, cuts_of, gathered
 from ...weights import proof, shared
 from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
 from ...weights.sync import PlannedSync
+from .rows import ELEMENTS, Rows, cuts_of, gathered
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...config import GRPOConfig
 from ...parallel.faults import telling
-from ...parallel.ranks import on_all_ranks
-from ...sharding.parts import SharedParts
-from ...sharding.rows import Cut, cuts_of, gathered
+from ...parallel.ranks import on_all_ranks, rank
 from ...sharding.strategy import Owned, drop_graph
 from ...sharding.weight_files import WeightFiles, all_names, completed
+from ...sharding.zero import SharedParts
 from .blocks import Blocks, Exchange, cut, whole_parameters
+from .rows import Cut, cuts_of, gathered
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -229,5 +229,5 @@ class FullySharded(SharedParts):
     def load_weights(self, folder: Path) -> bool:
         files, names = WeightFiles(folder), all_names(self.model)
         for one in cuts_of(self.model):
-            files.read(names[id(self.model.get_parameter(one.name))], one)
+            files.copy(names[id(self.model.get_parameter(one.name))], one.local, one.shape, one.rows_of(rank()))
         return True

@@ -19,8 +19,7 @@ from ...parallel.ranks import world_size
 from ...runtime.page_locked import host_empty
 from ...sharding.buckets import Bucket
 from ...sharding.strategy import ShardingStrategy
-from ...sharding.whole import WholeCopies
-from ...sharding.zero import SharedGradients, SharedOptimizer
+from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from .host_sums import HostSums
 
 
@@ -110,9 +109,7 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._where = {
-            piece.part: (bucket, bucket.place_of(piece)) for bucket in self.buckets for piece in bucket.owned
-        }
+        self._where = {piece.part: (bucket, place) for bucket in self.buckets for piece, place in bucket.places.items()}
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
         bucket, place = self._where[part]

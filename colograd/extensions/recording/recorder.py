@@ -118,7 +118,7 @@ class Recorder(NoRecord):
 
     @_never_fails
     def _write_report(self) -> None:
-        for write in registry.hooks("report"):  # folder of a run -> its page
+        for write in registry.hooks_of("apps", "report"):  # folder of a run -> its page
             write(str(self.args.output_dir))
 
     @_never_fails

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ...config.sharding import TENSOR
 from ...memory.choice import fits
 from ...memory.description import ORDER, RunDescription
+from ...memory.policy_sizes import PolicySizes
 from ...memory.shape import Shape
 from ...runtime import registry
 
@@ -57,13 +58,28 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         if larger := next(_in_larger_engines(run), None):
             yield larger
     if run.sizes.trained == run.sizes.elements:
-        adapted = run.sizes.with_adapter(adapter_elements(run.shape, LORA_RANK))
+        adapted = with_adapter(run.sizes, adapter_elements(run.shape, LORA_RANK))
         if fit("none", sizes=adapted, reference=0):
             yield f"use_peft: true (LoRA, rank {LORA_RANK})"
     if (length := _shorter(run, strategy)) is not None:
         yield f"vllm_max_model_length: {length}, with completions and prompts shorter alike"
     if on_gpu and (more := _more_ranks(run)):
         yield more
+
+
+def with_adapter(sizes: PolicySizes, trained: int) -> PolicySizes:
+    """Return the same model, frozen, with a LoRA adapter of ``trained`` elements of its dtype and optimizer."""
+    share = trained / max(sizes.trained, 1)
+    return dataclasses.replace(
+        sizes,
+        elements=sizes.elements + trained,
+        trained=trained,
+        weights=sizes.weights + trained * sizes.itemsize,
+        gradients=int(sizes.gradients * share),
+        optimizer=int(sizes.optimizer * share),
+        largest=0,
+        matrix=0,
+    )
 
 
 def adapter_elements(shape: Shape, rank: int) -> int:

@@ -23,8 +23,7 @@ from ...sharding import optimizer_state
 from ...sharding.shared_rows import SharedRows
 from ...sharding.strategy import Owned, WriteTensors, scale_down, squared_norm
 from ...sharding.weight_files import WeightFiles, all_names, completed
-from ...sharding.whole import WholeCopies
-from ...sharding.zero import SharedGradients, SharedOptimizer
+from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from .layers import TensorParts
 
 

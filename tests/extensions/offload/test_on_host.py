@@ -24,7 +24,7 @@ from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.policy.lora import unwrap
-from colograd.sharding.whole import WholeCopies
+from colograd.sharding.zero import WholeCopies
 from colograd.training.adamw_split import accumulate_in_float32
 
 

@@ -12,9 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.config import GRPOConfig
+from colograd.extensions.remedies.changes import with_adapter
 from colograd.memory import description as memory
 from colograd.memory.choice import auto, best_plan, fits, plan_or_raise, remedies, too_large
-from colograd.memory.description import STRATEGIES, RunDescription, Workload, describe_run
+from colograd.memory.description import STRATEGIES, RunDescription, describe_run
 from colograd.memory.shape import Lengths
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 
@@ -73,7 +74,7 @@ def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
     shape, sizes = large.sizes(qwen, 16)
     assert sizes.trained == remedies.adapter_elements(shape, 16) and sizes.elements == large.PARAMETERS + sizes.trained
     assert sizes.gradients == 4 * sizes.trained
-    guessed = large.sizes(qwen)[1].with_adapter(sizes.trained)
+    guessed = with_adapter(large.sizes(qwen)[1], sizes.trained)
     for name in ("elements", "trained", "gradients", "optimizer"):
         assert getattr(guessed, name) == pytest.approx(getattr(sizes, name), rel=0.25), name
     for strategy in STRATEGIES[:3]:
@@ -92,7 +93,7 @@ LLAMA = {
 
 def described(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> RunDescription:
     devices = memory.own_devices(config.device, model)
-    return describe_run(config, model, devices, Workload(length, sequences, tokens), shared=shared)
+    return describe_run(config, model, devices, length, sequences, tokens, shared=shared)
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:

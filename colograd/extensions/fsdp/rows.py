@@ -11,10 +11,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from ..parallel import watchdog
-from ..parallel.gradients import in_buckets
-from ..parallel.ranks import rank, world_size
-from ..parallel.shards import all_gather
+from ...parallel import watchdog
+from ...parallel.gradients import in_buckets
+from ...parallel.ranks import rank, world_size
+from ...parallel.shards import all_gather
 
 # Most elements that are gathered at once, unless one row per rank has more. A decoder block has more.
 ELEMENTS = 2**24
@@ -62,12 +62,11 @@ def cuts_of(model: torch.nn.Module) -> list[Cut]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an interrupted pass may have left whole weights
-    return [_cut(name, parameter) for name, parameter in model.named_parameters()]
-
-
-def _cut(name: str, parameter: torch.Tensor) -> Cut:
-    assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
-    return Cut(name, parameter.detach().to_local(), parameter.shape)
+    cuts = []
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
+        cuts.append(Cut(name, parameter.detach().to_local(), parameter.shape))
+    return cuts
 
 
 @torch.no_grad()
@@ -85,7 +84,10 @@ def gathered(
         dtype_of: returns the dtype to which a parameter of this name is cast before the exchange; None: its own.
         elements: most elements that are gathered at once.
     """
-    pieces = ((cut, rows) for cut in cuts for rows in _few(cut, elements))
+    pieces = []
+    for cut in cuts:  # ranges of the rows of a rank's share, small enough that all ranks may send one at once
+        step = max(1, elements // (cut.row * world_size()))
+        pieces += [(cut, range(first, min(first + step, cut.share))) for first in range(0, cut.share, step)]
 
     def dtype(piece: tuple[Cut, range]) -> torch.dtype:
         return dtype_of(piece[0].name) if dtype_of else piece[0].local.dtype
@@ -93,12 +95,6 @@ def gathered(
     for sent_dtype, group in itertools.groupby(pieces, key=dtype):
         for bucket in in_buckets(group, elements // world_size(), lambda piece: piece[0].row * len(piece[1])):
             yield from _exchange(bucket, sent_dtype, device)
-
-
-def _few(cut: Cut, elements: int) -> Iterator[range]:
-    """Return ranges of the rows of a rank's share, small enough that all ranks may send one at once."""
-    step = max(1, elements // (cut.row * world_size()))
-    return (range(first, min(first + step, cut.share)) for first in range(0, cut.share, step))
 
 
 def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: torch.device) -> Iterator[Rows]:

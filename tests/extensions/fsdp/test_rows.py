@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from colograd.extensions.fsdp.gathered import Place
-from colograd.sharding.rows import Cut, Rows
+from colograd.extensions.fsdp.rows import Cut, Rows
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4, 7))
 def test_ranks_have_every_row_once(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    monkeypatch.setattr("colograd.sharding.rows.world_size", lambda: ranks)
+    monkeypatch.setattr("colograd.extensions.fsdp.rows.world_size", lambda: ranks)
     cut = Cut("p", torch.empty(0), torch.Size((5, 3)))
     assert [row for rank in range(ranks) for row in cut.rows_of(rank)] == [*range(5)]
     assert all(len(cut.rows_of(rank)) <= cut.share for rank in range(ranks)) and cut.row == 3
