@@ -13,7 +13,7 @@ from typing import Any
 
 from ..batch import ScoredGroup
 from ..runtime.sizes import size_of
-from .ranks import gather, rank
+from .ranks import deliver, gather, rank
 
 Place = tuple[int, int]  # (the rank that sampled a group, its index there)
 MIN_GAIN = 0.1  # least saving that justifies moves, as a fraction of the slowest team's cost
@@ -112,7 +112,11 @@ def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]
-    places = {place for trainer, row in enumerate(assignment) for place in row if place[0] == me != trainer}
-    outgoing = {place: groups[place[1]].for_training() for place in sorted(places)}
-    incoming = {place: group for message in gather(outgoing) for place, group in message.items()}
+    outgoing = {
+        trainer: {place: groups[place[1]].for_training() for place in row if place[0] == me}
+        for trainer, row in enumerate(assignment)
+        if trainer != me and any(owner == me for owner, _ in row)
+    }
+    received = deliver(outgoing, {owner for owner, _ in assignment[me] if owner != me})
+    incoming = {place: group for message in received.values() for place, group in message.items()}
     return [groups[index] if owner == me else incoming[owner, index] for owner, index in assignment[me]]

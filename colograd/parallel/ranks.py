@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -129,6 +130,29 @@ def gather(value: T) -> list[T]:
     dist.all_gather_object(values, value, group=None if _has_gloo() else _gloo_group(dist.group.WORLD))
     watchdog.progress()
     return values
+
+
+def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
+    """Send each message to its rank, and return those of the ``senders`` for this rank, through host memory.
+
+    A collective. A rank receives its own messages only, so that its bytes don't grow with the number of ranks.
+    """
+    group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
+    outgoing = {
+        to: torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) for to, message in messages.items()
+    }
+    lengths = {to: torch.tensor([len(packed)]) for to, packed in outgoing.items()}
+    incoming = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
+    for tag in (0, 1):  # first the lengths
+        sent = outgoing if tag else lengths
+        if tag:
+            incoming = {sender: torch.empty(int(length), dtype=torch.uint8) for sender, length in incoming.items()}
+        works = [dist.isend(packed, to, group, tag) for to, packed in sent.items()]
+        works += [dist.irecv(buffer, sender, group, tag) for sender, buffer in incoming.items()]
+        for work in works:
+            work.wait()
+    watchdog.progress()
+    return {sender: pickle.loads(buffer.numpy()) for sender, buffer in incoming.items()}
 
 
 def _has_gloo() -> bool:
