@@ -71,18 +71,23 @@ def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
 
     @functools.wraps(theirs)
     def initialize(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        model: torch.nn.Module = theirs(*args, **kwargs)
-        add_per_layer_inputs(model)
+        model = theirs(*args, **kwargs)
+        _add_per_layer_inputs(model)
         if hasattr(model, "_suppress_token_ids"):
             model._suppress_token_ids = None
         for part in model.modules():
-            scale_projection(part)
+            compute = getattr(type(part), "get_per_layer_inputs", None)
+            names = compute.__code__.co_names if compute is not None else ()
+            # transformers multiplies the input of the norm by hidden_size ** -0.5, and vLLM's code doesn't. A larger
+            # epsilon makes up for that. Without it a tiny model's log-probabilities differ by 1.4e-4 nats.
+            if "per_layer_projection_norm" in names and "per_layer_projection_scale" not in names:
+                part.per_layer_projection_norm.variance_epsilon *= part.config.hidden_size
         return model
 
     return replaced(base_loader, "initialize_model", initialize)
 
 
-def add_per_layer_inputs(model: Any) -> None:
+def _add_per_layer_inputs(model: Any) -> None:
     """Let ``model.forward`` compute ``per_layer_inputs`` (tokens, layers, size) if the caller passes none."""
     inner: Any = getattr(model, "model", None)
     embed = getattr(inner, "get_per_layer_input_embeddings", None)
@@ -97,15 +102,3 @@ def add_per_layer_inputs(model: Any) -> None:
         return theirs(input_ids, *args, per_layer_inputs=per_layer_inputs, **kwargs)
 
     model.forward = forward
-
-
-def scale_projection(decoder: Any) -> None:
-    """Scale the epsilon of a norm after the per-layer projection by hidden_size.
-
-    transformers multiplies the norm's input by hidden_size ** -0.5, and vLLM's code doesn't. The epsilon makes up for
-    that factor. Without it a tiny model's log-probabilities differ by 1.4e-4 nats.
-    """
-    compute = getattr(type(decoder), "get_per_layer_inputs", None)
-    names = compute.__code__.co_names if compute is not None else ()
-    if "per_layer_projection_norm" in names and "per_layer_projection_scale" not in names:
-        decoder.per_layer_projection_norm.variance_epsilon *= decoder.config.hidden_size

@@ -31,7 +31,7 @@ from ..runtime.shipped import file_or_shipped
 from .head import vocabulary_size
 from .layers import disable_dropout, largest_dropout, tells_routing
 from .logprobs import products_in_float32
-from .lora import Adapter, adapter_folder, is_adapted, taken_adapter, unwrap, wrap
+from .lora import Adapter, adapter_folder, is_adapted, unwrap, wrap
 from .row_proof import choose_rows, expect_rows
 from .supported import features, read_config
 from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_alone
@@ -179,7 +179,11 @@ def load_policy(
         feature.on_load(unwrap(loaded), path, config)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
-    adapter = taken_adapter(loaded)
+    adapter: Adapter | None = None
+    if is_adapted(loaded):
+        registry.require("lora", "a PeftModel")
+        (take_adapter,) = registry.hooks("adapter")
+        adapter = take_adapter(loaded)
     copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel  # they have no LoRA slots
     if adapter is not None and not adapter.why_merged and copies_into_parts:
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")

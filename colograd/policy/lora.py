@@ -130,16 +130,6 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     return make(model, peft_config, seed)
 
 
-def taken_adapter(model: Any) -> Adapter | None:
-    """Check, prepare and describe the adapter of a model; None: it has none. An extension does it: seam ``adapter``."""
-    if not is_adapted(model):
-        return None
-    registry.require("lora", "a PeftModel")
-    (take,) = registry.hooks("adapter")
-    adapter: Adapter = take(model)
-    return adapter
-
-
 def adapter_folder(path: str) -> dict[str, Any] | None:
     """Read the ``adapter_config.json`` of a folder that holds an adapter and no model; None for any other path."""
     file = os.path.join(path, "adapter_config.json")

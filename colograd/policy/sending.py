@@ -8,8 +8,6 @@ import torch
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to the device without waiting. Later kernels on the same stream can use it.
 
-    A tensor that is on the device is returned as it is.
-
     The copy is from pinned memory: from ordinary memory the host would wait until the device has finished earlier work.
     """
     if device.type == "cuda" and tensor.is_cpu:
