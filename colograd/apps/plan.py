@@ -208,7 +208,7 @@ def described(options: argparse.Namespace) -> RunDescription:
     import torch
 
     from ..engine.arguments import check_parts
-    from ..memory.description import Devices, describe_run
+    from ..memory.description import Devices, Workload, describe_run
     from ..policy.outline import outline, to_pack, with_adapter
     from ..policy.row_proof import obstacle
     from ..policy.supported import check_planned, check_shared_rows
@@ -257,9 +257,7 @@ def described(options: argparse.Namespace) -> RunDescription:
         options,
         model,
         Devices(options.gpus, memory, memory),
-        options.vllm_max_model_length,
-        sequences,
-        options.max_tokens_per_microbatch,
+        Workload(options.vllm_max_model_length, sequences, options.max_tokens_per_microbatch),
         shared=options.weights != "copied",
         reference=reference,
         teacher=teacher,

@@ -48,6 +48,17 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True)
+class Workload:
+    """The work of one rank and its engine, in tokens and sequences."""
+
+    length: int  # tokens of the longest sequence in the engine
+    sequences: int  # completions of one generation in this rank's engine
+    tokens: int = 0  # tokens of a micro-batch; 0: as many as fit
+    prompt: int = 0  # tokens of the longest prompt; 0: ``length`` minus the longest completion
+    shares_prompts: bool = True  # whether a group's completions share their prompt in a row
+
+
+@dataclass(frozen=True, slots=True)
 class RunDescription:
     """The numbers of a run that determine the memory of one rank."""
 
@@ -122,11 +133,7 @@ def describe_run(
     settings: Any,
     model: Any,
     devices: Devices,
-    length: int,
-    sequences: int,
-    tokens: int = 0,
-    prompt: int = 0,
-    shares_prompts: bool = True,
+    work: Workload,
     *,
     shared: bool,
     reference: int = 0,
@@ -138,9 +145,6 @@ def describe_run(
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have its fields' names.
         model: the policy with its frozen parameters marked, or its outline (`policy.outline`).
-        length, sequences, tokens: see `RunDescription`.
-        prompt: tokens of the longest prompt; 0: ``length`` minus the longest completion.
-        shares_prompts: whether a group's completions share their prompt in a row.
         shared: whether the policy's parameters are the engine's tensors.
         reference, teacher: bytes.
         to_pack: see `PolicySizes.of`.
@@ -149,8 +153,8 @@ def describe_run(
     dtype = model.dtype
     of_engine = engine_dtype(settings, dtype).itemsize
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    completion = min(settings.max_completion_length or length, length)
-    group = (settings.num_generations or 1) if shares_prompts else 1
+    completion = min(settings.max_completion_length or work.length, work.length)
+    group = (settings.num_generations or 1) if work.shares_prompts else 1
     optim = resolve_optimizer(settings.optim, dtype)
     return RunDescription(
         devices=devices,
@@ -159,11 +163,11 @@ def describe_run(
         sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack),
         engine_itemsize=of_engine,
         cache_itemsize=1 if eight_bit else of_engine,
-        length=length,
-        sequences=sequences,
-        running=min(sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
-        lengths=Lengths(prompt or max(length - completion, 1), completion, group),
-        tokens=tokens,
+        length=work.length,
+        sequences=work.sequences,
+        running=min(work.sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
+        lengths=Lengths(work.prompt or max(work.length - completion, 1), completion, group),
+        tokens=work.tokens,
         checkpointing=settings.checkpointing,
         shared=shared,
         served=settings.weights == "shared",  # matters only for quantised weights
@@ -183,7 +187,7 @@ def describe_run(
         strategies=_strategies(settings, model, devices, settings.vllm_tensor_parallel_size),
         larger_engines=_larger_engines(settings, model, devices),
         ranks_per_sequence=settings.sequence_parallel_size,
-        can_share_rows=shares_prompts
+        can_share_rows=work.shares_prompts
         and not conflict(settings, {"sequence_parallel_size": 2}, "sequence_parallel_size")
         and not why_rows_stay_whole(model, obstacle(model)),
         further=tuple(filter(None, (of(model) for of in registry.hooks("activations")))),

@@ -25,7 +25,7 @@ from ..config.sharding import TENSOR
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription
-from .shape import activation_bytes, engine_bytes, left_on_device
+from .shape import Trained, activation_bytes, engine_bytes, left_on_device
 from .table import MemoryPlan
 
 ALIVE = IN_FLIGHT + 2  # buckets at once: some being summed, one being filled, one being flattened
@@ -101,6 +101,12 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
     cut = run.ranks_per_engine if strategy in TENSOR else 1
+    trained = Trained(
+        head=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden,
+        adapted=2 * run.sizes.trained < run.sizes.elements,  # else most parameters are trained
+        inputs_on_host=run.offloads_activations and devices.on_gpu,
+        on_way=parts.on_way,
+    )
     activations = activation_bytes(
         run.shape.split(cut).on_row_ranks(run.ranks_per_sequence),
         -(-tokens // run.ranks_per_sequence),
@@ -108,10 +114,7 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         run.checkpointing,
         device,
         copied,
-        trains_head=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden,
-        adapted=2 * run.sizes.trained < run.sizes.elements,  # else most parameters are trained
-        inputs_on_host=run.offloads_activations and devices.on_gpu,
-        on_way=parts.on_way,
+        trained,
     )
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)

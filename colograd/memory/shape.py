@@ -196,6 +196,15 @@ def left_on_device() -> Any:
     return left
 
 
+class Trained(NamedTuple):
+    """The trained parameters and parts in host memory, as far as activations depend on them."""
+
+    head: bool = True
+    adapted: bool = False  # most parameters are frozen
+    inputs_on_host: bool = False  # inputs of layers that are computed again are on the host
+    on_way: int = 0  # most bytes of gradients on their way to the host while layers go backward; counted elsewhere
+
+
 def activation_bytes(
     shape: Shape,
     tokens: int,
@@ -203,10 +212,7 @@ def activation_bytes(
     checkpointing: int,
     device: str,
     copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
-    trains_head: bool = True,
-    adapted: bool = False,
-    inputs_on_host: bool = False,
-    on_way: int = 0,
+    trained: Trained = Trained(),  # noqa: B008  # immutable
 ) -> int:
     """Estimate the peak of one forward and backward, without weights and gradients: the largest of three moments.
 
@@ -217,18 +223,13 @@ def activation_bytes(
     Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
-
-    Args:
-        adapted: most parameters are frozen.
-        inputs_on_host: inputs of layers that are computed again are on the host.
-        on_way: most bytes of gradients on their way to the host while layers go backward; they are counted elsewhere.
     """
-    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, inputs_on_host)
-    weight = 4 * shape.vocabulary * shape.hidden if trains_head else 0
+    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, trained.inputs_on_host)
+    weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
     # The peak of gradients inside one layer, per token: in its MLP, or in its attention after the MLP's activations are
     # freed. The MLP has the gradients of gate and up, or the product's gradient and an adapter's float32 input.
-    inner, joined = max(itemsize, 4) if adapted else itemsize, copied.inside
+    inner, joined = max(itemsize, 4) if trained.adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
@@ -241,7 +242,7 @@ def activation_bytes(
     attention += SCORE * shape.capped * copied.segment
     inside = tokens * (twice + max(mlp, attention)) + (weight if shape.tied else 0)
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
-    return int(max(tokens * kept + max(head - on_way, inside), embedding))
+    return int(max(tokens * kept + max(head - trained.on_way, inside), embedding))
 
 
 def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:

@@ -15,7 +15,7 @@ from colograd.config import GRPOConfig
 from colograd.extensions.remedies.changes import with_adapter
 from colograd.memory import description as memory
 from colograd.memory.choice import auto, best_plan, fits, plan_or_raise, remedies, too_large
-from colograd.memory.description import STRATEGIES, RunDescription, describe_run
+from colograd.memory.description import STRATEGIES, RunDescription, Workload, describe_run
 from colograd.memory.shape import Lengths
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 
@@ -93,7 +93,7 @@ LLAMA = {
 
 def described(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> RunDescription:
     devices = memory.own_devices(config.device, model)
-    return describe_run(config, model, devices, length, sequences, tokens, shared=shared)
+    return describe_run(config, model, devices, Workload(length, sequences, tokens), shared=shared)
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
