@@ -46,11 +46,7 @@ PATIENCE = 10.0  # seconds that a checkpoint may take; after that the next one i
 
 
 class Checkpointer(TrainerCallback):
-    """The checkpoints of one trainer. As its callback, it settles and requests saves at the end of each step.
-
-    Args:
-        trainer: trainer with the model, optimizer, schedule, random state and prompts to save and load.
-    """
+    """The checkpoints of one trainer. As its callback, it settles and requests saves at the end of each step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -62,7 +58,14 @@ class Checkpointer(TrainerCallback):
         self.stop_signal.tell, self.stop_signal.cut = faults.tell_stop, self._cut_sampling
         self._newest = 0  # step of the newest checkpoint of this run, written or under way
         self.writer = Writer()
-        self.nodes_are_apart = self._resolve_folders()
+        # Each node then writes whole checkpoints into its own folder.
+        self.nodes_are_apart = folders.nodes_are_apart(args.output_dir, args.layout)
+        if args.save_on_each_node and args.layout.nodes > 1 and not self.nodes_are_apart:
+            raise ValueError(
+                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
+                "same files: set it to false, or give an output_dir that is local on each node."
+            )
+        args.resolve_saving(self.nodes_are_apart)
         self._host_files = HostFiles(self.args.device)
         self._in_background = False  # whether the thread will write the checkpoint that is being assembled
         self._why_in_foreground = ""  # the last printed reason
@@ -70,22 +73,6 @@ class Checkpointer(TrainerCallback):
         self._failures = 0  # failed saves in a row
         self._best_before: str | None = None  # folder of the best checkpoint, restored if the present save fails
         self._damaged: set[int] = set()  # steps of damaged checkpoints
-
-    def _resolve_folders(self) -> bool:
-        """Return whether nodes share no file system. Each node then writes whole checkpoints into its own folder.
-
-        Raises:
-            ValueError: ``save_on_each_node`` is set, but all nodes share the folder.
-        """
-        args = self.args
-        apart = folders.nodes_are_apart(args.output_dir, args.layout)
-        if args.save_on_each_node and args.layout.nodes > 1 and not apart:
-            raise ValueError(
-                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
-                "same files: set it to false, or give an output_dir that is local on each node."
-            )
-        args.resolve_saving(apart)
-        return apart
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -95,11 +82,7 @@ class Checkpointer(TrainerCallback):
     # -- the run
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """Find the checkpoint that ``resume_from_checkpoint`` names. A collective.
-
-        Raises:
-            ValueError: there is none, or it is damaged.
-        """
+        """Find the checkpoint that ``resume_from_checkpoint`` names. A collective."""
         with on_all_ranks("the search for a checkpoint"):
             if self.args.should_save:  # first, because it restores a half-replaced checkpoint
                 folders.sweep(self.args.output_dir)
@@ -116,7 +99,20 @@ class Checkpointer(TrainerCallback):
         if checkpoint is not None:
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
             with on_all_ranks("the checkpoint's settings"):
-                self._compare_settings(checkpoint)
+                changed = folders.changed_settings(
+                    checkpoint, run_settings(self.args, self.trainer.rewards, self.trainer.feature.digests())
+                )
+                kind = str(self.args.lr_scheduler_type)
+                if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
+                    was, now = changed["learning_rate"]
+                    raise ValueError(
+                        f"learning_rate is {now}, but {checkpoint} was trained with {was}, and the rate of "
+                        f"lr_scheduler_type {kind} goes on from the checkpoint's: put it back, or choose a schedule "
+                        "that counts steps."
+                    )
+            if changed:
+                listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
+                say(f"other settings than the checkpoint's hold from here on: {listed}")
         if (choice := prompts.choice) is not None:
             skips = checkpoint is not None and not self.args.ignore_data_skip
             with on_all_ranks("the checkpoint's prompts"):
@@ -127,32 +123,10 @@ class Checkpointer(TrainerCallback):
                 f"its own {self.args.output_dir}, and goes on from the last that all of them have"
             )
 
-    def _compare_settings(self, checkpoint: str) -> None:
-        """Print the settings that differ from the checkpoint's. They hold from the next step on.
-
-        Raises:
-            ValueError: a changed setting can't be applied.
-        """
-        changed = folders.changed_settings(
-            checkpoint, run_settings(self.args, self.trainer.rewards, self.trainer.feature.digests())
-        )
-        kind = str(self.args.lr_scheduler_type)
-        if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
-            was, now = changed["learning_rate"]
-            raise ValueError(
-                f"learning_rate is {now}, but {checkpoint} was trained with {was}, and the rate of lr_scheduler_type "
-                f"{kind} goes on from the checkpoint's: put it back, or choose a schedule that counts steps."
-            )
-        if changed:
-            listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
-            self.trainer.console.say(f"other settings than the checkpoint's hold from here on: {listed}")
-
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end.
-
-        A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together.
-        """
+        """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end. A training
+        that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together."""
         self.stop_signal.install()
         faults.stop_listeners[:] = [self.stop_signal.stop]
         ends_by_error = True
@@ -195,10 +169,8 @@ class Checkpointer(TrainerCallback):
             control.should_training_stop = True
 
     def _cut_sampling(self) -> None:
-        """Let the engine raise `Stopped` after its present step; called in the stop signal's thread.
-
-        If several ranks share an engine, only the first one calls its listeners.
-        """
+        """Let the engine raise `Stopped` after its present step; called in the stop signal's thread. If several ranks
+        share an engine, only the first one calls its listeners."""
         if (engine := self.trainer.engine) is not None:
             engine.after_step.append(self._stop_sampling)
 
@@ -206,16 +178,13 @@ class Checkpointer(TrainerCallback):
         raise Stopped(f"{self.stop_signal.received} while the engine sampled")
 
     def _sample_on(self) -> None:
-        """Undo `_cut_sampling`."""
         if (engine := getattr(self.trainer, "engine", None)) is not None and self._stop_sampling in engine.after_step:
             engine.after_step.remove(self._stop_sampling)
 
     def _save_after_cut(self) -> None:
-        """Save the last finished round, if it has no checkpoint and the run can resume from its state. A collective.
-
-        A round that was cut before its last optimizer step has no such state. The resumed run then takes the round's
-        groups from the rollout log, and trains its steps again.
-        """
+        """Save the last finished round, if it has no checkpoint and the run can resume from its state. A collective. A
+        round that was cut before its last optimizer step has no such state. The resumed run then takes the round's
+        groups from the rollout log, and trains its steps again."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._sample_on()
         self._is_due, trainer.control.should_training_stop = False, True
@@ -244,15 +213,13 @@ class Checkpointer(TrainerCallback):
 
         Returns:
             Whether to call callbacks' ``on_save``: the checkpoint is written, or on its way to the disk.
-
-        Raises:
-            RuntimeError: `save_failures` checkpoints in a row couldn't be written.
         """
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if not trainer.at_boundary():
             self._is_due = True
             return False
-        why, is_last = self._reason_for_foreground(), self._is_last()
+        why, stops = self._reason_for_foreground(), trainer.control.should_training_stop or self.stop_signal.received
+        is_last = any(gather(bool(stops))) or state.global_step >= state.max_steps
         is_best = bool(state.global_step) and state.best_global_step == state.global_step
         if (present := self.writer.present) is not None and not (why or is_last or is_best):
             self.writer.wait(console.say, max(0.0, PATIENCE - present.seconds))
@@ -299,12 +266,6 @@ class Checkpointer(TrainerCallback):
         self._why_in_foreground = why
         return why
 
-    def _is_last(self) -> bool:
-        """Return whether training ends after this step. A collective."""
-        state = self.trainer.state
-        stops = self.trainer.control.should_training_stop or self.stop_signal.received
-        return any(gather(bool(stops))) or state.global_step >= state.max_steps
-
     def _assemble(self) -> Save:
         """Collect this rank's files of the checkpoint: in host memory, or on the disk if training waits for them."""
         run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
@@ -314,7 +275,15 @@ class Checkpointer(TrainerCallback):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         with self._own_folder(aside) as folder:
             self._write_contents(folder)
-            sources = self._sources(folder)
+            sources: Mapping[str, Source]
+            if self._in_background:
+                images = self._host_files.take().items()
+                sources = writing.contents_of(folder) | {
+                    path.relative_to(folder).as_posix(): image for path, image in images
+                }
+            else:
+                folders.open_to_readers(folder)
+                sources = writing.files_in(folder)
         per_node, each_node = layout.ranks_per_node, self.args.save_on_each_node
         first = layout.rank - layout.rank % per_node
         return Save(
@@ -348,7 +317,11 @@ class Checkpointer(TrainerCallback):
                 else:
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
-        if names := self._weight_names(folder):
+        names = [*self.weight_places()]  # none for an adapter or shards
+        if (file := folder / SAFE_WEIGHTS_NAME).is_file():
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                names = [*opened.keys()]
+        if names:
             folders.write_index(folder, names)
         folders.write_settings(folder, run_settings(self.args, trainer.rewards, trainer.feature.digests()))
         if (choice := trainer.train_prompts.choice) is not None:
@@ -356,10 +329,8 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def _own_folder(self, aside: Path) -> Iterator[Path]:
-        """Make a folder for this rank's files.
-
-        In the background it is temporary, and its small files are read into memory. Otherwise it lies next to the
-        checkpoint's place, and its files are moved there."""
+        """Make a folder for this rank's files. In the background it is temporary, and its small files are read into
+        memory. Otherwise it lies next to the checkpoint's place, and its files are moved there."""
         if self._in_background:
             with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
@@ -373,23 +344,7 @@ class Checkpointer(TrainerCallback):
             shutil.rmtree(own, ignore_errors=True)
             raise
 
-    def _sources(self, folder: Path) -> Mapping[str, Source]:
-        if not self._in_background:
-            folders.open_to_readers(folder)
-            return writing.files_in(folder)
-        images = {path.relative_to(folder).as_posix(): image for path, image in self._host_files.take().items()}
-        return writing.contents_of(folder) | images
-
-    def _weight_names(self, folder: Path) -> list[str]:
-        """Return the tensor names of the weights file just written; none for an adapter or shards."""
-        file = folder / SAFE_WEIGHTS_NAME
-        if not file.is_file():
-            return [*self.weight_places()]
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            return [*opened.keys()]
-
     def _rotate(self, best: str | None, step: int) -> None:
-        """Delete old checkpoints and recorded rounds, in the thread, when every node has the new checkpoint."""
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
@@ -433,9 +388,6 @@ class Checkpointer(TrainerCallback):
 
         Returns:
             Whether the checkpoint is written; True if none was under way.
-
-        Raises:
-            RuntimeError: `save_failures` checkpoints in a row couldn't be written.
         """
         save = self.writer.present
         if save is None:
@@ -450,7 +402,9 @@ class Checkpointer(TrainerCallback):
         self.stop_signal.save_seconds = save.seconds
         error = next(filter(None, found), "")
         if unknown is None:
-            self._tidy(save.aside.parent)
+            shutil.rmtree(save.aside.parent / f"rank-{rank()}", ignore_errors=True)
+            with contextlib.suppress(OSError):  # another rank's folder is still there
+                save.aside.parent.rmdir()
         else:
             self._host_files = HostFiles(self.args.device)  # the thread still reads the present ones
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
@@ -460,12 +414,6 @@ class Checkpointer(TrainerCallback):
         self._failures = 0
         self._damaged.discard(save.step)
         return True
-
-    @staticmethod
-    def _tidy(aside: Path) -> None:
-        shutil.rmtree(aside / f"rank-{rank()}", ignore_errors=True)
-        with contextlib.suppress(OSError):  # another rank's folder is still there
-            aside.rmdir()
 
     def finish_alone(self) -> None:
         """Finish the save under way when other ranks may be gone; see `Writer.finish_alone`."""
@@ -491,11 +439,7 @@ class Checkpointer(TrainerCallback):
     # -- loading
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model, by ``usual`` if transformers' Trainer can: not sharded, without images and experts.
-
-        Raises:
-            ValueError: the weights can't be read, or are of another model.
-        """
+        """Load the model, by ``usual`` if transformers' Trainer can: not sharded, without images and experts."""
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:
@@ -508,24 +452,10 @@ class Checkpointer(TrainerCallback):
             elif policy.adapter is not None or not load_renamed(model, folder):
                 usual()
 
-    def check_all_loaded(self, missing: Sequence[str]) -> None:
-        """Raise ValueError if the model has parameters among the ``missing`` keys of a checkpoint's files."""
-        model = self.trainer.model
-        state = model.state_dict()
-        absent = set(missing) - set(model._keys_to_ignore_on_save or ())
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied tensor is saved once
-        if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
-            raise ValueError(
-                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
-                "another model, or a file is missing."
-            )
-
     def load_optimizer(self, checkpoint: str) -> None:
-        """Load an optimizer and a schedule that any number of ranks and any sharding strategy wrote.
-
-        A float32 checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse. Rates and decays
-        come from the present recipe.
-        """
+        """Load an optimizer and a schedule that any number of ranks and any sharding strategy wrote. A float32
+        checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse. Rates and decays come from
+        the present recipe."""
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         with loading(checkpoint, "the optimizer's state"), _own_settings(optimizer, self.trainer.lr_scheduler):
             if not sharding.load_optimizer(optimizer, folder):
@@ -546,11 +476,9 @@ class Checkpointer(TrainerCallback):
 
 @contextlib.contextmanager
 def _own_settings(optimizer: torch.optim.Optimizer, schedule: Any) -> Iterator[None]:
-    """Wrap the loading of an optimizer and its schedule, and restore the settings that they were made with.
-
-    A schedule that counts steps computes its rate from these settings. Any other schedule keeps its loaded rate,
-    because the rate is part of its state.
-    """
+    """Wrap the loading of an optimizer and its schedule, and restore the settings that they were made with. A schedule
+    that counts steps computes its rate from these settings. Any other schedule keeps its loaded rate, because the rate
+    is part of its state."""
     made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
     base_rates = getattr(schedule, "base_lrs", None)
     yield

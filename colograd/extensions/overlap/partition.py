@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...policy.packing import NOBODY
-from ...rollout.step_lines import add_step, steps_in
+from ...rollout.figures import add_step, steps_in
 from ...rollout.store import RolloutStore
 
 FILE = "partition.jsonl"
