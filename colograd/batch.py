@@ -19,11 +19,11 @@ import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from .riders import Media, Rider, RowRider, former
+from .riders import Media, Rider, RowRider
 from .riders import first as first_rider
 
 
@@ -179,14 +179,6 @@ class Rollout(_Asked):
         """Return the riders of a class."""
         return tuple(rider for rider in self.riders if isinstance(rider, kind))
 
-    @property
-    def images(self) -> tuple[Media, ...]:
-        """The former name of ``all(Media)``, for users' hooks."""
-        return self.all(Media)
-
-    if not TYPE_CHECKING:
-        __getattr__ = former
-
     def carrying(self, *riders: Rider) -> Rollout:
         """Return the rollout with further riders."""
         return dataclasses.replace(self, riders=(*self.riders, *riders))
@@ -259,24 +251,17 @@ class ScoredGroup:
     def for_training(self) -> ScoredGroup:
         """Return a copy to send to another rank, without the fields that only rewards and logs read."""
         inputs: dict[ModelInput, ModelInput] = {}  # a prompt's completions share one object, on the receiver too
-        rollouts = tuple(
-            dataclasses.replace(
-                rollout,
-                messages=(),
-                columns={},
-                input=inputs.setdefault(rollout.input, _for_training(rollout.input)),
-                riders=tuple(rider.for_training() for rider in rollout.riders),
-            )
-            for rollout in self.group.rollouts
-        )
+        rollouts = []
+        for rollout in self.group.rollouts:
+            if (prompt := rollout.input) not in inputs:
+                media = None if prompt.media is None else prompt.media.for_training()
+                inputs[prompt] = dataclasses.replace(prompt, media=media)
+            riders = tuple(rider.for_training() for rider in rollout.riders)
+            rollouts.append(dataclasses.replace(rollout, messages=(), columns={}, input=inputs[prompt], riders=riders))
         example = {name: value for name, value in self.group.example.items() if name == TEACHER}
-        group = dataclasses.replace(self.group, example=example, rollouts=rollouts)
+        group = dataclasses.replace(self.group, example=example, rollouts=tuple(rollouts))
         # Clones, because a view would be sent with its whole storage.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
-
-
-def _for_training(prompt: ModelInput) -> ModelInput:
-    return prompt if prompt.media is None else dataclasses.replace(prompt, media=prompt.media.for_training())
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,14 +413,6 @@ class MicroBatch:
         """Return the rider of a class, or None."""
         return first_rider(self.riders, kind)
 
-    @property
-    def images(self) -> Mapping[int, tuple[Any, ...]] | None:
-        """The former name of `media`, for users' hooks."""
-        return self.media
-
-    if not TYPE_CHECKING:
-        __getattr__ = former
-
     def candidates(self, device: torch.device, first: int = 0) -> Any:
         """Return the labels' candidate tokens, or None for the whole vocabulary; see `RowRider.candidates`."""
         found = (rider.candidates(device, first) for rider in self.riders)
@@ -449,11 +426,6 @@ class MicroBatch:
     def num_sequences(self) -> int:
         """Number of completions in this row."""
         return len(self.rollouts)
-
-    @property
-    def predictors(self) -> torch.Tensor:
-        """The former name of `logit_positions`, for losses that use it."""
-        return self.logit_positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,6 @@ class Loop:
         return trainer._finalize_training(None, self.samples, self.started)
 
     def _prepare(self) -> None:
-        """Count steps and epochs, make the optimizer and the schedule, load the checkpoint's weights and state."""
         trainer, args = self.trainer, self.args
         trainer.accelerator.free_memory()
         loader = trainer.get_train_dataloader()
@@ -139,12 +138,10 @@ class Loop:
     # -- callbacks
 
     def _tell(self, event: str) -> None:
-        """Call the callbacks' method for an event. They set flags in ``trainer.control``."""
         trainer = self.trainer
         trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
 
     def _log_evaluate_save(self) -> None:
-        """Log, evaluate and save, if callbacks have set the flags."""
         trainer, control = self.trainer, self.trainer.control
         if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log()
@@ -159,7 +156,6 @@ class Loop:
             trainer.control.should_save = False
 
     def _log(self) -> None:
-        """Log the mean loss since the last log; `trainer.log` adds the means of the metrics that `report_step` kept."""
         trainer = self.trainer
         step, losses = trainer.state.global_step, trainer._tr_loss
         # Each rank has the loss over all ranks, unless a subclass's `training_step` returned another one.

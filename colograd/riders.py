@@ -22,7 +22,6 @@ class Rider:
     __slots__ = ()
     KEY: ClassVar[str] = ""  # name of the JSON values
     MARK: ClassVar[bytes] = b""  # first bytes of the table
-    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
     COLUMN: ClassVar[str] = ""  # column of ``log_extra``: its values become riders (`from_json`)
 
     def for_training(self) -> Self:
@@ -110,7 +109,6 @@ class RowRider:
     """Base class of data that travels with a row in addition to its tokens. `MicroBatch.get` finds it by its class."""
 
     __slots__ = ()
-    FIELD: ClassVar[str] = ""  # the field that it replaces, a key of `FORMER`
     OF_POLICY: ClassVar[bool] = False  # whether only the policy reads it, not the models that run on the same rows
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
@@ -144,17 +142,6 @@ class RowRider:
 
 
 T = TypeVar("T")
-# Former fields of rollouts and rows that riders and `scores` replace, with the value of a missing one.
-FORMER = {"experts": None, "kept": None, "ages": None, "spans": ()}
-FORMER |= {"teacher_logprobs": None, "teacher_states": None, "teacher_top": None}
-
-
-def former(holder: Any, name: str) -> Any:
-    """Return a former field, for users' hooks."""
-    if name not in FORMER:
-        raise AttributeError(f"{type(holder).__name__!r} object has no attribute {name!r}")
-    values = (getattr(rider, name, rider) for rider in holder.riders if name == rider.FIELD)
-    return next(values, getattr(holder, "scores", {}).get(name, FORMER[name]))
 
 
 def first(riders: Sequence[Any], kind: type[T]) -> T | None:

@@ -10,9 +10,10 @@ To change one stage, override `generate`, `score`, `compute_advantages` or `comp
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
@@ -27,17 +28,19 @@ from .losses.advantages import AdvantageEstimator
 from .losses.objective import Objective
 from .parallel import faults, watchdog
 from .parallel.faults import ends_together
+from .parallel.ranks import gather
 from .policy.frozen import FrozenModel
 from .policy.logprobs import PolicyForward, label_values
 from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.dynamic import round_of
 from .rollout.features import TrainerArguments
+from .rollout.figures import note_figures
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process, registry
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
-from .training.assembly import Assembly, assemble, choose_kernels, prove_rows, resolve_by_memory
+from .training.assembly import assemble, choose_kernels, prove_rows, resolve_by_memory
 from .training.learner import Learner
 from .training.preparation import PreparedRun, prepare, prepared_config
 from .training.prompts import reader_of
@@ -45,14 +48,7 @@ from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
 from .training.transformers_seam import SeamTrainer
 
-S = TypeVar("S", bound=Sampler)
 STAGES = ("generate", "score", "compute_advantages", "compute_loss")
-
-
-def _add_metrics(callbacks: Sequence[Any] | None) -> bool:
-    """Return whether callbacks may add metrics to an evaluation. Transformers' own callbacks don't."""
-    kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
-    return any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
 
 
 if TYPE_CHECKING:
@@ -90,6 +86,7 @@ class GRPOTrainer(TrainerBase):
     """
 
     samples = True  # False: groups are read from a record, and there is no engine
+    sampler_class: type[Sampler] = Sampler
     replaced: frozenset[str] = frozenset()  # stages that a subclass or this object overrides, and `evaluate`
 
     @process.closes_if_it_fails
@@ -118,6 +115,9 @@ class GRPOTrainer(TrainerBase):
         args = prepared_config(args, model)
         stages = {name: getattr(getattr(self, name), "__func__", None) for name in (*STAGES, "evaluate")}
         self.replaced = frozenset(name for name, own in stages.items() if own is not getattr(GRPOTrainer, name))
+        # Transformers' own callbacks add no metrics to an evaluation.
+        kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
+        adds_metrics = any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
         given = TrainerArguments(
             model, reward_funcs, reward_processing_classes, train_dataset, eval_dataset, processing_class,
             quantization_config, peft_config, optimizers[0],
@@ -127,7 +127,7 @@ class GRPOTrainer(TrainerBase):
             },
             samples=self.samples,
             replaced=self.replaced,
-            adds_metrics=bool(self.replaced & {"evaluate", "compute_loss"}) or _add_metrics(callbacks),
+            adds_metrics=adds_metrics or bool(self.replaced & {"evaluate", "compute_loss"}),
         )  # fmt: skip
         task = prepare(given, args, self.closing)
         self.policy, self.rewards, self.feature = task.policy, task.scorer.rewards, task.feature
@@ -151,7 +151,6 @@ class GRPOTrainer(TrainerBase):
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
     def _build(self, task: PreparedRun) -> None:
-        """Build the engine, the sampler and the learner. A collective."""
         args: GRPOConfig = self.args
         self.closing.callback(self.checkpointer.stop_signal.remove)
         self.closing.callback(self.checkpointer.finish_alone)
@@ -176,10 +175,10 @@ class GRPOTrainer(TrainerBase):
         self.closing.callback(self._release)
         for context in registry.hooks("training_context"):
             self.closing.enter_context(context(self.model, args))
-        for second in built.second_models.values():
-            if isinstance(second, FrozenModel) and not (second.offload and args.cuts_weights):
+        for second in (each for each in built.second_models.values() if isinstance(each, FrozenModel)):
+            if not (second.offload and args.cuts_weights):
                 self.sharding.share_frozen(second.model)
-            if isinstance(second, FrozenModel) and (callback := second.callback(self.model)):
+            if callback := second.callback(self.model):
                 self.add_callback(callback)
         self.memory_plan = built.memory
         self.events = Events(self.times, self.console, self.recorder, self.completion_log)
@@ -190,30 +189,17 @@ class GRPOTrainer(TrainerBase):
         self.round = round_of(self)
         self.sampler = self._make_sampler(task)
         self.sampler.round = self.round
-        kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
-        for line in kernels:
+        autocast = self.compute_loss_context_manager
+        for line in choose_kernels(args, self.model, built.second_models, self.closing, autocast):
             self.console.say(line)
         # Otherwise `prepare` has proved the rows with the kernels that train.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
-            with self.compute_loss_context_manager():
+            with autocast():
                 prove_rows(self.learner, task.proof_prompts)
             self.policy = self.learner.policy
-        self._describe(built, task)
-        args.freeze()
-
-    def _make_sampler(self, task: PreparedRun) -> Sampler:
-        """Make the sampler. A replay overrides this to read groups from a record."""
-        return self._sampler_of(Sampler, task, self.feature.source(self.engine, self.policy, self.args, trainer=self))
-
-    def _sampler_of(self, kind: type[S], task: PreparedRun, source: Any) -> S:
-        return kind(self, self.args, self.engine, source, self.device_turns, task.scorer, self.estimator, self.events)
-
-    def _describe(self, built: Assembly, task: PreparedRun) -> None:
-        args: GRPOConfig = self.args
         lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        lines += [note(self) for note in registry.hooks("notes")]
-        for line in filter(None, lines):
+        for line in filter(None, [*lines, *(note(self) for note in registry.hooks("notes"))]):
             self.console.say(line)
         for line in built.warnings(args, task):
             self.console.warn(line)
@@ -222,6 +208,13 @@ class GRPOTrainer(TrainerBase):
                 f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "
                 f"policy_logprobs counts {size} times: divide it by {size}"
             )
+        args.freeze()
+
+    def _make_sampler(self, task: PreparedRun) -> Sampler:
+        source: Any = self.feature.source(self.engine, self.policy, self.args, trainer=self) if self.samples else None
+        return self.sampler_class(
+            self, self.args, self.engine, source, self.device_turns, task.scorer, self.estimator, self.events
+        )
 
     # -- stages: a subclass replaces any of these
 
@@ -296,7 +289,8 @@ class GRPOTrainer(TrainerBase):
             resume_from_checkpoint: default: the configuration's value; False starts anew.
         """
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
-        self.learner.forget_round()
+        self.learner.pending = []  # the last training may have failed in the middle of a round
+        self.sharding.discard()
         self._unlogged = []
         self.round.forget()
         self.sampler.take_counts()  # drop the counts of a step that failed
@@ -309,14 +303,14 @@ class GRPOTrainer(TrainerBase):
             output = None  # if a signal cuts the training
             with self.checkpointer.during_training():
                 output = super().train(checkpoint, *args, **kwargs)
-            self._end_records()
+            if self.args.keeps_journal:
+                self.console.warn_of_all(gather(self.journal.close() if self.journal else ""))
             return output or TrainOutput(self.state.global_step, 0.0, {})
 
     def _inner_training_loop(
         self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: str | None = None,
         trial: Any = None, ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:  # fmt: skip
-        """Run `loop.py` instead of transformers' loop."""
         self.checkpoint_config.restore()
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
@@ -334,7 +328,8 @@ class GRPOTrainer(TrainerBase):
         """Pass a step's metrics to the next log, the journal, the console and the run's record."""
         self._unlogged.append(dict(metrics))
         if self.journal is not None and self.args.layout.is_main:
-            self.journal.note(self.state.global_step, self.learner.figures)
+            note = functools.partial(note_figures, step=self.state.global_step, figures=self.learner.figures)
+            self.journal.note_beside(note)
         self.console.step(self.state.global_step, self.state.max_steps, metrics)
         self.recorder.step(metrics)
 
@@ -357,7 +352,6 @@ class GRPOTrainer(TrainerBase):
         faults.leave()
 
     def _release(self) -> None:
-        """Drop the engine's tensors, and undo the sharding's changes to the model."""
         self.sharding.close()
         self.learner.second_models = {}
         del self.weights, self.sharding, self.learner.sharding

@@ -35,14 +35,7 @@ def check_prompt_column(columns: Iterable[str], name: str) -> None:
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Refuse data that would be lost silently: images for a text model, and a transform that runs at each read.
-
-    Args:
-        images: whether the model reads images.
-
-    Raises:
-        ValueError: the message has the remedy.
-    """
+    """Refuse data that would be lost silently: images for a text model, and a transform that runs at each read."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "

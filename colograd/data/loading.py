@@ -17,9 +17,6 @@ MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "f
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     """Return the rows to train on and the rows to evaluate on, both with a ``prompt`` column; None: no test split.
     They are iterable datasets if streaming is set, or if a dataset function returns iterable datasets.
-
-    Raises:
-        ValueError: no such dataset, train split or prompt column; the message lists the existing ones.
     """
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
@@ -33,7 +30,6 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
-    """Load the two splits of `dataset_name`; the second is None if it doesn't exist."""
     name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
     if script.test_split_size is not None:
         raise ValueError(
@@ -61,7 +57,18 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
             "held out: remove it, or streaming."
         )
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
-    parts = _shares(parts, [entry.get("fraction") for entry in entries])
+    fractions = [entry.get("fraction") for entry in entries]
+    if any(fraction is not None for fraction in fractions):
+        # Each part is cut to its first rows, so that it has its share and none is repeated, as in TRL.
+        if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
+            raise ValueError(f"`fraction` is {fractions} in `datasets`: give each part a share, or none of them.")
+        if not all(isinstance(part, Dataset) for part in parts):
+            raise ValueError(
+                "`fraction` is given in `datasets`, but a streamed part has no length: remove one of the two."
+            )
+        shares = [fraction / sum(fractions) for fraction in fractions]
+        total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
+        parts = [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
     try:
         whole = concatenate_datasets(parts)
     except ValueError as error:
@@ -81,21 +88,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     return halves["train"], halves["test"]
 
 
-def _shares(parts: list[Any], fractions: list[Any]) -> list[Any]:
-    """Cut each part to its first rows, so that it has its share of the mixture and none is repeated, as in TRL."""
-    if all(fraction is None for fraction in fractions):
-        return parts
-    if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
-        raise ValueError(f"`fraction` is {fractions} in `datasets`: give each part a share, or none of them.")
-    if not all(isinstance(part, Dataset) for part in parts):
-        raise ValueError("`fraction` is given in `datasets`, but a streamed part has no length: remove one of the two.")
-    shares = [fraction / sum(fractions) for fraction in fractions]
-    total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
-    return [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
-
-
 def _load_part(entry: Any, index: int, streaming: bool) -> Any:
-    """Load one entry of `datasets`, with the columns that it keeps."""
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
         raise ValueError(
@@ -129,7 +122,6 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
 
 
 def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
-    """Parse ``value`` if it is JSON text; None stays None."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -140,7 +132,6 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
 
 
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
-    """Return the dataset with its prompts in ``prompt``, behind the system prompt if there is one."""
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
     asked_elsewhere = script.agent or script.environment_factory  # a program or an environment makes the prompts
@@ -170,7 +161,6 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
 
 
 def _put_system_first(row: dict[str, Any], system: dict[str, str]) -> dict[str, Any]:
-    """Put ``system`` before the row's prompt, unless the prompt has a system message of its own."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return {"prompt": [system, {"role": "user", "content": prompt}]}

@@ -43,11 +43,7 @@ def text_of(prompt: Any) -> Any:
 
 
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
-    """Return why a message's content can't be used; empty if it can.
-
-    Args:
-        images: whether the model reads images.
-    """
+    """Return why a message's content can't be used; empty if it can."""
     content = message.get("content")
     if content is None:  # as in OpenAI's messages with tool calls
         alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))
@@ -65,14 +61,9 @@ def content_problem(message: dict[str, Any], images: bool = False) -> str:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return a conversation as a text model's template takes it.
-
-    Templates that support parts and missing contents get the original messages. Other templates would leave out a list,
-    or write Python's or JSON's text of it or of `None`; these get the joined texts.
-
-    Args:
-        write: the template, which converts a conversation into text.
-    """
+    """Return a conversation as a text model's template takes it. Templates that support parts and missing contents get
+    the original messages. Other templates would leave out a list, or write Python's or JSON's text of it or of `None`;
+    these get the joined texts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:
@@ -85,15 +76,11 @@ def template_messages(
     raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
     if any(text.count(form) > joined_text.count(form) for form in raw):
         return joined
-    text, joined_text = _squeezed(text), _squeezed(joined_text)
-    parts = [_squeezed(_joined([part])) for each in contents for part in each or []]
+    # Without spaces, as some templates trim each part.
+    text, joined_text = "".join(text.split()), "".join(joined_text.split())
+    parts = ["".join(_joined([part]).split()) for each in contents for part in each or []]
     is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)
     return joined if is_lost else original
-
-
-def _squeezed(text: str) -> str:
-    """Return the text without spaces: some templates trim each part."""
-    return "".join(text.split())
 
 
 def _joined(content: Any) -> str:

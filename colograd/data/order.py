@@ -24,9 +24,6 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     An epoch is a sequence of rounds. A round is ``steps_per_generation`` different steps, taken ``num_iterations``
     times. Example with 2 prompts a step, steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. Rows that
     don't fill a round are left out of the epoch (other rows in each epoch, if shuffled).
-
-    Raises:
-        ValueError: the rows don't fill one round.
     """
 
     num_rows: int
@@ -78,12 +75,6 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         """Number of prompts of an epoch, over all ranks."""
         return self.num_rounds * self.steps_per_generation * self.prompts_per_step
 
-    def row_at(self, position: int) -> int:
-        """Return the row at a position of the stream."""
-        epoch, place = divmod(position, self.epoch_size)
-        self.set_epoch(epoch)
-        return self._rows_in_order()[place]
-
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         rows = self._rows_in_order()
         per_rank = self.prompts_per_step // self.data_size
@@ -114,11 +105,9 @@ def seed_of(config: GRPOConfig) -> int:
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return the additional prompts ``drawn`` to ``drawn + count`` of this rank for an optimizer step.
-
-    They are a pure function of the seed and the step, so that a resumed run draws the same ones without saved state.
-    Ranks take turns in one hashed order of all rows, which starts again at its end.
-    """
+    """Return the additional prompts ``drawn`` to ``drawn + count`` of this rank for an optimizer step. They are a pure
+    function of the seed and the step, so that a resumed run draws the same ones without saved state. Ranks take turns
+    in one hashed order of all rows, which starts again at its end."""
     layout, rows = config.layout, _extra_rows(dataset, config, step)
     places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
     return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]
@@ -127,7 +116,10 @@ def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: 
 def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
     """Return the prompt at a position of a run without a curriculum; additional prompts have positions too."""
     if position < EXTRA:
-        return dataset[StepOrder.of(config, len(dataset)).row_at(position), position]
+        order = StepOrder.of(config, len(dataset))
+        epoch, place = divmod(position, order.epoch_size)
+        order.set_epoch(epoch)
+        return dataset[order._rows_in_order()[place], position]
     step, place = divmod(position, EXTRA)
     rows = _extra_rows(dataset, config, step - 1)
     return dataset[rows[place % len(rows)], position]

@@ -56,10 +56,8 @@ class PromptDataset(torch.utils.data.Dataset):
         dropped: dict[int, int],
         rules: PromptRules,
     ) -> None:
-        """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0.
-
-        With a reader there are no token_ids; it reads a row when the row's prompt is requested.
-        """
+        """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0. With a reader
+        there are no token_ids; it reads a row when the row's prompt is requested."""
         assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
         self.dataset, self.dropped = dataset, dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
@@ -137,11 +135,7 @@ class PromptRules:
         return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise rows, including rows that will be dropped. ``first`` is the number of the first row.
-
-        Raises:
-            ValueError: a row that isn't a prompt, is empty or (with ``error``) too long.
-        """
+        """Tokenise rows, including rows that will be dropped. ``first`` is the number of the first row."""
         prompts = columns["prompt"]
         # Rows with equal arguments go through the template together. Texts have no arguments (None), and go through the
         # tokenizer together. Each value is (the arguments, the rows' places among the prompts).
@@ -165,11 +159,7 @@ class PromptRules:
         return [encoded[index] for index in range(len(prompts))]
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset, with its images in their parts; None if the prompt is too long.
-
-        Args:
-            where: the prompt's name in messages.
-        """
+        """Convert a row that isn't in the dataset, with its images in their parts; None if the prompt is too long."""
         if self.reader is not None:
             prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
         else:
@@ -178,11 +168,7 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a row's prompt isn't too long.
-
-        Raises:
-            ValueError: the prompt is too long (with ``error``), or has no tokens.
-        """
+        """Return whether a row's prompt isn't too long."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens; remove it.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
@@ -195,11 +181,7 @@ class PromptRules:
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
-    """Tokenise each row's ``prompt`` once. An iterable dataset, which evaluation takes too, is read to its end.
-
-    Raises:
-        ValueError: no usable dataset, a row that `PromptRules.encode` refuses, or no prompt left.
-    """
+    """Tokenise each row's ``prompt`` once. An iterable dataset, which evaluation takes too, is read to its end."""
     name = rules.name
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
@@ -261,7 +243,6 @@ def template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRul
 def _apply_template(
     rules: PromptRules, conversations: list[Any], arguments: dict[str, Any], rows: list[int]
 ) -> list[list[int]]:
-    """Return the token ids of each conversation; ``rows`` has their numbers in the dataset."""
     tokenizer = rules.tokenizer
     if not getattr(tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
         raise ValueError(

@@ -20,29 +20,20 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
-    """Load a dataset, or a dict of its splits.
-
-    Args:
-        splits: the values passed to a dataset function that has a parameter ``split``.
-        streaming: return datasets that are read while training.
-    """
+    """Load a dataset, or a dict of its splits."""
     function = _function(name)
     if function is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:
         loaded = _load_stored(name, config, kwargs | ({"streaming": True} if streaming else {}))
-    return _streamed(loaded) if streaming else loaded
-
-
-def _streamed(loaded: Any) -> Any:
-    """Convert a loaded dataset or its splits into iterable datasets, which are read while training."""
-    if isinstance(loaded, dict):
-        return {split: _streamed(part) for split, part in loaded.items()}
-    return loaded.to_iterable_dataset() if isinstance(loaded, Dataset) else loaded
+    if not streaming:
+        return loaded
+    parts = loaded if isinstance(loaded, dict) else {"": loaded}
+    parts = {name: part.to_iterable_dataset() if isinstance(part, Dataset) else part for name, part in parts.items()}
+    return parts if isinstance(loaded, dict) else parts[""]
 
 
 def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
-    """Load a dataset from a local file or folder, or from the Hub."""
     path = Path(name)
     builder = FILE_BUILDERS.get(path.suffix.lower())
     try:
@@ -90,7 +81,6 @@ def _problem_of_file(path: Path, error: Exception) -> str:
 
 
 def _function(name: str) -> Callable[..., Any] | None:
-    """Import the function that ``name`` points to; None if ``name`` isn't an import path."""
     explicit = ":" in name and "://" not in name
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if Path(name).exists() or not (explicit or dotted):
@@ -111,7 +101,6 @@ def _function(name: str) -> Callable[..., Any] | None:
 
 
 def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> Any:
-    """Call the dataset function; if it has a parameter ``split``, once per item of ``splits``, and return a dict."""
     signature = inspect.signature(function)
     takes_split = "split" in signature.parameters and "split" not in kwargs
     results: dict[str, Any] = {}

@@ -14,14 +14,7 @@ def size_of(tokenizer: Any) -> int:
 
 
 def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> None:
-    """Check that each token of a text has a row in the embedding.
-
-    Args:
-        where: the text's name in the error.
-
-    Raises:
-        ValueError: the highest token id has none.
-    """
+    """Check that each token of a text has a row in the embedding."""
     if (highest := max(ids, default=0)) >= rows:
         raise ValueError(
             f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "

@@ -87,11 +87,8 @@ def centered(rewards: torch.Tensor) -> torch.Tensor:
 
 def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """Normalise each function's rewards within the group, then weigh and sum them (GDPO, arXiv 2601.05242): [G, R]
-    float32 rewards -> [G] float32. NaN, where a function abstains, adds 0.
-
-    The paper also normalises the sums over the batch. Their mean is 0 in each group, so that is a division
-    (`step_std`).
-    """
+    float32 rewards -> [G] float32. NaN, where a function abstains, adds 0. The paper also normalises the sums over the
+    batch. Their mean is 0 in each group, so that is a division (`step_std`)."""
     exact = rewards.double()
     total = exact.new_zeros(len(exact))
     for column, weight in zip(exact.unbind(1), weights, strict=True):

@@ -11,6 +11,7 @@ from .tokens import bounded_exp, per_sequence_sum, sequence_mean_weights
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
+WEIGHT = "sampling/importance_sampling_ratio"
 MASKED_TOKENS = "sampling/masked_tokens_share"  # for a mask of whole completions, which drops long ones first
 SIGNED, SQUARE = "/signed", "/square"  # suffixes of the moments for `/std`; not logged
 LARGEST = 30.0  # log-ratios are shown up to this, so that a ratio's square stays a float32
@@ -62,11 +63,9 @@ def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torch.Tensor:
-    """Compute the (N,) logarithm of the ratio that a correction's mode bounds, from the tokens' own (N,).
-
-    It is the token's own, or its completion's: the sum, or for `geometric_mask` the mean over its tokens in the loss.
-    Without a correction the mode is empty, and the ratio is the token's.
-    """
+    """Compute the (N,) logarithm of the ratio that a correction's mode bounds, from the tokens' own (N,). It is the
+    token's own, or its completion's: the sum, or for `geometric_mask` the mean over its tokens in the loss. Without a
+    correction the mode is empty, and the ratio is the token's."""
     if mode.startswith("geometric"):
         difference = difference * sequence_mean_weights(batch)
     elif not mode.startswith("sequence"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,21 +29,15 @@ def with_step_entropy(
     entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """Add the values that the objective's terms need of the whole step. A collective.
-
-    A top-entropy quantile needs all tokens' entropies before the first loss: one more forward of each micro-batch, if
-    the step has several.
-
-    Args:
-        coefficient: the bonus's coefficient in this step.
-        entropies: computes the (N,) entropies of a micro-batch.
-        timed: is entered once around all of those forwards, if there are any.
-    """
+    """Add the values that the objective's terms need of the whole step. A collective. A top-entropy quantile needs all
+    tokens' entropies before the first loss: one more forward of each micro-batch, if the step has several."""
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
             micro_batches = map(collate, step.rows)
-            own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
+            values = [torch.stack([entropies(one), one.loss_mask]) for one in micro_batches]
+            of_all, mask = torch.cat(values, dim=1).cpu() if values else torch.zeros(2, 0)  # in one transfer
+            own = of_all[mask > 0]
         everywhere = torch.cat(gather(own if step.counted else own[:0]))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
@@ -53,12 +47,6 @@ def with_step_entropy(
     for term in objective.terms:
         step = term.with_constants(step)
     return step
-
-
-def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Select the entropies in the loss from each row's (2, N) entropies and masks; on the host, in one transfer."""
-    entropies, mask = torch.cat(list(rows), dim=1).cpu() if rows else torch.zeros(2, 0)
-    return entropies[mask > 0]
 
 
 class EntropyController(TrainerCallback):

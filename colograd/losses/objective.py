@@ -22,6 +22,7 @@ from .correction import (
     SIGNED,
     SQUARE,
     TRUNCATED,
+    WEIGHT,
     SamplerCorrection,
     known,
     log_ratio_of,
@@ -113,9 +114,6 @@ class Objective:
     ) -> LossOutput:
         """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
         On-policy, the old log-probabilities are the new ones, detached.
-
-        Args:
-            values: the forward's further values, for the terms.
         """
         values = {} if values is None else values
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -139,7 +137,12 @@ class Objective:
             per_token = per_token * self._on_policy(logprobs.detach(), batch)
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
-            chosen = chosen * self._surprising(entropy.detach(), batch)
+            # The tokens of highest entropy.
+            threshold: float | torch.Tensor | None = batch.step_constants.threshold
+            if threshold is None:
+                counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)
+                threshold = counted.nanquantile(1 - self.top_entropy_quantile)
+            chosen = chosen * (entropy.detach() >= threshold).to(batch.loss_mask.dtype)
             per_token = per_token * chosen
         if tokens.correction is not None and not self.loss.corrects:
             per_token = per_token * tokens.correction
@@ -169,20 +172,10 @@ class Objective:
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
-    def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return (N,) 1 for the tokens of highest entropy, else 0."""
-        threshold: float | torch.Tensor | None = batch.step_constants.threshold
-        if threshold is None:
-            counted = entropy.float().where(batch.loss_mask > 0, torch.nan)
-            threshold = counted.nanquantile(1 - self.top_entropy_quantile)
-        return (entropy >= threshold).to(batch.loss_mask.dtype)
-
     def _kl(self, tokens: Tokens) -> torch.Tensor:
         """Compute the (N,) estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable.
-
         Multiplied by the token's own ratio, at either level, its expected gradient is the divergence's. A token that is
-        e^20 times less likely under the policy than under the reference has no gradient, because k3 would overflow.
-        """
+        e^20 times less likely under the policy than under the reference has no gradient, because k3 would overflow."""
         reference = tokens.batch.ref_logprobs
         assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
         difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
@@ -237,10 +230,9 @@ class Objective:
             sums[MASKED if mode.endswith("mask") else TRUNCATED] = summed(outside, weights)
             if mode in ("sequence_mask", "geometric_mask"):
                 sums[MASKED_TOKENS] = summed(outside, mask)
-            name = "sampling/importance_sampling_ratio"
-            sums[f"{name}/mean"] = summed(tokens.correction, weights)
-            minima[f"{name}/min"] = tokens.correction.where(counted, torch.inf).min()
-            maxima[f"{name}/max"] = tokens.correction.where(counted, -torch.inf).max()
+            sums[f"{WEIGHT}/mean"] = summed(tokens.correction, weights)
+            minima[f"{WEIGHT}/min"] = tokens.correction.where(counted, torch.inf).min()
+            maxima[f"{WEIGHT}/max"] = tokens.correction.where(counted, -torch.inf).max()
         return sums | of_loss, minima, maxima
 
 

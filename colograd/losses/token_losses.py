@@ -206,11 +206,7 @@ LOSSES: dict[str, type[TokenLoss]] = {
 
 
 def find_loss(loss_type: str) -> type[TokenLoss]:
-    """Find the loss class by its name in the registry or its import path (``package.module:Class``, or with a dot).
-
-    Raises:
-        ValueError: there is no such class, or it isn't a `TokenLoss`.
-    """
+    """Find the loss class by its name in the registry or its import path (``package.module:Class``, or with a dot)."""
     if loss_type in LOSSES:
         return LOSSES[loss_type]
     found = find_object(loss_type, "loss_type", inspect.isclass)

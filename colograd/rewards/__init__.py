@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .functions import RewardError, RewardFunction, resolve_rewards
-    from .scoring import Ready, Scorer, Scoring, score_group
+    from .scoring import Ready, Scorer, Scoring
     from .values import weighted_sum
 
     BUILTIN_REWARDS: dict[str, Callable[..., Any]]
@@ -42,7 +42,7 @@ _MODULES = {
     "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
     "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),  # of an extension
     "models": ("RewardModel", "with_models"),  # of an extension
-    "scoring": ("Ready", "Scorer", "Scoring", "score_group"),
+    "scoring": ("Ready", "Scorer", "Scoring"),
 }
 
 

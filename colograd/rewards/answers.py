@@ -34,11 +34,7 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}
-    return "" if last.get("role") in _OTHERS else _content_text(last.get("content"))
-
-
-def _content_text(content: Any) -> str:
-    """Return a message's content as text. The texts of content parts are joined."""
+    content = "" if last.get("role") in _OTHERS else last.get("content")
     if isinstance(content, (list, tuple)):
         texts = [part if isinstance(part, str) else part.get("text") for part in content]
         return "".join(text for text in texts if text)
@@ -72,7 +68,6 @@ def number_in(value: Any) -> Decimal | None:
 
 
 def _right_number(number: Decimal | None, answer: Any) -> float | None:
-    """Return 1.0 if a number equals ``answer``, else 0.0. None: ``answer`` holds no number."""
     gold = number_in(answer)
     if gold is None:
         return None
@@ -99,12 +94,12 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
     number, such as GSM8K's own answers. The reward is None if ``answer`` holds no number.
     """
     pairs = zip(completions, answer, strict=True)
-    return [_right_number(_number_behind_hashes(text_of(completion)), expected) for completion, expected in pairs]
-
-
-def _number_behind_hashes(text: str) -> Decimal | None:
-    plain = behind_hashes(text[-HASHES_WITHIN:]) or ""
-    return Decimal(plain) if re.fullmatch(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain) else None
+    rewards = []
+    for completion, expected in pairs:
+        plain = behind_hashes(text_of(completion)[-HASHES_WITHIN:]) or ""
+        is_number = re.fullmatch(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain)
+        rewards.append(_right_number(Decimal(plain) if is_number else None, expected))
+    return rewards
 
 
 def behind_hashes(text: str) -> str | None:

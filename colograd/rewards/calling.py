@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import math
@@ -43,9 +44,6 @@ def keywords_for(
         texts: the decoded completions of each group.
         trainer_state: the Trainer's state, for rewards that depend on the training's progress.
         log: log for ``log_extra`` and ``log_metric``; None: the call runs in a worker, which has its own log.
-
-    Raises:
-        RewardError: the function needs a column that the example doesn't have.
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
@@ -82,11 +80,7 @@ def keywords_for(
 
 
 def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
-    """Check that a dataset has all columns that the reward functions need.
-
-    Raises:
-        ValueError: a function needs a column that the dataset doesn't have.
-    """
+    """Check that a dataset has all columns that the reward functions need."""
     for reward in rewards:
         if problem := _lacking(reward, {*RESERVED, *columns} - {"prompt"}, columns):
             raise ValueError(f"reward function {reward.name!r}: {problem}")
@@ -127,11 +121,7 @@ SplitParts = Callable[[Sequence[Any], Sequence[Rollout]], tuple[list[Any], list[
 def checked_values(
     reward: RewardFunction, position: int, rollouts: Sequence[Rollout], values: Any, split_parts: SplitParts | None
 ) -> tuple[list[float], list[Any]]:
-    """Check a function's values. Return a number per completion, NaN for None, and the rewards of their parts.
-
-    Raises:
-        RewardError: the number of values isn't the number of completions, or a value isn't a number.
-    """
+    """Check a function's values. Return a number per completion, NaN for None, and the rewards of their parts."""
     size, parts = len(rollouts), list[Any]()
     place = place_of(reward.function)
 
@@ -141,8 +131,11 @@ def checked_values(
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):
-        shown = _value_and_type(values)
-        raise fail(None, f"it returned {shown}, but must return a list of {size} numbers, one per completion.")
+        raise fail(
+            None,
+            f"it returned {reprlib.repr(values)} ({type(values).__name__}), but must return a list of {size} numbers, "
+            "one per completion.",
+        )
     if len(values) != size:
         raise fail(
             None,
@@ -158,34 +151,24 @@ def checked_values(
     for index, value in enumerate(values):
         number = _reward_number(value)
         if number is None:
-            hint = " To abstain, return None." if _is_nan(value) else ""
-            shown = _value_and_type(value)
-            raise fail(index, f"its reward is {shown}, but must be a finite float32 number or None.{hint}")
+            is_nan = (isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0) and bool(value != value)
+            hint = " To abstain, return None." if is_nan else ""
+            raise fail(
+                index,
+                f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but must be a finite float32 number or "
+                f"None.{hint}",
+            )
         numbers_G.append(number)
     return numbers_G, parts
 
 
 def _reward_number(value: Any) -> float | None:
-    """Return the value as a finite number, NaN for None (an abstention), or None if it can't be a reward."""
     if value is None:
         return math.nan
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         value = value.item()
-    if not isinstance(value, numbers.Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if abs(number) <= FLOAT32_MAX else None  # the comparison is false for NaN too
-
-
-def _is_nan(value: Any) -> bool:
-    try:
-        return bool(value != value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _value_and_type(value: Any) -> str:
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
+    with contextlib.suppress(OverflowError):
+        # The comparison is false for NaN too.
+        if isinstance(value, numbers.Real) and abs(number := float(value)) <= FLOAT32_MAX:
+            return number
+    return None

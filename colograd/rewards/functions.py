@@ -8,6 +8,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import itertools
 import os
 import reprlib
 import sys
@@ -97,9 +98,6 @@ def resolve_rewards(
             ``package.module.function``; modules in the current directory are found), a callable. `with_models` turns
             models into callables first.
         weights: one per function; None: 1 for each.
-
-    Raises:
-        ValueError: there is no function, an item can't be found or isn't a function, or the number of weights differs.
     """
     given = as_list(reward_funcs)
     if not given:
@@ -112,16 +110,21 @@ def resolve_rewards(
             f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions: give "
             "exactly one weight per function, or none for 1 each."
         )
-    functions = [_find_function(item) if isinstance(item, str) else item for item in given]
     resolved: list[RewardFunction] = []
-    for item, function, weight in zip(given, functions, weights or [1.0] * len(given), strict=True):
-        _check_function(item, function)
-        name = _unique_name(function_name(function), [r.name for r in resolved])
-        resolved.append(RewardFunction(name, function, float(weight)))
+    for item, weight in zip(given, weights or [1.0] * len(given), strict=True):
+        function = _found(item) if isinstance(item, str) else item
+        if problem := _problem(function):
+            raise ValueError(f"reward function {item if isinstance(item, str) else reprlib.repr(item)!r} {problem}")
+        if check := getattr(function, "check_settings", None):  # of a judge
+            check()
+        name, taken = function_name(function), {reward.name for reward in resolved}
+        names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        unique = next(each for each in names if each not in taken)
+        resolved.append(RewardFunction(unique, function, float(weight)))
     return resolved
 
 
-def _find_function(spec: str) -> Any:
+def _found(spec: str) -> Any:
     if spec in builtin_rewards():
         return builtin_rewards()[spec]
     if "/" in spec or os.path.isdir(spec):
@@ -136,22 +139,20 @@ def _find_function(spec: str) -> Any:
     return find_object(spec, "reward function", inspect.isroutine)
 
 
-def _check_function(item: Any, function: Any) -> None:
-    shown = item if isinstance(item, str) else reprlib.repr(item)
+def _problem(function: Any) -> str:
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
-        raise ValueError(
-            f"reward function {shown!r} is a model, but an import path must lead to a function: give the model's "
-            "folder or Hub id, or the model itself."
+        return (
+            "is a model, but an import path must lead to a function: give the model's folder or Hub id, or the model "
+            "itself."
         )
     if inspect.isclass(function):
-        raise ValueError(f"reward function {shown!r} is a class, but must be a function: give an instance of it.")
+        return "is a class, but must be a function: give an instance of it."
     if not callable(function):
-        raise ValueError(
-            f"reward function {shown!r} is of type {type(function).__name__}, but must be callable: give a function "
+        return (
+            f"is of type {type(function).__name__}, but must be callable: give a function "
             "f(prompts, completions, **kwargs) -> list[float]."
         )
-    if check := getattr(function, "check_settings", None):  # of a judge
-        check()
+    return ""
 
 
 def function_name(function: Any) -> str:
@@ -166,23 +167,20 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-def _unique_name(name: str, taken: Sequence[str]) -> str:
-    candidate, number = name, 2
-    while candidate in taken:
-        candidate, number = f"{name}_{number}", number + 1
-    return candidate
-
-
 def code_digest(function: Any) -> str:
-    """Return a digest of a function's source, and of its module's statements that define the names it uses.
-
-    Comments, formatting and values that a module computes don't count. Without sources it is an empty module's digest.
-    """
+    """Return a digest of a function's source, and of its module's statements that define the names it uses. Comments,
+    formatting and values that a module computes don't count. Without sources it is an empty module's digest."""
     function = _unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
     for statement in _parsed(sys.modules.get(function.__module__)).body:
-        for name in _names_defined(statement):
+        names: set[str] = set()
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = {statement.name}
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            nodes = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+            names = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+        for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
     for node in todo:  # the loop appends to `todo`
@@ -193,14 +191,6 @@ def code_digest(function: Any) -> str:
 
 
 def _parsed(thing: Any) -> ast.Module:
-    """Parse the source of a module, class or function. Return an empty module if there is no source that parses."""
     with contextlib.suppress(OSError, TypeError, SyntaxError):
         return ast.parse(textwrap.dedent(inspect.getsource(thing)))
     return ast.Module([], [])
-
-
-def _names_defined(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {statement.name}
-    nodes = ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ()
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

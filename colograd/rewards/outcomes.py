@@ -38,11 +38,8 @@ class StateCopies:
         return self._state
 
     def pickled(self, trainer_state: Any) -> tuple[Any, bytes]:
-        """Return the same key, and the pickled state for workers.
-
-        transformers' state is pickled as its bare fields. Otherwise a worker would import transformers, and that would
-        use up the first call's time limit.
-        """
+        """Return the same key, and the pickled state for workers. transformers' state is pickled as its bare fields.
+        Otherwise a worker would import transformers, and that would use up the first call's time limit."""
         key, own = self.copy(trainer_state)
         if key != self._pickled[0]:
             bare = SimpleNamespace(**vars(own)) if dataclasses.is_dataclass(own) else own

@@ -28,16 +28,7 @@ from ..batch import Group, Logged, Rollout
 from ..parallel import watchdog
 from ..runtime import process
 from ..runtime.registry import hooks
-from ..usercode.calls import (
-    GRACE,
-    Late,
-    Outcome,
-    event_loop,
-    raised_outcome,
-    time_limit,
-    when_all_done,
-    when_done,
-)
+from ..usercode.calls import GRACE, Late, Outcome, event_loop, raised_outcome, time_limit, when_all_done, when_done
 from ..usercode.untrusted import storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
@@ -67,14 +58,8 @@ class Scoring:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained.
-
-        Then `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of parts.
-
-        Raises:
-            RewardError: a function raised, died, didn't return one number per completion, or logged invalid values.
-                With `on_error="abstain"` the function abstains instead.
-        """
+        """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained. Then
+        `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of parts."""
         scorer, log = self.scorer, CallLog()
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -205,13 +190,8 @@ class Scorer:
             self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
     def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
-        """Begin to score some groups with one call of each function; see `keywords_for` for the arguments.
-
-        Sync functions in this process have ended when this returns.
-
-        Raises:
-            RewardError: a function in this process failed, or a function needs a missing column.
-        """
+        """Begin to score some groups with one call of each function; see `keywords_for` for the arguments. Sync
+        functions in this process have ended when this returns."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
         if self.environments is not None:
@@ -318,19 +298,3 @@ class Scorer:
             return asyncio.run_coroutine_threadsafe(logged_outcome(value, elapsed, self.timeout, log), event_loop())
         done.set_result(Outcome("value", value, elapsed, log.content()))
         return done
-
-
-def score_group(
-    functions: Sequence[RewardFunction], group: Group, completions: Sequence[str], trainer_state: Any = None
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Call every function on one group, in this process.
-
-    Returns:
-        Rewards [G, R] float32, NaN where a function abstained, and each function's seconds by name.
-
-    Raises:
-        RewardError: a function raised, or didn't return G numbers.
-    """
-    scorer = Scorer(functions)
-    rewards = scorer.submit([group], [completions], trainer_state).result()
-    return rewards, {reward.name: scorer.counts[f"rewards/{reward.name}/seconds"] for reward in functions}

@@ -41,11 +41,7 @@ def check_log(
     columns: Mapping[str, Sequence[Any]],
     metrics: Mapping[str, Any],
 ) -> None:
-    """Check the columns and metrics that a function logged for some completions.
-
-    Raises:
-        RewardError: a column doesn't have one value per completion or can't be read, or a metric is the trainer's own.
-    """
+    """Check the columns and metrics that a function logged for some completions."""
     fail = functools.partial(RewardError, reward.name, position)
     for name, values in columns.items():
         if len(values) != len(rollouts):

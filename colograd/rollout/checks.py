@@ -12,9 +12,7 @@ from ..batch import Group, Prompt, Rollout
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
     """Check and pass on the groups that ``generate`` yields: one `Group` per prompt, or for ``wanted`` of the prompts.
-
-    Closing this generator closes ``groups``.
-    """
+    Closing this generator closes ``groups``."""
     waiting = {prompt.position for prompt in prompts}
     left_out = 0 if wanted is None else len(waiting) - wanted
     try:
@@ -29,7 +27,26 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
                     "its prompts: keep the prompt's position (and merge the groups of one prompt)."
                 )
             waiting.remove(group.position)
-            _check_rollouts(group)
+            where = f"generate, prompt {group.position}"
+            if not group.rollouts:
+                raise ValueError(f"{where}: the group has no rollouts, but needs at least one: keep one.")
+            for index, rollout in enumerate(group.rollouts):
+                if not isinstance(rollout, Rollout):
+                    raise ValueError(
+                        f"{where}: rollout {index} is {shown(rollout)}, but must be a colograd.batch.Rollout."
+                    )
+                length = len(rollout.completion_ids)
+                if not length or not rollout.input.ids:
+                    raise ValueError(
+                        f"{where}: rollout {index} has no tokens, but needs at least one in prompt and completion."
+                    )
+                for name in ("sampler_logprobs", "sampled"):
+                    value = getattr(rollout, name)
+                    if not isinstance(value, torch.Tensor) or value.shape != (length,):
+                        raise ValueError(
+                            f"{where}: {name} of rollout {index} is {shown(value)}, but must be a tensor with one "
+                            f"entry for each of its {length} completion tokens."
+                        )
             yield group
     finally:
         if hasattr(groups, "close"):
@@ -39,27 +56,6 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
             f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (the first at position "
             f"{min(waiting)}), but must yield one for each: keep at least one completion."
         )
-
-
-def _check_rollouts(group: Group) -> None:
-    where = f"generate, prompt {group.position}"
-    if not group.rollouts:
-        raise ValueError(f"{where}: the group has no rollouts, but needs at least one: keep one.")
-    for index, rollout in enumerate(group.rollouts):
-        if not isinstance(rollout, Rollout):
-            raise ValueError(f"{where}: rollout {index} is {shown(rollout)}, but must be a colograd.batch.Rollout.")
-        length = len(rollout.completion_ids)
-        if not length or not rollout.input.ids:
-            raise ValueError(
-                f"{where}: rollout {index} has no tokens, but needs at least one in prompt and completion."
-            )
-        for name in ("sampler_logprobs", "sampled"):
-            value = getattr(rollout, name)
-            if not isinstance(value, torch.Tensor) or value.shape != (length,):
-                raise ValueError(
-                    f"{where}: {name} of rollout {index} is {shown(value)}, but must be a tensor with one entry for "
-                    f"each of its {length} completion tokens."
-                )
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:

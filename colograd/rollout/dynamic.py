@@ -16,15 +16,13 @@ from ..batch import Prompt, SampledStep, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
 from ..runtime import registry
-from .rounds import MorePrompts, PlainRound, Steps, more_prompts_of, roll_out, scored_together
+from .rounds import MorePrompts, PlainRound, Steps, more_prompts_of, roll_out
 from .stages import Stages
 
 
 def round_of(trainer: Any) -> PlainRound:
-    """Choose the round object of a run. A collective.
-
-    The seam ``tally`` has functions (trainer) -> `Tally`, or None if there is nothing to count.
-    """
+    """Choose the round object of a run. A collective. The seam ``tally`` has functions (trainer) -> `Tally`, or None if
+    there is nothing to count."""
     config, times = trainer.args, trainer.times
     one_call = config.reward_call == "all"
     chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
@@ -40,9 +38,6 @@ class DynamicRound(PlainRound):
 
     It keeps only groups with a reward difference and draws further prompts until all steps are full. Steps take kept
     groups in the order of drawing, so a step may train groups of another step's prompts.
-
-    Args:
-        max_rounds: maximum number of further draws.
     """
 
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
@@ -79,12 +74,12 @@ class DynamicRound(PlainRound):
 def roll_out_until(
     enough: int, prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool
 ) -> list[ScoredGroup]:
-    """Sample and score as `roll_out`. Stop after ``enough`` groups with a reward difference, and abort the rest.
-
-    They are counted in the order of the prompts, not in the order of finishing.
-    """
+    """Sample and score as `roll_out`. Stop after ``enough`` groups with a reward difference, and abort the rest. They
+    are counted in the order of the prompts, not in the order of finishing."""
     if one_call:
-        return _first(scored_together(prompts, stages, times), enough)
+        groups = roll_out(prompts, stages, times, one_call)
+        before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
+        return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
     scoring = stages.scoring(stages, prompts)
     missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
     scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap
@@ -101,10 +96,10 @@ def roll_out_until(
     try:
         extend_scored(wait=False)
         if missing and signals < enough:
-            groups = scoring.sample(missing)
+            samples = scoring.sample(missing)
             # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
-            with times.phase("generate"), contextlib.closing(groups):
-                for group in groups:
+            with times.phase("generate"), contextlib.closing(samples):
+                for group in samples:
                     started = time.perf_counter()
                     scoring.take(group)
                     extend_scored(wait=False)
@@ -116,9 +111,3 @@ def roll_out_until(
     finally:
         scoring.cancel()
     return scored
-
-
-def _first(groups: Sequence[ScoredGroup], enough: int) -> list[ScoredGroup]:
-    """Return the groups up to the ``enough``-th one with a reward difference."""
-    before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
-    return [group for group, signals in zip(groups, before, strict=False) if signals < enough]

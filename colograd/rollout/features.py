@@ -79,22 +79,14 @@ class SourceFeature:
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Return the feature if the arguments ask for it.
-
-        Raises:
-            ValueError: bad arguments, or others that exclude it.
-        """
+        """Return the feature if the arguments ask for it."""
         return cls()
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
         """Raise a ValueError if the policy doesn't fit."""
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return the rows of a run without a dataset.
-
-        Raises:
-            ValueError: this run needs one.
-        """
+        """Return the rows of a run without a dataset."""
         raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
@@ -113,11 +105,7 @@ class SourceFeature:
 
 
 def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFeature:
-    """Return the feature that the trainer's arguments choose.
-
-    Raises:
-        ValueError: see `SourceFeature.of`; or the extension of an argument is missing.
-    """
+    """Return the feature that the trainer's arguments choose."""
     for name, extension in SOURCES.items():
         if arguments.sources[name]:
             registry.require(extension, name)

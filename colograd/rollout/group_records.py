@@ -20,8 +20,7 @@ import torch
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from ..riders import Rider, riding
 from ..runtime.registry import hooks
-from .group_table import TABLE
-from .marked_table import comes
+from .group_table import TABLE, comes
 
 # Errors that reading untrusted bytes may raise.
 NONSENSE = (
@@ -66,6 +65,13 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
     """
     example = example or digest_of_example(recorded.group.example)
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
+    # The first row's entries for the whole group: logged values, branches of trees, and riders as JSON.
+    of_group: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
+    if any(rollout.branches for rollout in rollouts):
+        of_group["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
+    for kind in (kind for kind in _recorded_kinds(rollouts) if kind.KEY):
+        riders = (rollout.get(kind) for rollout in rollouts)
+        of_group[kind.KEY] = [[] if rider is None else rider.to_json() for rider in riders]
     inputs = [list(r.input.ids) if not row or r.input != first else None for row, r in enumerate(rollouts)]
     columns = [
         pa.array(inputs, TABLE.field("input").type),
@@ -78,26 +84,13 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
         pa.array([_json(dict(r.columns)) for r in rollouts]),
         _lists(list(recorded.rewards.float().numpy())),
         pa.array([example] * len(rollouts)),
-        pa.array([_json(_of_group(logged, rollouts)), *[""] * (len(rollouts) - 1)]),
+        pa.array([_json(of_group), *[""] * (len(rollouts) - 1)]),
     ]
     table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
     return table + riders_bytes(rollouts)
 
 
-def _of_group(logged: Logged, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the first row's entries for the whole group: logged values, branches of trees, and riders as JSON."""
-    entries: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
-    if any(rollout.branches for rollout in rollouts):
-        entries["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
-    for kind in _recorded_kinds(rollouts):
-        if kind.KEY:
-            riders = (rollout.get(kind) for rollout in rollouts)
-            entries[kind.KEY] = [[] if rider is None else rider.to_json() for rider in riders]
-    return entries
-
-
 def _recorded_kinds(rollouts: Sequence[Rollout]) -> list[type[Rider]]:
-    """Return the classes of the rollouts' riders, in the order of the extensions."""
     kinds = riding(rollouts)
     return [kind for kind in hooks("riders") if kind in kinds] if kinds else []
 
@@ -108,11 +101,7 @@ def riders_bytes(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def with_riders(reader: Any, rollouts: Sequence[Rollout], encoder: Any = None) -> Sequence[Rollout]:
-    """Return the rollouts with the riders of the tables that come next.
-
-    Raises:
-        AssertionError: a table has an unknown mark, or doesn't fit the rollouts.
-    """
+    """Return the rollouts with the riders of the tables that come next."""
     while reader.tell() < reader.size():
         kind = next((kind for kind in hooks("riders") if kind.MARK and comes(reader, kind.MARK)), None)
         assert kind is not None, "unknown content"
@@ -120,31 +109,8 @@ def with_riders(reader: Any, rollouts: Sequence[Rollout], encoder: Any = None) -
     return rollouts
 
 
-def _with_json_riders(rollouts: Sequence[Rollout], entries: Mapping[str, Any]) -> Sequence[Rollout]:
-    for kind in (kind for kind in hooks("riders") if kind.KEY in entries):
-        pairs = zip(rollouts, entries[kind.KEY], strict=True)
-        rollouts = [rollout.carrying(kind.from_json(value, rollout)) if value else rollout for rollout, value in pairs]
-    return rollouts
-
-
-def _with_branches(rollouts: Sequence[Rollout], branches: Sequence[Sequence[Sequence[Any]]]) -> Sequence[Rollout]:
-    found = []
-    for rollout, rows in zip(rollouts, branches, strict=True):
-        tree = tuple(Branch(int(length), after, int(prompt)) for length, after, prompt in rows)
-        assert not tree or sum(branch.length for branch in tree) == len(rollout.completion_ids), "branches don't fit"
-        found.append(dataclasses.replace(rollout, branches=tree))
-    return found
-
-
 def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGroup:
-    """Read a group from the bytes that `group_bytes` wrote.
-
-    Args:
-        encoder: see `Rider.with_table`.
-
-    Raises:
-        JournalError: the group is of another prompt, or the bytes are damaged.
-    """
+    """Read a group from the bytes that `group_bytes` wrote."""
     where = f"the journal's group at position {prompt.position}"
     try:
         reader = pa.BufferReader(content)
@@ -156,9 +122,14 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())
-        if "branches" in logged:
-            rollouts = _with_branches(rollouts, logged["branches"])
-        rollouts = tuple(_with_json_riders(rollouts, logged))
+        for index, rows in enumerate(logged.get("branches", ())):
+            tree = tuple(Branch(int(length), after, int(prompt)) for length, after, prompt in rows)
+            tokens = len(rollouts[index].completion_ids)
+            assert not tree or sum(branch.length for branch in tree) == tokens, "branches don't fit"
+            rollouts = [*rollouts[:index], dataclasses.replace(rollouts[index], branches=tree), *rollouts[index + 1 :]]
+        for kind in (kind for kind in hooks("riders") if kind.KEY in logged):
+            pairs = zip(rollouts, logged[kind.KEY], strict=True)
+            rollouts = [one.carrying(kind.from_json(value, one)) if value else one for one, value in pairs]
         columns = {str(name): tuple(values) for name, values in logged["columns"].items()}
         metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
         example = batch.column("example")[0].as_py()
@@ -169,7 +140,7 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
             f"{where} is of another prompt: the dataset or its order has changed. Put it back, or move the journal "
             "away to sample anew."
         )
-    return RewardedGroup(Group(prompt.example, rollouts, prompt.position), rewards, Logged(columns, metrics))
+    return RewardedGroup(Group(prompt.example, tuple(rollouts), prompt.position), rewards, Logged(columns, metrics))
 
 
 def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:
@@ -208,10 +179,9 @@ def _json(value: Any) -> str:
     """Return a value as JSON. Values of other types become their text, a picture its type and size."""
     with contextlib.suppress(TypeError, ValueError):
         return json.dumps(value)
-    return json.dumps(
-        value, default=lambda each: f"{type(each).__name__} {each.size}" if _is_picture(each) else str(each)
-    )
 
+    def named(each: Any) -> str:
+        is_picture = hasattr(each, "tobytes") and isinstance(getattr(each, "size", None), tuple)
+        return f"{type(each).__name__} {each.size}" if is_picture else str(each)
 
-def _is_picture(value: Any) -> bool:
-    return hasattr(value, "tobytes") and isinstance(getattr(value, "size", None), tuple)
+    return json.dumps(value, default=named)

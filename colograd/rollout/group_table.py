@@ -6,8 +6,9 @@ log-probabilities, the advantages, and the texts of the tokens.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,16 +67,13 @@ def keep_shown(path: Path) -> None:
     if not notes:
         return
     tokens: dict[int, int] = {}
-    for found in (json.loads(record.content) for record in notes):
-        tokens |= {group["position"]: found["tokens"] for group in found["groups"]}
-    file = RecordFile(path.with_suffix(SHOWN))
-    try:
+    for entry in (json.loads(record.content) for record in notes):
+        tokens |= {group["position"]: entry["tokens"] for group in entry["groups"]}
+    with contextlib.closing(RecordFile(path.with_suffix(SHOWN))) as file:
         for record in read_records(path, tokens.__contains__):
             file.append(Record(record.position, reduced(record.content, tokens[record.position])))
         for record in notes:
             file.append(record)
-    finally:
-        file.close()
 
 
 def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
@@ -88,11 +86,7 @@ def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
 
 
 def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the completions of groups with notes, token by token.
-
-    Args:
-        groups: position -> the group's record, whole or `reduced`.
-    """
+    """Yield the completions of groups with notes, token by token."""
     for noted in notes["groups"]:
         if noted["position"] not in groups:
             continue
@@ -116,3 +110,30 @@ def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[d
                 **({"session": session} if session else {}),
                 **own,
             }
+
+
+# -- optional tables behind a group's own table, each with a mark unlike any Arrow message
+
+
+def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
+    """Return the mark and the bytes of a table, or nothing if there are no rows."""
+    if not rows:
+        return b""
+    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]
+    return mark + bytes(pa.record_batch(columns, schema=schema).serialize().to_pybytes())
+
+
+def comes(reader: Any, mark: bytes) -> bool:
+    """Return whether the table with the mark comes next."""
+    at = reader.tell()
+    is_next = reader.read(len(mark)) == mark
+    reader.seek(at)
+    return is_next
+
+
+def read_table(reader: Any, mark: bytes, schema: Any) -> Any:
+    """Read and validate the table that comes next."""
+    reader.read(len(mark))
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
+    batch.validate(full=True)
+    return batch

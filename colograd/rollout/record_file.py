@@ -46,12 +46,7 @@ class RecordFile:
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> int:
-        """Write a record, so that it survives this process. Return the number of bytes written.
-
-        Raises:
-            ValueError: the record is too large.
-            OSError: the disk is full, or away. A half-written record is removed where that is possible.
-        """
+        """Write a record, so that it survives this process. Return the number of bytes written."""
         if len(record.content) > LARGEST:
             raise ValueError(f"A record has {len(record.content):,} bytes, but may have at most {LARGEST:,}.")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
@@ -79,14 +74,8 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield the whole records of a file, up to the first torn or damaged one.
-
-    A damaged length can't exhaust memory: the file's size bounds the bytes of a record.
-
-    Args:
-        wanted: returns whether to read the records of a position. Other records are skipped.
-        largest: maximum bytes of a record when unpacked. Larger records are skipped.
-    """
+    """Yield the whole records of a file, up to the first torn or damaged one. A damaged length can't exhaust memory:
+    the file's size bounds the bytes of a record."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in _heads(file):

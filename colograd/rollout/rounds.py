@@ -27,9 +27,6 @@ class PlainRound:
     """A round that ends with its last completion and trains all groups. Extensions derive others.
 
     An extension offers its round at the seam ``round``: a function (trainer) -> round, or None if it isn't in use.
-
-    Args:
-        one_call: see `roll_out`.
     """
 
     longest_first = True  # whether the engine gets the prompts with the longest completions first
@@ -71,35 +68,29 @@ def roll_out(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_c
     this process run between two engine steps. Their time, and the wait for the others, counts as ``reward``.
 
     Args:
-        one_call: score all groups in one call, after the last one.
+        one_call: score all groups in one call, after the last one. The journal then has all groups, or none.
     """
-    if one_call:
-        return scored_together(prompts, stages, times)
     scoring = stages.scoring(stages, prompts)
+    waiting = list[Group]()  # groups to score in one call
     try:
-        if missing := [prompt for prompt in prompts if prompt.position not in scoring.rewarded]:
-            groups = scoring.sample(missing)
+        missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
+        if missing:
+            groups = scoring.sample(prompts if one_call else missing)
             # Closing aborts the requests in flight when a reward function fails.
             with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
+                    if one_call:
+                        waiting.append(group)
+                        continue
                     started = time.perf_counter()
                     scoring.take(group)
                     times.move("generate", "reward", time.perf_counter() - started)
         with times.phase("reward"):
+            if waiting:
+                scoring.score_together(sorted(waiting, key=lambda group: group.position))
             return [scoring.scored(prompt.position) for prompt in prompts]
     finally:
         scoring.cancel()
-
-
-def scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
-    """Score all groups in one call. Return them in the order of the prompts. The journal has all groups, or none."""
-    scoring, groups = stages.scoring(stages, prompts), list[Group]()
-    if len(scoring.rewarded) < len(prompts):
-        with times.phase("generate"):
-            groups = sorted(scoring.sample(prompts), key=lambda group: group.position)
-    with times.phase("reward"):
-        scoring.score_together(groups)
-        return [scoring.scored(prompt.position) for prompt in prompts]
 
 
 def unscored(steps: Sequence[SampledStep]) -> str:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,11 +17,10 @@ from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..engine.load import stepping
 from ..engine.protocol import Engine
-from ..engine.sampling import UNKNOWN_TOKENS, LengthHistory, Sampling
+from ..engine.sampling import UNKNOWN_TOKENS, Sampling
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
 from ..parallel.ranks import on_all_ranks, world_size
-from ..policy.loading import Policy
 from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
 from ..runtime import registry
@@ -29,27 +28,7 @@ from .checks import checked_advantages, checked_rewards
 from .rounds import PlainRound, Steps, roll_out, unscored
 from .stages import PendingRewards, RolloutSource, Stages
 from .statistics import DIVIDED, RolloutStatistics
-from .store import RolloutStore
 from .texts import has_parser, with_messages, with_prompt_text
-
-
-class SamplerHooks(Protocol):
-    """`GRPOTrainer`'s state and stages. A subclass may replace a stage."""
-
-    state: Any
-    is_in_train: bool
-    optimizer: Any
-    policy: Policy
-    lengths: LengthHistory
-    journal: RolloutStore | None
-    replaced: frozenset[str]  # stages that a subclass overrides
-
-    def begin_records(self, evaluation: str = "") -> None: ...
-    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]: ...
-    def score(self, group: Group) -> torch.Tensor: ...
-    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
-    def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
-    def decode(self, group: Group) -> list[str]: ...
 
 
 class Purpose(enum.StrEnum):
@@ -74,7 +53,7 @@ class Sampler:
     All ranks of an engine call it. The first rank gets the groups.
     """
 
-    hooks: SamplerHooks
+    hooks: Any  # the `GRPOTrainer`: its state, and its stages, which a subclass may replace
     config: GRPOConfig
     engine: Engine
     source: RolloutSource
@@ -137,19 +116,18 @@ class Sampler:
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
         """Sample and score the prompts of the evaluation ``name``. Advantages are zero."""
         self.hooks.begin_records(name)
-        together = self.config.reward_call == "all"
+        times, together = self.events.times, self.config.reward_call == "all"
         self.purpose = Purpose.EVALUATION
         try:
             with self.turn(), on_all_ranks("the evaluation"):
-                return self.on_leader(lambda: roll_out(prompts, self.stages(), self.events.times, together), [])
+                return self.on_leader(lambda: roll_out(prompts, self.stages(), times, together), [])
         finally:
             self.purpose = Purpose.TRAINING
 
     def take_counts(self) -> dict[str, float]:
         """Return the sums that rewards, tools, the engine and the source counted since the last call."""
-        source = self.source if self.source is not self.engine and hasattr(self.source, "take_counts") else None
-        parts = [part for part in (self.scorer, self.engine, source) if part is not None]
-        return {name: number for part in parts for name, number in part.take_counts().items()}
+        parts: Any = self.scorer, self.engine, None if self.source is self.engine else self.source
+        return {name: n for part in parts if hasattr(part, "take_counts") for name, n in part.take_counts().items()}
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the engine has the device's memory."""
@@ -158,11 +136,9 @@ class Sampler:
     # -- the stages
 
     def stages(self) -> Stages:
-        """Return the stages of a round or an evaluation. The trainer may have replaced some.
-
-        An extension changes them at the seam ``stages``: a function from the sampler to a function (stages) -> stages,
-        or None if the extension isn't in use.
-        """
+        """Return the stages of a round or an evaluation. The trainer may have replaced some. An extension changes them
+        at the seam ``stages``: a function from the sampler to a function (stages) -> stages, or None if the extension
+        isn't in use."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
         if self.purpose is Purpose.EVALUATION:  # its loss computes advantages later

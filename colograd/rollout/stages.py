@@ -76,17 +76,12 @@ class InScoring:
 
     def score_together(self, groups: Sequence[Group]) -> None:
         """Score groups in one call, and wait for the rewards."""
-        if groups:
-            rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-            self._pending |= {g.position: (g, Ready(own)) for g, own in zip(groups, rewards, strict=True)}
-            self.take()
+        rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
+        self._pending |= {group.position: (group, Ready(own)) for group, own in zip(groups, rewards, strict=True)}
+        self.take()
 
     def take(self, group: Group | None = None, position: int | None = None) -> None:
-        """Begin to score a group, if there is one. Write the groups that have their rewards into the journal.
-
-        Args:
-            position: position of a group whose rewards to wait for.
-        """
+        """Begin to score a group, if there is one. Write the groups that have their rewards into the journal."""
         stages = self.stages
         if group is not None:
             self._pending[group.position] = (group, stages.begin_score([group]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,9 @@ from ..batch import FinishReason, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
+ADDED = (
+    "lengths", "ended", "rewards", "totals", "flat_groups", "prompt_tokens", "loss_tokens", "distinct", "notes",
+)  # fmt: skip
 DIVIDED = ("tools/", "agent/", "carry_over/ages")  # beginnings of the names of counts that belong to no step
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
@@ -30,18 +33,10 @@ class RolloutStatistics:
     prompt_tokens: int = 0
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # further metrics, summed over ranks
-    logged: dict[str, list[float]] = field(default_factory=dict)  # metric -> sum and number of values logged by rewards
+    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # metric -> sum and number of logged values
     maxima: dict[str, float] = field(default_factory=dict)  # further metrics, the largest of all ranks
     distinct: int = 0  # number of completions that repeat no earlier completion of their group
     notes: list[Any] = field(default_factory=list)  # each rank's notes for the report
-
-    def _add_maxima(self, maxima: Mapping[str, float]) -> None:
-        self.maxima |= {name: max(value, self.maxima.get(name, value)) for name, value in maxima.items()}
-
-    def _add_logged(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        for name, (total, number) in metrics.items():
-            entry = self.logged.setdefault(name, [0.0, 0.0])
-            entry[0], entry[1] = entry[0] + total, entry[1] + number
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
@@ -59,12 +54,14 @@ class RolloutStatistics:
                 for rider in rollout.riders:
                     sums, maxima = rider.statistics(rollout)
                     found.counts.update(sums)
-                    found._add_maxima(maxima)
+                    found.maxima |= {name: max(own, found.maxima.get(name, own)) for name, own in maxima.items()}
             found.distinct += len({rollout.completion_ids.tobytes() for rollout in group.group.rollouts})
             found.rewards += group.rewards.tolist()
             found.totals += totals.tolist()
             found.flat_groups.append(bool(group_std(totals) < 1e-8))
-            found._add_logged(group.logged.metrics)
+            for name, (total, number) in group.logged.metrics.items():
+                before = found.logged.get(name, (0.0, 0.0))
+                found.logged[name] = (before[0] + total, before[1] + number)
         return found
 
     @classmethod
@@ -72,18 +69,13 @@ class RolloutStatistics:
         """Return the statistics of all ranks together."""
         whole = cls()
         for part in parts:
-            whole.lengths += part.lengths
-            whole.ended += part.ended
-            whole.rewards += part.rewards
-            whole.totals += part.totals
-            whole.flat_groups += part.flat_groups
-            whole.prompt_tokens += part.prompt_tokens
-            whole.loss_tokens += part.loss_tokens
+            for name in ADDED:
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
             whole.counts.update(part.counts)
-            whole._add_logged(part.logged)
-            whole._add_maxima(part.maxima)
-            whole.distinct += part.distinct
-            whole.notes += part.notes
+            whole.maxima |= {name: max(own, whole.maxima.get(name, own)) for name, own in part.maxima.items()}
+            for name, (total, number) in part.logged.items():
+                before = whole.logged.get(name, (0.0, 0.0))
+                whole.logged[name] = (before[0] + total, before[1] + number)
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
@@ -128,7 +120,6 @@ class RolloutStatistics:
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Return mean, minimum and maximum, or an empty dict if there are no values."""
     if not len(values):
         return {}
     found = {"mean": values.mean(), "min": values.min(), "max": values.max()}

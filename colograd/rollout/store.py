@@ -27,14 +27,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
 
-from ..batch import Group, Prompt, Rollout
+from ..batch import Group, Prompt
 from ..checkpoint.folders import move_aside
-from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
 from .record_file import Record, RecordFile, read_records
@@ -44,13 +43,9 @@ UNSCORED = ".unscored"  # suffix of a file with groups that are scored again
 RECIPE = "recipe.yaml"
 # Settings with the reward functions' names, and with digests of their sources.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
-F = TypeVar("F", bound="Closable")
+F = TypeVar("F")
 ABOUT = -1  # position of a file's first record, an `About`
 SAMPLED = 1024  # about how many entries of each parameter a digest of the weights reads
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,36 +108,25 @@ class RolloutStore:
 
         Rounds after the checkpoint that were recorded with other settings move aside, as they hold samples of weights
         that this run won't have. The first of these rounds stays if its samples don't depend on the changed settings.
-
-        Args:
-            is_writer: whether this rank changes the shared files of its node.
-            rescore: score the samples of the first round again if the reward functions have changed.
-
-        Raises:
-            JournalError: the reward functions have changed, and ``rescore`` isn't set.
         """
         self._weights_are_read = True
         if not is_writer:
             return []
-        lines = self._part_with_others(step, rescore)
-        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
-        if rounds:
-            lines.append(
-                f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups "
-                "are neither sampled nor scored again"
-            )
-        return lines
-
-    def _part_with_others(self, step: int, rescore: bool) -> list[str]:
-        lines, others, changed = [], [], dict[str, tuple[Any, Any]]()
+        lines, others, changed = list[str](), list[Path](), dict[str, tuple[Any, Any]]()
         for number, folder in self._folders():
             if number < step or not (found := self._changed(folder)):
                 continue
             rewards_changed = bool(found.keys() & {REWARD_CODE, REWARD_FUNCS})
             if rewards_changed and not rescore:
-                raise JournalError(self._ask_about_rewards(folder, found))
+                was, now = found.get(REWARD_CODE, ({}, {}))
+                names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+                raise JournalError(
+                    f"{folder} has rewards of functions that have changed since ({', '.join(names) or 'their names'}): "
+                    "rescore: true keeps the samples and scores them again, journal: off samples anew, and with the "
+                    "old code the run goes on as it was."
+                )
             changed |= found
-            if number == step and folder == self._folder_of(step, "") and not found.keys() & set(self.of_samples):
+            if number == step and folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
                 if rewards_changed:
                     for path in folder.glob("rank-*.records"):
                         path.rename(path.with_suffix(UNSCORED))
@@ -156,13 +140,17 @@ class RolloutStore:
                 f"journal: {len(others)} round(s) or evaluations after step {step} were recorded with other settings "
                 f"({settings}): they are in {aside} now, and are sampled anew"
             )
+        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
+        if rounds:
+            lines.append(
+                f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups "
+                "are neither sampled nor scored again"
+            )
         return lines
 
     def _changed(self, folder: Path) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that differ from a recorded round, as name -> (recorded value, current value).
-
-        A file without groups comes from a failed start. Its settings don't count, and if they differ it is deleted.
-        """
+        """Return the settings that differ from a recorded round, as name -> (recorded value, current value). A file
+        without groups comes from a failed start. Its settings don't count, and if they differ it is deleted."""
         changed: dict[str, tuple[Any, Any]] = {}
         for path, found, records in files_of(folder):
             if differences := self._differences(found):
@@ -178,15 +166,6 @@ class RolloutStore:
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
-
-    def _ask_about_rewards(self, folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
-        was, now = changed.get(REWARD_CODE, ({}, {}))
-        names = [name for name in was.keys() | now.keys() if was.get(name) != now.get(name)]
-        return (
-            f"{folder} has rewards of functions that have changed since ({', '.join(sorted(names)) or 'their names'}): "
-            "rescore: true keeps the samples and scores them again, journal: off samples anew, and with the old code "
-            "the run goes on as it was."
-        )
 
     def keep_recipe(self, recipe: str | None) -> str:
         """Write the run's recipe (YAML; None: no recipe) next to its records. Return a message if that fails."""
@@ -206,22 +185,15 @@ class RolloutStore:
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
         """Begin a round or an evaluation, sampled by the weights of ``step``. Then `recall` has its recorded groups.
 
-        Args:
-            weights: digest of the weights (`digest_of`).
-            evaluation: name of the evaluation; empty: a round.
-
         Returns:
             A message on problems with these records, or with the last ones.
-
-        Raises:
-            JournalError: the round was recorded with other settings, or sampled by other weights.
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
         self._unscored.clear()
         problem, self.problem, self.warning = self.problem, "", ""
         self.seconds = 0.0  # an evaluation's seconds don't count for a round
-        about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
+        about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
         own: set[int] = set()
         for path, found, records in files_of(folder):
@@ -252,15 +224,12 @@ class RolloutStore:
 
     def add(self, recorded: RewardedGroup) -> None:
         """Write a group. When this returns, the group survives the process, and soon after a failure of the machine.
-
         Packing takes a tenth of a microsecond per token, and writing goes to the system's cache. A thread waits for the
-        disk. Errors aren't raised, but noted in `problem`.
-        """
-        if (file := self._open_files.get(self._newest)) is None:
-            return
-        started = time.perf_counter()
-        self._append(file, recorded)
-        self.seconds += time.perf_counter() - started
+        disk. Errors aren't raised, but noted in `problem`."""
+        if (file := self._open_files.get(self._newest)) is not None:
+            started = time.perf_counter()
+            self._append(file, recorded)
+            self.seconds += time.perf_counter() - started
 
     def _append(self, file: _OpenFile, recorded: RewardedGroup) -> None:
         try:
@@ -277,16 +246,8 @@ class RolloutStore:
         self._unsafe.set()
 
     def show(self, notes: Mapping[str, Any], groups: Sequence[RewardedGroup]) -> None:
-        """Keep some groups of a step for the report, for as long as the run's folder exists; see `group_table`.
-
-        Groups that aren't in the round's file yet are written too, e.g. in a run without a journal.
-
-        Args:
-            notes: the training's notes on these groups, JSON-serializable.
-
-        Raises:
-            OSError: the disk is full, or away.
-        """
+        """Keep some groups of a step for the report, for as long as the run's folder exists; see `group_table`. Groups
+        that aren't in the round's file yet are written too, e.g. in a run without a journal."""
         step, training = notes["step"], notes["purpose"] == "train"
         evaluation = "" if training else notes["purpose"]
         record = Record(NOTES - step, json.dumps(notes, default=str).encode())
@@ -296,18 +257,12 @@ class RolloutStore:
                     self._append(file, recorded)
             file.records.append(record)
             return
-        folder = self._folder_of(step - 1 if training else step, evaluation)
-        alone = RecordFile((folder / self._file_name).with_suffix(SHOWN))
-        try:
+        folder = self.round_folder(step - 1 if training else step, evaluation)
+        with contextlib.closing(RecordFile((folder / self._file_name).with_suffix(SHOWN))) as alone:
             for recorded in groups:
                 content = reduced(group_bytes(recorded), notes["tokens"])
                 alone.append(Record(recorded.group.position, content))
             alone.append(record)
-        finally:
-            alone.close()
-
-    def note(self, step: int, figures: Mapping[str, float]) -> None:
-        self.note_beside(lambda folder: note_figures(folder, step, figures))
 
     # -- files of extensions
 
@@ -339,10 +294,6 @@ class RolloutStore:
             file.close()
         self._beside.clear()
 
-    def round_folder(self, step: int) -> Path:
-        """Return the folder of a round, by the step of its weights."""
-        return self._folder_of(step, "")
-
     def lacks(self, problem: str) -> None:
         """Do nothing: a run samples again. A replay raises `JournalError`."""
 
@@ -369,7 +320,6 @@ class RolloutStore:
                 records.close()
 
     def _make_safe(self) -> None:
-        """Flush the open files whenever records were written, until `close` ends this thread."""
         while True:
             self._unsafe.wait()
             self._unsafe.clear()
@@ -388,25 +338,21 @@ class RolloutStore:
     # -- reading
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the prompts' recorded groups, by position.
-
-        Call it before the user's code gets the prompts' rows, because it takes the rows' digests.
-
-        Raises:
-            JournalError: the group at a position is of another prompt.
-        """
+        """Return the prompts' recorded groups, by position. Call it before the user's code gets the prompts' rows,
+        because it takes the rows' digests."""
         if (file := self._open_files.get(self._newest)) is not None:
             file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return the prompts' recorded groups that are scored again (`rescore`), without riders of their last scoring.
-
-        Raises:
-            JournalError: the group at a position is of another prompt.
-        """
-        groups = [recorded.group for recorded in self._recalled(prompts, self._unscored).values()]
-        return [dataclasses.replace(group, rollouts=tuple(map(_unscored, group.rollouts))) for group in groups]
+        """Return the prompts' recorded groups to score again (`rescore`), without riders of their last scoring."""
+        groups = []
+        for recorded in self._recalled(prompts, self._unscored).values():
+            kept = [tuple(rider for rider in each.riders if not rider.COLUMN) for each in recorded.group.rollouts]
+            pairs = zip(recorded.group.rollouts, kept, strict=True)
+            rollouts = tuple(dataclasses.replace(rollout, riders=riders) for rollout, riders in pairs)
+            groups.append(dataclasses.replace(recorded.group, rollouts=rollouts))
+        return groups
 
     def _recalled(self, prompts: Sequence[Prompt], contents: Mapping[int, bytes]) -> dict[int, RewardedGroup]:
         return {
@@ -416,11 +362,11 @@ class RolloutStore:
         }
 
     def positions(self, step: int) -> set[int]:
-        return {record.position for _, _, records in files_of(self._folder_of(step, "")) for record in records}
+        return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
     def has_groups(self, step: int) -> bool:
         """Return whether a round has recorded groups. A failed start leaves none."""
-        return any(next(records, None) is not None for _, _, records in files_of(self._folder_of(step, "")))
+        return any(next(records, None) is not None for _, _, records in files_of(self.round_folder(step)))
 
     def rounds(self) -> dict[int, Path]:
         """Return the folders of rounds that can be trained again, by the step of their weights, in order."""
@@ -457,16 +403,15 @@ class RolloutStore:
         return f"rank-{self.rank:05d}.records"
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """Return (step of the weights, folder) of rounds and evaluations, in order."""
         found = [(re.match(r"step-(\d{8,12})(-|$)", path.name), path) for path in self.folder.glob("step-*")]
         return sorted((int(match[1]), path) for match, path in found if match)
 
-    def _folder_of(self, step: int, evaluation: str) -> Path:
+    def round_folder(self, step: int, evaluation: str = "") -> Path:
+        """Return the folder of a round or an evaluation, by the step of its weights."""
         suffix = f"-{re.sub(r'[^A-Za-z0-9_.]', '_', evaluation)}" if evaluation else ""
         return self.folder / f"step-{step:08d}{suffix}"
 
     def _check_settings(self, found: About, path: Path) -> None:
-        """Check the settings that samples depend on. `start` has checked the other settings."""
         for name, (was, new) in self._differences(found).items():
             if name in self.of_samples:
                 raise JournalError(f"{path} was recorded with {name} {was!r}, but now it is {new!r}: {self._remedy}.")
@@ -500,10 +445,6 @@ def digest_of(model: torch.nn.Module) -> str:
         found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         found.update(part.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _unscored(rollout: Rollout) -> Rollout:
-    return dataclasses.replace(rollout, riders=tuple(rider for rider in rollout.riders if not rider.COLUMN))
 
 
 def _problem(path: Path, error: Exception) -> str:

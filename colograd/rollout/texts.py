@@ -20,11 +20,9 @@ class ToolCall:
 
 
 def with_prompt_text(group: Group, tokenizer: Any) -> Group:
-    """Return the group with the column ``prompt_texts`` for reward functions.
-
-    It holds the prompt as the model reads it, with special tokens and the chat template's beginning of the answer.
-    Environments may change it for each rollout.
-    """
+    """Return the group with the column ``prompt_texts`` for reward functions. It holds the prompt as the model reads
+    it, with special tokens and the chat template's beginning of the answer. Environments may change it for each
+    rollout."""
     prompts = {each.prompt_ids for each in group.rollouts}
     texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
     rollouts = (
@@ -35,11 +33,9 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
-    """Return the group with its completions as messages, if the tokenizer has a parser.
-
-    Reward functions then get the parsed message, e.g. with thoughts apart from the answer, as in TRL. Rollouts of
-    conversations have messages already.
-    """
+    """Return the group with its completions as messages, if the tokenizer has a parser. Reward functions then get the
+    parsed message, e.g. with thoughts apart from the answer, as in TRL. Rollouts of conversations have messages
+    already."""
     if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
         return group
     rollouts = []

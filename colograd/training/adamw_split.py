@@ -35,10 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split float32 into bfloat16 (rounded to nearest, ties away from zero) and an int16 remainder, without loss.
-
-    Ties go away from zero, not to even, because then the remainder always fits 16 bits. `join_master` is the inverse.
-    """
+    """Split float32 into bfloat16 (rounded to nearest, ties away from zero) and an int16 remainder, without loss. Ties
+    go away from zero, not to even, because then the remainder always fits 16 bits. `join_master` is the inverse."""
     bits = master.contiguous().view(torch.int32)
     high = (bits + 0x8000).bitwise_right_shift_(16)
     parameter = high.to(torch.int16).view(torch.bfloat16)
@@ -179,11 +177,9 @@ class AdamWSplit(torch.optim.Optimizer):
         return state
 
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Allocate an uninitialised state tensor of `DTYPES` for a parameter."""
         return torch.empty_like(parameter, dtype=DTYPES[name])
 
     def _kernel(self, device: torch.device) -> Kernel | None:
-        """Return the compiled kernel for a device; None: the device takes torch's steps."""
         if device not in self._kernels:
             wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
             self._kernels[device] = make_kernel(device) if wanted else None
@@ -197,13 +193,8 @@ class AdamWSplit(torch.optim.Optimizer):
         self._state(parameter)["remainder"].copy_(remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with moments in float32 and remainders in int16 (torch casts to the parameter's dtype).
-
-        A state of torch's AdamW is accepted too. Settings that this class lacks (amsgrad, fused, ...) are dropped.
-
-        Raises:
-            ValueError: the state is of another kind of optimizer.
-        """
+        """Load a state, with moments in float32 and remainders in int16 (torch casts to the parameter's dtype). A state
+        of torch's AdamW is accepted too. Settings that this class lacks (amsgrad, fused, ...) are dropped."""
         known = {*self.param_groups[0], "initial_lr"}
         groups = [{k: v for k, v in group.items() if k in known} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -227,7 +218,6 @@ class AdamWSplit(torch.optim.Optimizer):
         self._state(parameter)
 
     def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
-        """Return a saved state tensor of `DTYPES` in its place."""
         return saved.to(parameter.device, DTYPES[name])
 
 
@@ -262,14 +252,8 @@ def _torch_step(bucket: Sequence[Piece], group: dict[str, Any], foreach: bool) -
 
 
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Give the optimizer's bfloat16 parameters the exact values of a float32 model.
-
-    Call it after model and state are loaded: the model then holds these values rounded, with ties to even.
-
-    Args:
-        owned: the parameters or parameter parts that the optimizer updates.
-        masters: name and float32 tensor, one at a time. Names without an owned part are skipped.
-    """
+    """Give the optimizer's bfloat16 parameters the exact values of a float32 model. Call it after model and state are
+    loaded: the model then holds these values rounded, with ties to even."""
     wanted: dict[str, list[Owned]] = {}
     for piece in owned:
         if piece.part.dtype == torch.bfloat16:
@@ -281,11 +265,9 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
 
 @torch.no_grad()
 def join_remainders(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the remainders from an optimizer that loaded the state of `AdamWSplit`.
-
-    Float32 parameters, with the saved bfloat16 values, become the exact masters. The state loses ``remainder``, and the
-    groups get back the settings that AdamWSplit's groups don't have (``fused``, ``foreach``, ...).
-    """
+    """Remove the remainders from an optimizer that loaded the state of `AdamWSplit`. Float32 parameters, with the saved
+    bfloat16 values, become the exact masters. The state loses ``remainder``, and the groups get back the settings that
+    AdamWSplit's groups don't have (``fused``, ``foreach``, ...)."""
     if isinstance(optimizer, AdamWSplit):
         foreign = [p for p in optimizer.state if p.dtype != torch.bfloat16]
     else:
@@ -322,17 +304,18 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
 
 
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
-    """Return class and arguments of an optimizer of ours; None: transformers makes the optimizer.
-
-    Extensions offer functions at the seam "optimizer". Each takes the same two arguments, and returns a class derived
-    from `AdamWSplit` with further arguments, or None.
-
-    Raises:
-        ValueError: ``optim_args`` has unknown settings, or the optimizer can't train the model.
-    """
+    """Return class and arguments of an optimizer of ours; None: transformers makes the optimizer. Extensions offer
+    functions at the seam "optimizer". Each takes the same two arguments, and returns a class derived from `AdamWSplit`
+    with further arguments, or None."""
     if args.optim not in KEEPS_MASTER:
         return None
-    compiled = _compiled_from(args.optim, args.optim_args)
+    text = (args.optim_args or "").replace(" ", "").lower()
+    if text not in ("", "compiled=true", "compiled=false"):
+        raise ValueError(
+            f"optim_args is {args.optim_args!r}, but {args.optim} takes `compiled=true` or `compiled=false` only: "
+            "remove the rest (learning rate, betas, epsilon and decay are keys of their own)."
+        )
+    compiled = text == "compiled=true" if text else None
     if args.on_cpu and compiled:
         logger.warning("optim_args: compiled=true has no effect on a CPU, where torch's own step is faster")
         compiled = None
@@ -345,14 +328,3 @@ def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[st
         "compiled": compiled,
         **further,
     }
-
-
-def _compiled_from(optim: str, optim_args: str | None) -> bool | None:
-    """Parse ``compiled=true`` or ``compiled=false``; None if ``optim_args`` is empty."""
-    text = (optim_args or "").replace(" ", "").lower()
-    if text in ("", "compiled=true", "compiled=false"):
-        return text == "compiled=true" if text else None
-    raise ValueError(
-        f"optim_args is {optim_args!r}, but {optim} takes `compiled=true` or `compiled=false` only: remove the "
-        "rest (learning rate, betas, epsilon and decay are keys of their own)."
-    )

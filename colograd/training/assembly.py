@@ -32,13 +32,7 @@ from ..policy.supported import check_shared_rows
 from ..reporting.metrics import PhaseTimes
 from ..runtime import process, registry
 from ..sharding import strategy_name
-from ..weights import (
-    WeightSync,
-    bytes_apart,
-    check_choice,
-    expects_sharing,
-    weight_sync,
-)
+from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
 from .eval_prompts import Benchmark
 from .learner import Learner
 from .preparation import PreparedRun
@@ -88,20 +82,8 @@ def assemble(
     closing: ExitStack,
     samples: bool = True,
 ) -> Assembly:
-    """Build the engine, and move the policy to its place next to it. A collective.
-
-    Extensions check the tokens of the longest sequence at the seam ``context``: (config, policy, tokens) -> None.
-
-    Args:
-        max_tokens: tokens of a micro-batch; 0: not measured yet.
-        closing: closes the engine.
-        samples: False: build no engine, only the policy.
-
-    Raises:
-        ValueError: no room for the KV cache of one sequence or for training, settings that vLLM refuses, or an
-            impossible way of publishing.
-        RuntimeError: the engine doesn't read a parameter at its expected place.
-    """
+    """Build the engine, and move the policy to its place next to it. A collective. Extensions check the tokens of the
+    longest sequence at the seam ``context``: (config, policy, tokens) -> None."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     with on_all_ranks("the context"):
         for check in registry.hooks("context"):
@@ -113,7 +95,27 @@ def assemble(
         with on_all_ranks("the second models"):
             return Assembly(None, None, None, plan, second_models(prepared.objective.needs, config, policy))
     plan = plan_or_raise(run, strategy_name(config))
-    engine = _build_engine(config, prepared, plan, closing)
+    end = policy.tokenizer.eos_token_id
+    use = EngineUse(
+        end_tokens=() if end is None else (end,),
+        adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
+        sequences=most_sequences(config, prepared.prompts),
+        trained=sampled_together(config),
+        blank=policy.quantization is not None and policy.quantization.in_checkpoint,
+        tokens=size_of(policy.tokenizer),
+        policy=policy,
+        prompts=prepared.prompts,
+        has_tools=prepared.feature.may_add_images,
+    )
+    context = needed_context(config, prepared)
+    engine: Engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
+    closing.callback(engine.close)
+    with on_all_ranks("the check of the sampling settings"):
+        for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
+            engine.check(sampling)
+    if policy.processor is not None:
+        with on_all_ranks("the check of the processor"):
+            engine.check_processor(policy.processor)
     with on_all_ranks("the plan of the weights"):
         weights = weight_sync(
             config.weights,
@@ -134,44 +136,11 @@ def assemble(
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, others)
 
 
-def _build_engine(config: GRPOConfig, prepared: PreparedRun, plan: MemoryPlan, closing: ExitStack) -> Engine:
-    policy, context = prepared.policy, needed_context(config, prepared)
-    end = policy.tokenizer.eos_token_id
-    use = EngineUse(
-        end_tokens=() if end is None else (end,),
-        adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
-        sequences=most_sequences(config, prepared.prompts),
-        trained=sampled_together(config),
-        blank=policy.quantization is not None and policy.quantization.in_checkpoint,
-        tokens=size_of(policy.tokenizer),
-        policy=policy,
-        prompts=prepared.prompts,
-        has_tools=prepared.feature.may_add_images,
-    )
-    engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
-    closing.callback(engine.close)
-    with on_all_ranks("the check of the sampling settings"):
-        for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
-            engine.check(sampling)
-    if policy.processor is not None:
-        with on_all_ranks("the check of the processor"):
-            engine.check_processor(policy.processor)
-    return engine
-
-
 def engine_alone(
     config: GRPOConfig, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
     closing: ExitStack,
 ) -> Engine:  # fmt: skip
-    """Build an engine with a checkpoint's own weights and no policy, for benchmarks. A collective.
-
-    Args:
-        model: folder or Hub id; ``model_config`` is its configuration, as transformers reads it.
-        end_tokens: tokens that end a completion, in addition to the checkpoint's.
-        length: tokens of the longest sequence.
-        sequences: completions that this engine will sample together.
-        closing: closes the engine.
-    """
+    """Build an engine with a checkpoint's own weights and no policy, for benchmarks. A collective."""
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
     given = dict(config.model_init_kwargs or {}).get("dtype", "auto")  # type: ignore[arg-type]
     dtype = dtype if given == "auto" else getattr(torch, str(given).removeprefix("torch."))
@@ -192,10 +161,9 @@ def engine_alone(
 
 
 def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
-    """Resolve the unset settings that depend on memory. A collective.
-
-    ``sharding: auto`` becomes the least sharded way that leaves room. ``offload_optimizer: auto`` keeps on the host as
-    little as it must. ``gradient_checkpointing`` is then on for as few layers as necessary."""
+    """Resolve the unset settings that depend on memory. A collective. ``sharding: auto`` becomes the least sharded way
+    that leaves room. ``offload_optimizer: auto`` keeps on the host as little as it must. ``gradient_checkpointing`` is
+    then on for as few layers as necessary."""
     if config.sharding == "auto":
         run = read_run(config, prepared, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
@@ -245,11 +213,7 @@ def sampled_together(config: GRPOConfig) -> int:
 
 
 def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
-    """Return the number of completions of this rank's engine in its largest generation or evaluation.
-
-    Args:
-        prompts: prompts of training, then of each evaluation.
-    """
+    """Return the number of completions of this rank's engine in its largest generation or evaluation."""
     engines, each = config.layout.data_size, config.eval_generations()
     parts = [part for part in prompts[1:] if isinstance(part, PromptDataset | Benchmark)]
     evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in parts)
@@ -296,11 +260,7 @@ def choose_kernels(
 
 
 def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
-    """Prove the rows with the kernels that will train them, compiled ones included. A collective.
-
-    Args:
-        seen: prompts with images, or none.
-    """
+    """Prove the rows with the kernels that will train them, compiled ones included. A collective."""
     device, seconds = learner.config.device, learner.second_models.values()
     others = [second.model for second in seconds if second.of_policy]
     why = choose_rows_where_it_trains(learner.model, device, others, seen)

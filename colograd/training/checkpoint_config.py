@@ -30,16 +30,11 @@ class CheckpointConfig:
         """Restore the values that a saved model keeps."""
         for config, values in self._values:
             for name, value in values.items():
-                if not self._stays(name, value):
-                    continue
+                token, end = getattr(self._tokenizer, name, None), self._tokenizer.eos_token_id
+                stands_in = token is None or (name == "pad_token_id" and token == end)
+                if not stands_in and token not in (value if isinstance(value, list) else [value]):
+                    continue  # the tokenizer's token is new, and the saved model needs it
                 if value is MISSING:
                     vars(config).pop(name, None)
                 else:
                     setattr(config, name, value)
-
-    def _stays(self, name: str, value: Any) -> bool:
-        if name == "use_cache":
-            return True
-        token = getattr(self._tokenizer, name)
-        stands_in = name == "pad_token_id" and token == self._tokenizer.eos_token_id
-        return token is None or stands_in or token in (value if isinstance(value, list) else [value])

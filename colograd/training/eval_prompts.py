@@ -51,11 +51,7 @@ class Benchmark(ABC):
 
 
 def benchmark_names(texts: Sequence[str]) -> dict[str, str]:
-    """Map the names of benchmarks in the log to their texts in a recipe.
-
-    Raises:
-        ValueError: the extension is missing, or a text can't be read.
-    """
+    """Map the names of benchmarks in the log to their texts in a recipe."""
     registry.require("evaluation", f"exams: {list(texts)}")
     (names_of,) = registry.hooks("benchmark_names")
     return dict(names_of(texts))
@@ -78,7 +74,11 @@ def eval_prompts_of(
         dataset = benchmark_names([dataset] if isinstance(dataset, str) else dataset)
     if isinstance(dataset, dict):
         texts = {name: part for name, part in dataset.items() if isinstance(part, str)}
-        made = _benchmarks(texts, policy, args, context)
+        made: dict[str, Benchmark] = {}
+        if texts:
+            benchmark_names([*texts.values()])
+            (benchmark_of,) = registry.hooks("benchmark")
+            made = {name: benchmark_of(text, policy, args, context) for name, text in texts.items()}
         return {
             name: made[name] if name in made else eval_prompts_of(part, policy, args, feature, context, name)
             for name, part in dataset.items()
@@ -86,11 +86,3 @@ def eval_prompts_of(
     return tokenize_prompts(
         wanted_columns(dataset, policy, args, feature, name), prompt_rules(policy, args, name, context, feature)
     )
-
-
-def _benchmarks(texts: dict[str, str], policy: Policy, args: GRPOConfig, context: int | None) -> dict[str, Benchmark]:
-    if not texts:
-        return {}
-    benchmark_names([*texts.values()])
-    (benchmark_of,) = registry.hooks("benchmark")
-    return {name: benchmark_of(text, policy, args, context) for name, text in texts.items()}

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..batch import SampledStep, ScoredGroup
-from ..config import GRPOConfig
+from ..batch import SampledStep
 from ..data import PromptDataset
+from ..losses.mismatch import finish_mismatch
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import evaluation_mode
 from ..policy.second_models import with_second_logprobs
 from ..rewards.answers import chance_of_pass
-from ..rollout.statistics import Combine, RolloutStatistics
+from ..rollout.statistics import RolloutStatistics
 from .eval_prompts import Benchmark
 from .learner import Learner
 from .loss_pass import loss_pass
@@ -27,21 +27,22 @@ EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str) -> dict[str, float]:
-    """Sample, score and measure every prompt once, over all ranks.
-
-    Args:
-        trainer: trainer with the `sampler` and `learner` to use.
-        name: name of the evaluation in the run's records.
-    """
+    """Sample, score and measure every prompt once, over all ranks."""
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
     if isinstance(prompts, Benchmark):
         return prompts.evaluate(trainer, name)
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
-    counts = sampler.take_counts()
+    own = RolloutStatistics.of(groups, trainer.combine, config.mask_truncated_completions)
+    own.counts.update(sampler.take_counts())
     trainer.events.evaluated(groups, name, trainer)
-    metrics = evaluation_metrics(groups, counts, trainer.learner.reward_names, trainer.combine, config)
+    totals = torch.tensor(own.totals).split([len(scored.group.rollouts) for scored in groups])
+    ranks = gather((own, [count_passes(of_group, config.pass_threshold_eval) for of_group in totals]))
+    whole = RolloutStatistics.join(statistics for statistics, _ in ranks)
+    metrics = whole.metrics(trainer.learner.reward_names)
+    metrics |= pass_at([entry for _, of_rank in ranks for entry in of_rank], config.eval_generations())
+    metrics["completions"] = float(len(whole.lengths))
     if config.loss_eval:
         metrics |= loss_of(trainer.learner, sampler.with_advantages(groups))
     seconds = time.perf_counter() - started
@@ -49,39 +50,8 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str
     return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
 
 
-def evaluation_metrics(
-    groups: Sequence[ScoredGroup],
-    counts: Mapping[str, float],
-    reward_names: Sequence[str],
-    combine: Combine,
-    config: GRPOConfig,
-) -> dict[str, float]:
-    """Compute the metrics of all ranks' groups. A collective.
-
-    Args:
-        groups: groups of this rank.
-        counts: sums of rewards and tools since the evaluation began.
-        combine: [G, R] rewards -> [G], see `RolloutStatistics.of`.
-    """
-    own = RolloutStatistics.of(groups, combine, config.mask_truncated_completions)
-    own.counts.update(counts)
-    totals = torch.tensor(own.totals).split([len(scored.group.rollouts) for scored in groups])
-    passes = [count_passes(of_group, config.pass_threshold_eval) for of_group in totals]
-    ranks = gather((own, passes))
-    whole = RolloutStatistics.join(statistics for statistics, _ in ranks)
-    return (
-        whole.metrics(reward_names)
-        | pass_at([entry for _, of_rank in ranks for entry in of_rank], config.eval_generations())
-        | {"completions": float(len(whole.lengths))}
-    )
-
-
 def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
-    """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective.
-
-    Args:
-        drawn: groups of this rank, with advantages.
-    """
+    """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective."""
     tokens = learner.rules.max_tokens or EVALUATION_TOKENS
     rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)
@@ -101,7 +71,7 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
     reduced = metrics.reduce(step.counted)
     reduced["loss"] /= learner.objective.loss.denominator(step)
     learner.entropy.show(reduced, reduced["loss"] - learner.objective.in_loss(reduced))
-    learner.mismatch.finish(reduced)
+    finish_mismatch(reduced)
     return reduced
 
 
@@ -111,14 +81,9 @@ def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
 
 
 def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
-    """Estimate pass@k for k = 1, 2, 4 ... ``most``: the chance that at least one of k completions is a pass.
-
-    Each prompt has the unbiased estimate from n completions with c passes (`chance_of_pass`). The result is the
-    mean over the prompts with at least k judged completions.
-
-    Args:
-        passes: (n, c) of each prompt.
-    """
+    """Estimate pass@k for k = 1, 2, 4 ... ``most``: the chance that at least one of k completions is a pass. Each
+    prompt has the unbiased estimate from n completions with c passes (`chance_of_pass`). The result is the mean over
+    the prompts with at least k judged completions."""
     found = {}
     for k in (2**power for power in range(most.bit_length())):
         of_prompts = [chance_of_pass(n, c, k) for n, c in passes if n >= k]

@@ -7,49 +7,29 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..batch import LossOutput, MicroBatch, PackedRow, StepBatch, StepConstants
 from ..config import GRPOConfig
-from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController, with_step_entropy
-from ..losses.mismatch import SamplerMismatch
+from ..losses.mismatch import finish_mismatch, mismatch_advice
 from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.policy_sizes import optimizer_bytes
 from ..memory.shape import left_on_device
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
-from ..policy.logprobs import (
-    ForwardStep,
-    policy_logprobs,
-    with_old_logprobs,
-)
+from ..policy.logprobs import ForwardStep, policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules, collate
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..reporting.events import Events
 from ..reporting.metrics import AllocRetries
-from ..rewards import RewardFunction
 from ..rollout.sampler import SampledRound
 from ..sharding import ShardingStrategy
 from .loss_pass import checked_loss, loss_pass
 from .step_batches import step_batch
-
-
-class LearnerHooks(Protocol):
-    """The loss, which a subclass of `GRPOTrainer` may replace, and the trainer's state."""
-
-    state: Any
-    optimizer: Any
-    rewards: list[RewardFunction]
-    estimator: AdvantageEstimator
-    replaced: frozenset[str]  # stages that a subclass overrides
-
-    def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
-    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +39,7 @@ class Learner:
     If a step runs out of memory, all ranks pack it again in smaller micro-batches and repeat it.
     """
 
-    hooks: LearnerHooks
+    hooks: Any  # the `GRPOTrainer`: its state, and `compute_loss`, which a subclass may replace
     config: GRPOConfig
     policy: Policy
     objective: Objective
@@ -72,7 +52,6 @@ class Learner:
         self.model = self.policy.model
         self.reward_names = [reward.name for reward in self.hooks.rewards]
         self.entropy = EntropyController(self.config)
-        self.mismatch = SamplerMismatch(self.config)
         self.pending: list[StepBatch] = []  # untrained steps of the present round
         self.metrics: dict[str, float] = {}  # metrics of the last trained step, over all ranks
         self.figures: dict[str, float] = {}  # loss and gradient norm of the present step
@@ -80,11 +59,6 @@ class Learner:
         self._alloc_retries = AllocRetries(self.config.device)
 
     # -- a round
-
-    def forget_round(self) -> None:
-        """Drop the last training's steps and gradients: it may have failed in the middle of a round."""
-        self.pending = []
-        self.sharding.discard()
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack a round, and yield its optimizer steps in the order of their training, `num_iterations` times over."""
@@ -121,7 +95,6 @@ class Learner:
             yield self.pending.pop(0)
 
     def _with_second_models(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add the second models' log-probabilities, and the terms' advantages."""
         autocast = self.hooks.compute_loss_context_manager
         for field, second in self.second_models.items():
             phase = self.events.times.phase(field.partition(OF)[0])
@@ -163,18 +136,13 @@ class Learner:
             reduced = metrics.reduce(step.counted)
         loss = self.figures["loss"] = reduced.pop("loss") / denominator
         self.entropy.finish(reduced, loss - self.objective.in_loss(reduced))
-        self.mismatch.finish(reduced)
-        if line := self.mismatch.advice(reduced):
-            self.events.console.warn(line)
+        finish_mismatch(reduced)
+        self.events.warn_once("mismatch", mismatch_advice(self.config, reduced))
         self.metrics = {**step.metrics, **reduced}
         return loss
 
     def clip(self) -> float:
-        """Clip the gradient to `max_grad_norm` and return its norm before; the last check before the weights change.
-
-        Raises:
-            FloatingPointError: the norm isn't finite.
-        """
+        """Clip the gradient to `max_grad_norm` and return its norm before; the last check before the weights change."""
         most = self.config.max_grad_norm or 0.0  # None is off, as in transformers
         with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
@@ -222,9 +190,6 @@ class Learner:
 
     def measure_budget(self, shape: tuple[int, int, int]) -> tuple[int, int]:
         """Measure how many tokens a micro-batch may have on this GPU, next to the engine and the optimizer's state.
-
-        Args:
-            shape: tokens of the longest prompt and of the longest completion, and completions per group.
 
         Returns:
             The tokens, and their bytes with gradients.

@@ -38,9 +38,6 @@ def loss_pass(
 
     Returns:
         The loss's metrics, and `loss`, the sum over all micro-batches.
-
-    Raises:
-        FloatingPointError: a loss to train on isn't finite.
     """
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
@@ -57,19 +54,14 @@ def loss_pass(
                 sharding.backward(loss)  # the only reference to the graph, so a failed backward frees it
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
-        passed(row.num_tokens)
+        passed(sum(part.num_tokens for part in row.parts))
     if sharding is not None:
         check_finite(losses, step.version + 1, step.trained)
     return metrics
 
 
 def check_finite(losses: Sequence[torch.Tensor], step: int, first: int = 0) -> None:
-    """Raise a FloatingPointError if a loss isn't finite. The host waits for the device.
-
-    Args:
-        step: number of the optimizer step.
-        first: number of the first loss's micro-batch.
-    """
+    """Raise a FloatingPointError if a loss isn't finite. The host waits for the device."""
     for index, loss in enumerate(numbers(losses), start=first):
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -79,11 +71,7 @@ def check_finite(losses: Sequence[torch.Tensor], step: int, first: int = 0) -> N
 
 
 def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
-    """Check and return the output of ``compute_loss``.
-
-    Raises:
-        ValueError: no `LossOutput`, no scalar, or a needed gradient is missing.
-    """
+    """Check and return the output of ``compute_loss``."""
     if not isinstance(output, LossOutput):
         raise ValueError(
             f"compute_loss returned {shown(output)}, but must return a colograd.batch.LossOutput(loss, sums, "

@@ -56,20 +56,27 @@ class PreparedRun:
 
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
     """Check the run, load the policy, tokenise the prompts. A collective: bad input is a ValueError on all ranks.
-
     Extensions check or replace the loaded policy at the seam ``loaded_policy``: (policy, config, whether the run
-    samples) -> policy.
-
-    Args:
-        closing: stack that closes the processes of rewards and of the user's code in rollouts.
-    """
+    samples) -> policy."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
     with on_all_ranks("the start"):
         check_places(places)
         check_engines(args.layout, places)
-        _check_config(given, args)
+        # Bad settings are refused before anything is loaded; the configuration and the model's name are enough.
+        args.check_for_trainer()
+        if given.quantization_config is not None:
+            registry.require("quantized", "quantization_config")
+            for take in registry.hooks("quantization_config"):
+                take(args, given.model, given.quantization_config)
+        check_supported(given.model, args, given.peft_config, given.has_images)
+        if args.layout.is_main and (note := note_on_cpu(given.model, args)):
+            Console(enabled=True, bars=False).warn(note)
+        if given.samples:
+            check_vllm()
+            check_sampling(args)
+        check_sharding(args, given.optimizer)
         objective = Objective.from_config(args)
         feature = source_feature(given, args)
         closing.callback(feature.close)
@@ -102,28 +109,8 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
 
-def _check_config(given: TrainerArguments, args: GRPOConfig) -> None:
-    """Refuse bad settings before anything is loaded; the configuration and the model's name are enough."""
-    args.check_for_trainer()
-    if given.quantization_config is not None:
-        registry.require("quantized", "quantization_config")
-        for take in registry.hooks("quantization_config"):
-            take(args, given.model, given.quantization_config)
-    check_supported(given.model, args, given.peft_config, given.has_images)
-    if args.layout.is_main and (note := note_on_cpu(given.model, args)):
-        Console(enabled=True, bars=False).warn(note)
-    if given.samples:
-        check_vllm()
-        check_sampling(args)
-    check_sharding(args, given.optimizer)
-
-
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Prepare the process for a configuration; make TRL's default if there is none.
-
-    Raises:
-        ValueError: the configuration is another trainer's.
-    """
+    """Prepare the process for a configuration; make TRL's default if there is none."""
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
@@ -141,10 +128,8 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 
 
 def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunction]:
-    """Return the reward functions with their weights, and a source's ``own`` rewards with weight 1.
-
-    An extension may allow a run without any at the seam ``without_rewards``: config -> whether it does.
-    """
+    """Return the reward functions with their weights, and a source's ``own`` rewards with weight 1. An extension may
+    allow a run without any at the seam ``without_rewards``: config -> whether it does."""
     given = as_list(functions)
     if not (given or own or args.reward_weights) and any(allows(args) for allows in registry.hooks("without_rewards")):
         return []

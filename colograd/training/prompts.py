@@ -10,13 +10,7 @@ from torch.utils.data import DataLoader
 
 from ..batch import ModelInput, Prompt
 from ..config import GRPOConfig
-from ..data import (
-    PromptDataset,
-    PromptLoader,
-    PromptRules,
-    StepOrder,
-    tokenize_prompts,
-)
+from ..data import PromptDataset, PromptRules, StepOrder, tokenize_prompts
 from ..data.columns import EMPTY, IMAGES, check_columns, columns_of
 from ..policy.loading import Policy
 from ..reporting.console import Console
@@ -50,15 +44,9 @@ def longest_completion(args: GRPOConfig) -> int:
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Return the prompts to train on: tokenised, or a stream that is tokenised while it is read.
-
-    As in TRL, a run without a dataset needs an environment that makes all prompts, and ``max_steps``. Extensions check
-    or change the prompts at the seam ``train_prompts``: (prompts, config) -> None.
-
-    Raises:
-        ValueError: no dataset or environment, no room for a prompt, fewer prompts than a round takes, or a row that
-            can't be tokenised.
-    """
+    """Return the prompts to train on: tokenised, or a stream that is tokenised while it is read. As in TRL, a run
+    without a dataset needs an environment that makes all prompts, and ``max_steps``. Extensions check or change the
+    prompts at the seam ``train_prompts``: (prompts, config) -> None."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     prompts: Prompts
@@ -74,19 +62,9 @@ def train_prompts_of(
     return prompts
 
 
-def loader_of(prompts: Prompts, args: GRPOConfig) -> DataLoader:
-    """Return a loader with one item per optimizer step: the list of this rank's prompts."""
-    if not isinstance(prompts, PromptDataset):
-        return prompts.loader()
-    chosen = prompts.choice
-    return PromptLoader(prompts, StepOrder.of(args, len(prompts)) if chosen is None else chosen.order(args))
-
-
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns``, or add empty prompts if they are written during the rollout.
-
-    Columns of an extension stay: seam ``prompt_columns``, config -> names.
-    """
+    """Apply ``remove_unused_columns``, or add empty prompts if they are written during the rollout. Columns of an
+    extension stay: seam ``prompt_columns``, config -> names."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
@@ -100,12 +78,7 @@ def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: Sour
 def prompt_rules(
     policy: Policy, args: GRPOConfig, name: str, context: int | None, feature: SourceFeature = NO_FEATURE
 ) -> PromptRules:
-    """Return the rules for the conversion of rows into prompts.
-
-    Args:
-        name: name of the dataset in messages: train, eval or the user's.
-        context: tokens of the engine's context, if there is an engine already.
-    """
+    """Return the rules for the conversion of rows into prompts."""
     completion, most = longest_completion(args), engine_context(policy, args, context)
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
@@ -127,11 +100,7 @@ def prompt_rules(
 
 
 def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int:
-    """Return the maximum tokens of a sequence.
-
-    Args:
-        context: tokens of the engine's context, if there is an engine already.
-    """
+    """Return the maximum tokens of a sequence."""
     return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
 
 
@@ -149,16 +118,12 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the reader of rows that have more than text, for a policy that takes them; None for others.
-
-    An extension makes it: seam ``prompt_reader``, policy -> reader or None.
-    """
+    """Return the reader of rows that have more than text, for a policy that takes them; None for others. An extension
+    makes it: seam ``prompt_reader``, policy -> reader or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return a prompt of each kind that has more than text, to prove forwards on; empty if the run has none.
-
-    Extensions make them: seam ``proof_prompts``, (prompts, policy, feature) -> list.
-    """
+    """Return a prompt of each kind that has more than text, to prove forwards on; empty if the run has none. Extensions
+    make them: seam ``proof_prompts``, (prompts, policy, feature) -> list."""
     return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
@@ -18,11 +17,7 @@ from ..runtime.sizes import active_parameters
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
-    """Return the rules that pack a run's groups into micro-batches; a budget of 0 isn't measured yet.
-
-    Args:
-        equal_counts: whether ranks exchange in each forward or backward, not only at the end of a step.
-    """
+    """Return the rules that pack a run's groups into micro-batches; a budget of 0 isn't measured yet."""
     return PackingRules(
         max_tokens=config.token_budget,
         mask_truncated=config.mask_truncated_completions,
@@ -35,16 +30,6 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
         ranks_per_engine=config.layout.ranks_per_engine,
         ranks_per_row=config.layout.ranks_per_row,
     )
-
-
-class _Share(NamedTuple):
-    """One rank's share of a step, in numbers that add up over ranks."""
-
-    loss_tokens: int
-    sequences: int
-    packed_tokens: int  # tokens through the model in one forward
-    micro_batches: int
-    moved_groups: int  # groups trained here, but sampled by no engine of the ranks that train each row together
 
 
 def step_batch(
@@ -74,19 +59,22 @@ def step_batch(
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    work = (sum(row.num_tokens for row in rows), len(rows), moved) if counted else (0, 0, 0)
-    share = _Share(in_loss, len(rollouts), *work)
-    ranks = gather((share, statistics))
-    whole = _Share(*(sum(numbers) for numbers in zip(*(share for share, _ in ranks), strict=True)))
+    # Numbers that add up over ranks: tokens in the loss, completions, tokens through the model in one forward,
+    # micro-batches, and groups trained here but sampled by no engine of the ranks that train each row together.
+    tokens = sum(part.num_tokens for row in rows for part in row.parts)
+    work = (tokens, len(rows), moved) if counted else (0, 0, 0)
+    ranks = gather(((in_loss, len(rollouts), *work), statistics))
+    columns = zip(*(numbers for numbers, _ in ranks), strict=True)
+    in_loss, completions, packed_tokens, micro_batches, moved = map(sum, columns)
     sampled = RolloutStatistics.join(statistics for _, statistics in ranks)
     if tell is not None:
         tell(sampled)
     metrics = sampled.metrics(reward_names) | {
-        "train/packed_tokens": float(whole.packed_tokens),
-        "train/micro_batches": float(whole.micro_batches),
-        "train/moved_groups": float(whole.moved_groups),
+        "train/packed_tokens": float(packed_tokens),
+        "train/micro_batches": float(micro_batches),
+        "train/moved_groups": float(moved),
         "train/sampled_tokens": float(sum(sampled.lengths)),
         # TRL's `num_tokens` counts the same: prompts and the model's tokens, not tools' answers.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
-    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted)
+    return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)

@@ -20,6 +20,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from ..checkpoint import folders, search
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
+from ..data import PromptDataset, PromptLoader, StepOrder
 from ..engine.sampling import LengthHistory
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
@@ -40,7 +41,7 @@ from .checkpointer import Checkpointer
 from .eval_prompts import eval_prompts_of
 from .evaluation import evaluate_prompts
 from .learner import Learner
-from .prompts import loader_of, train_prompts_of
+from .prompts import train_prompts_of
 
 # Schedules that step on an evaluation's metric.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
@@ -97,7 +98,6 @@ class SeamTrainer(Trainer):
         return Checkpointer(self)
 
     def _begin_training(self, resume_from_checkpoint: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        """Find the checkpoint to resume from, and open the records. Return it, and the output of a finished run."""
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         checkpoint = self.checkpointer.find(resume_from_checkpoint)
@@ -153,7 +153,6 @@ class SeamTrainer(Trainer):
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
     def _evaluated(self, eval_dataset: Any, prefix: str) -> dict[str, float]:
-        """Compute the metrics of one dataset, or of several by name."""
         with on_all_ranks("the evaluation's prompts"):
             self._follow_datasets()
         prompts = self.eval_prompts
@@ -176,10 +175,15 @@ class SeamTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader with one item per optimizer step: the list of this rank's prompts."""
         self._follow_datasets()
-        return loader_of(self.train_prompts, self.args)
+        prompts = self.train_prompts
+        if not isinstance(prompts, PromptDataset):
+            return prompts.loader()
+        choice = prompts.choice
+        return PromptLoader(
+            prompts, StepOrder.of(self.args, len(prompts)) if choice is None else choice.order(self.args)
+        )
 
     def _follow_datasets(self) -> None:
-        """Tokenise a dataset that has replaced the trainer's."""
         train_dataset, eval_dataset = self._tokenised
         given = self.policy, self.args, self.feature, self.engine_context
         if self.train_dataset is not train_dataset:
@@ -229,11 +233,6 @@ class SeamTrainer(Trainer):
             digest = "" if self.args.tensor_parallel else digest_of(self.model)  # a rank has a part of the weights
             problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
-
-    def _end_records(self) -> None:
-        """Warn of a journal that couldn't be written in the last round."""
-        if self.args.keeps_journal:
-            self.console.warn_of_all(gather(self.journal.close() if self.journal else ""))
 
     # -- logs
 
@@ -328,8 +327,15 @@ class SeamTrainer(Trainer):
         self.checkpointer.load_weights(str(self.state.best_model_checkpoint), super()._load_best_model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise an error if a parameter isn't in the files."""
-        self.checkpointer.check_all_loaded(load_result.missing_keys)
+        """Raise ValueError if the model has parameters that a checkpoint's files lack."""
+        state = self.model.state_dict()
+        absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied tensor is saved once
+        if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
+            raise ValueError(
+                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
+                "another model, or a file is missing."
+            )
         super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -360,11 +366,7 @@ class SeamTrainer(Trainer):
         return super()._finalize_training(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
-        """Create the repository as transformers does, but at start and with one clear error.
-
-        Raises:
-            ValueError: no connection, no token, or no permission to push.
-        """
+        """Create the repository as transformers does, but at start and with one clear error."""
         try:
             super().init_hf_repo(token, **options)  # since 5.24 there is `private`
         except (OSError, ValueError, HTTPError) as error:

@@ -63,11 +63,9 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
-    """Call ``tell(started, ended, *further)`` in the thread that ends or cancels the call.
-
-    Both are times of `time.perf_counter`. ``started`` is the function's start, or the time of calling `when_done` if
-    the start isn't known.
-    """
+    """Call ``tell(started, ended, *further)`` in the thread that ends or cancels the call. Both are times of
+    `time.perf_counter`. ``started`` is the function's start, or the time of calling `when_done` if the start isn't
+    known."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:
@@ -92,11 +90,8 @@ def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) ->
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
-    """Wait for a user's awaitable. Return its outcome: ``late`` after ``timeout`` seconds.
-
-    SystemExit doesn't end the event loop. Unlike in `asyncio.wait_for`, an awaitable that ignores its cancellation
-    doesn't delay the outcome.
-    """
+    """Wait for a user's awaitable. Return its outcome: ``late`` after ``timeout`` seconds. SystemExit doesn't end the
+    event loop. Unlike in `asyncio.wait_for`, an awaitable that ignores its cancellation doesn't delay the outcome."""
 
     async def guarded() -> Any:
         try:
@@ -136,13 +131,8 @@ class _Stuck(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Interrupt a block in the trainer's own thread after ``seconds`` (None: never).
-
-    If the block still runs `GRACE` seconds later, print ``problem`` and end the process.
-
-    Raises:
-        Late: the block was interrupted. The error's text is ``problem``.
-    """
+    """Interrupt a block in the trainer's own thread after ``seconds`` (None: never). If the block still runs `GRACE`
+    seconds later, print ``problem`` and end the process."""
     if seconds is None:
         yield
         return

@@ -11,10 +11,8 @@ OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def own_copy(value: Any) -> Any:
-    """Copy a value at every depth for one call of the user's code.
-
-    Immutable values, objects of the user's classes, and objects that can't be copied are returned as they are.
-    """
+    """Copy a value at every depth for one call of the user's code. Immutable values, objects of the user's classes, and
+    objects that can't be copied are returned as they are."""
     kind = type(value)
     if kind in UNCHANGING:
         return value

@@ -15,14 +15,7 @@ CHARACTERS = 16
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON, with lone surrogates replaced.
-
-    Args:
-        finite: whether NaN and infinities are errors.
-
-    Raises:
-        ValueError: the text isn't JSON, or is nested more than DEEPEST deep.
-    """
+    """Parse JSON, with lone surrogates replaced."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:
@@ -30,11 +23,7 @@ def parse_json(text: str | bytes, finite: bool = False) -> Any:
 
 
 def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
-    """Replace lone surrogates in a text, or in all texts of nested lists, tuples and dicts. Keep other objects.
-
-    Raises:
-        ValueError: see `parse_json`.
-    """
+    """Replace lone surrogates in a text, or in all texts of nested lists, tuples and dicts. Keep other objects."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, float) and finite and not math.isfinite(value):

@@ -94,11 +94,7 @@ class Worker:
         self._state_key: Any = None  # key of the trainer state that the process has
 
     def start(self) -> None:
-        """Start the process and let it load the functions.
-
-        Raises:
-            CannotTravel: the process can't load them.
-        """
+        """Start the process and let it load the functions."""
         ours, theirs = socket.socketpair()
         with theirs:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # the worker inherits the mask
@@ -125,11 +121,7 @@ class Worker:
             raise CannotTravel(problem)
 
     def try_loading(self) -> None:
-        """Start and stop the process once.
-
-        Raises:
-            CannotTravel: the process can't load the functions.
-        """
+        """Start and stop the process once."""
         try:
             if self._functions:
                 self.start()
@@ -137,12 +129,7 @@ class Worker:
             self.stop()
 
     def run(self, call: WorkerCall, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome:
-        """Run a call and wait for its outcome.
-
-        Args:
-            timeout: maximum seconds; None: no limit.
-            unneeded: polled during the call. If it returns True, the call is killed with its process.
-        """
+        """Run a call and wait for its outcome."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
@@ -165,7 +152,6 @@ class Worker:
 
     @staticmethod
     def _wait_for_answer(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
-        """Wait for an answer and return None, or return the outcome of a call that ends without an answer."""
         started, limit = time.monotonic(), math.inf if timeout is None else timeout
         while not connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
             if time.monotonic() - started >= limit:
@@ -175,7 +161,6 @@ class Worker:
         return None
 
     def _exit_status(self) -> int:
-        """Return the exit status of a process that closed its socket. Kill it if it lives on for 5 s."""
         assert self._process is not None
         try:
             return self._process.wait(timeout=5)

@@ -74,7 +74,6 @@ def _check_name(function: str, kind: str, name: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return tensors and arrays as lists or numbers, and other values as they are."""
     if hasattr(value, "detach"):
         value = value.detach()
     return value.tolist() if hasattr(value, "tolist") else value

@@ -18,6 +18,7 @@ import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import HfApi
+from scoring_cases import score_group
 from transformers import LlamaConfig, Trainer, TrainingArguments
 
 from colograd.batch import FinishReason, Group, Rollout
@@ -31,7 +32,7 @@ from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy.loading import check_tokenizer, load_policy
 from colograd.policy.lora import Adapter
-from colograd.rewards import RewardError, resolve_rewards, score_group
+from colograd.rewards import RewardError, resolve_rewards
 from colograd.rollout.features import SourceFeature
 from colograd.runtime import process
 from colograd.sharding import check_sharding

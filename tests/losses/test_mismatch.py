@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -18,14 +17,13 @@ from colograd.losses.correction import (
     MASKED_TOKENS,
     RAW,
     TRUNCATED,
+    WEIGHT,
     SamplerCorrection,
 )
-from colograd.losses.mismatch import SamplerMismatch, effective_share
+from colograd.losses.mismatch import finish_mismatch, mismatch_advice
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
 from colograd.policy.packing import collate
 from colograd.reporting.metrics import Metrics
-
-MASK = SamplerCorrection("sequence_mask", None, 3.0)
 
 
 def config(**given: Any) -> GRPOConfig:
@@ -41,7 +39,7 @@ def logged(mode: str, budget: int) -> tuple[dict[str, float], list[torch.Tensor]
     for output in outputs:
         metrics.update(output.sums, output.minima, output.maxima)
     reduced = metrics.reduce()
-    SamplerMismatch(config()).finish(reduced)
+    finish_mismatch(reduced)
     of_completions: dict[int, torch.Tensor] = {}
     row = collate(*step.rows(1000, on_policy=False))
     difference = (row.old_logprobs - row.sampler_logprobs).nan_to_num(nan=0.0)
@@ -107,43 +105,13 @@ def test_ratios_are_logged_as_they_are_before_the_correction(mode: str, budget: 
         assert reduced["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(kept.mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "masks"), [(None, 3.0, True), (None, 3.0, False), (0.5, 2.0, True), (0.5, 2.0, False)]
-)
-@pytest.mark.parametrize("tokens", [10, 300, 3000])
-def test_the_effective_share_is_that_of_drawn_ratios(low: float | None, high: float, masks: bool, tokens: int) -> None:
-    """Half a million completions whose tokens have normal log-ratios."""
-    spread, generator = 0.03, torch.Generator().manual_seed(0)
-    width = spread * math.sqrt(tokens)
-    drawn = torch.randn(500_000, generator=generator, dtype=torch.float64) * width - width**2 / 2
-    ratio, bounds = drawn.exp(), SamplerCorrection("mask" if masks else "truncate", low, high)
-    weights = ratio.masked_fill(bounds.outside(ratio), 0.0) if masks else ratio.clamp(min=low, max=high)
-    expected = float(weights.mean() ** 2 / weights.square().mean())
-    assert effective_share(spread, tokens, bounds) == pytest.approx(expected, rel=0.03)
-
-
-def test_the_effective_share_falls_with_length_and_ends_at_nothing() -> None:
-    shares = [effective_share(0.05, tokens, MASK) for tokens in (1, 100, 1000, 10_000, 10**7)]
-    assert shares == sorted(shares, reverse=True) and shares[0] > 0.99 and shares[-1] == 0.0
-    assert effective_share(0.0, 1000, MASK) == 1.0
-
-
-def test_a_line_advises_where_long_completions_would_hardly_count() -> None:
-    metrics = {f"{DIFFERENCE}/std": 0.05}
-    told = SamplerMismatch(config(max_completion_length=8192))
-    line = told.advice(metrics)
-    assert "differ by 0.050 nats" in line and "sequence_mask" in line and "set token_truncate" in line
-    length = int(line.split("more than about ")[1].split()[0].replace(",", ""))
-    assert effective_share(0.05, length, MASK) >= 0.5 > effective_share(0.05, length + 1, MASK)
-    assert told.advice(metrics) == "", "once"
-    silent = {
-        "short completions": config(max_completion_length=64),
-        "by tokens": config(max_completion_length=8192, vllm_importance_sampling_mode="token_truncate"),
-        "off": config(max_completion_length=8192, vllm_importance_sampling_correction=False),
-    }
-    for name, quiet in silent.items():
-        assert SamplerMismatch(quiet).advice(metrics) == "", name
-    assert SamplerMismatch(config(max_completion_length=8192)).advice({}) == "", "nothing was trained on"
+def test_a_line_advises_if_completions_hardly_count() -> None:
+    metrics = {f"{DIFFERENCE}/std": 0.05, f"{WEIGHT}/mean": 0.3}
+    line = mismatch_advice(config(), metrics)
+    assert "differ by 0.050 nats" in line and "sequence_mask" in line and "0.30 on average" in line
+    assert mismatch_advice(config(), metrics | {f"{WEIGHT}/mean": 0.6}) == ""
+    assert mismatch_advice(config(vllm_importance_sampling_mode="token_truncate"), metrics) == ""
+    assert mismatch_advice(config(), {}) == "", "nothing was trained on"
 
 
 @pytest.mark.engine

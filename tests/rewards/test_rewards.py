@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scoring_cases import score_group
 
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
 from colograd.rewards import (
@@ -30,7 +31,6 @@ from colograd.rewards import (
     get_soft_overlong_punishment,
     last_number,
     resolve_rewards,
-    score_group,
     think_format_reward,
     weighted_sum,
 )

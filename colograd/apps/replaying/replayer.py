@@ -245,11 +245,13 @@ class Replayer(GRPOTrainer):
         self.comparison = Comparison(self.rounds)
         self.add_callback(_EndAfter(replay.last))
 
-    def _make_sampler(self, task: PreparedRun) -> ReplaySampler:
+    sampler_class = ReplaySampler
+
+    def _make_sampler(self, task: PreparedRun) -> Any:
         settings = settings_of(self.args, self.learner.reward_names)
         self.rounds = ReplayStore(self.replay, self.args.layout.rank, settings, reader_of(self.policy))
         self.journal = None if self.args.layout.engine_place else self.rounds
-        return self._sampler_of(ReplaySampler, task, source=None)
+        return super()._make_sampler(task)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train from the checkpoint before the first step to the end of the last step."""

@@ -33,7 +33,7 @@ class Versions(Rider):
 
     spans: tuple[VersionSpan, ...]
 
-    KEY = FIELD = "spans"
+    KEY = "spans"
 
     def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
         ages = rollout.policy_version - versions_of(rollout)
@@ -61,8 +61,6 @@ class TokenAges(RowRider):
     """How many optimizer steps older the weights that sampled each label are than the weights of its round."""
 
     ages: torch.Tensor  # (N,) float32
-
-    FIELD = "ages"
 
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         old = scored * (self.ages > 0)

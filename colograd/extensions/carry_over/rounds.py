@@ -122,5 +122,6 @@ class CarriedRound(PlainRound):
     def _score(self, samples: Sequence[Group], scoring: InScoring, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
         """Score ``samples`` in one call. Return the groups of ``prompts``, in that order, with advantages."""
         with self.times.phase("reward"):
-            scoring.score_together(samples)
+            if samples:
+                scoring.score_together(samples)
             return [scoring.scored(prompt.position) for prompt in prompts]

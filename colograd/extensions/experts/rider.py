@@ -14,7 +14,7 @@ import torch
 from ...batch import PackedRow, Rollout
 from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
-from ...rollout.marked_table import read_table, table_bytes
+from ...rollout.group_table import read_table, table_bytes
 
 # A null `prompt` equals the row before's.
 ROWS = pa.schema(
@@ -35,7 +35,6 @@ class RoutedExperts(Rider):
     prompt: torch.Tensor  # [P, L, K], one tensor for all rollouts of a group
     completion: torch.Tensor  # [C, L, K]
 
-    FIELD = "experts"
     MARK = b"\xff\xff\xff\xff"  # the beginning of every Arrow message, because the first records had no other mark
 
     @classmethod
@@ -112,7 +111,6 @@ class RoutedExperts(Rider):
 class RowExperts(RowRider):
     experts: torch.Tensor  # (T, L, K), `UNKNOWN` for a token without recorded experts
 
-    FIELD = "experts"
     OF_POLICY = True
 
     def part(self, tokens: slice, labels: torch.Tensor) -> RowExperts:

@@ -18,7 +18,7 @@ import torch
 
 from ...batch import ModelInput, Rollout
 from ...riders import Media
-from ...rollout.marked_table import read_table, table_bytes
+from ...rollout.group_table import read_table, table_bytes
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
 STAND_IN = 0  # a token that is no model's image placeholder

@@ -15,7 +15,7 @@ from ...config import GRPOConfig
 from ...policy.logprobs import Compute, ForwardStep, Pass, install
 from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
-from ...rollout.marked_table import read_table, table_bytes
+from ...rollout.group_table import read_table, table_bytes
 
 # int32 numbers; null: all tokens of the rollout were drawn from the whole vocabulary.
 ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
@@ -37,7 +37,6 @@ class KeptTokens(Rider, RowRider):
     ids: torch.Tensor  # [sum counts] int32 token ids, on the host
     counts: torch.Tensor  # [N] int32, number of ids per token; 0: the whole vocabulary
 
-    FIELD = "kept"
     MARK = b"KEPT SET"
 
     @classmethod
