@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from ...usercode.untrusted import parse_json
 
 PROBE = "colograd-probe-7f3a"  # a message's content that no template contains
-MARK = "Zq7mark"  # a mark that no template or message contains
 DISTINCT = 8  # minimum characters of a text to search for: a shorter text may occur anywhere
 REASONING = ("reasoning", "reasoning_content", "thinking")  # names of the reasoning's field in chat templates
 
@@ -101,42 +99,6 @@ class ChatFormat:
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    def places(
-        self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str
-    ) -> Iterator[tuple[int, slice, slice | None]]:
-        """Yield the places of the assistant's messages in the conversation's ``text``.
-
-        Each item is the message's index, the slice between its neighbours' contents, and the slice of its own content
-        (None: not found). Yield nothing if marks in the messages change the template's other text.
-        """
-        marked, halves = list(messages), dict[int, tuple[str, str]]()
-        for index, message in enumerate(messages):
-            content = message.get("content")
-            if isinstance(content, str) and (stripped := content.strip()):
-                half = content.index(stripped) + (len(stripped) + 1) // 2
-                halves[index] = content[:half].lstrip(), content[half:].rstrip()
-                marked[index] = {**message, "content": f"{content[:half]}{MARK}{index}{MARK}{content[half:]}"}
-        try:
-            shown = self.write(marked, arguments)
-        except UnreadableMessages:
-            return
-        if re.sub(f"{MARK}[0-9]+{MARK}", "", shown) != text:
-            return
-        contents, removed = dict[int, slice](), 0
-        for match in re.finditer(f"{MARK}([0-9]+){MARK}", shown):
-            index, at = int(match[1]), match.start() - removed
-            removed += len(match[0])
-            before, behind = halves[index]
-            if index in contents or not (text.endswith(before, 0, at) and text.startswith(behind, at)):
-                before = behind = ""  # the template writes it twice, or changes it
-            contents[index] = slice(at - len(before), at + len(behind))
-        for index, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                start = max((part.stop for i, part in contents.items() if i < index), default=0)
-                end = min((part.start for i, part in contents.items() if i > index), default=len(text))
-                own = contents.get(index)
-                yield index, slice(start, end), own if own is not None and own.stop > own.start else None
-
     def encode(self, text: str, behind: int | None = None) -> list[int]:
         """Return a text's ids behind the token ``behind``. A tokenizer may encode the start of a text differently."""
         if not text:
@@ -185,15 +147,16 @@ class SessionContexts:
         ]
         at, after = max(known, default=(0, None))
         ids: list[int] = []
+        messages_before = 0
         if after is not None:
             turn = self.turns[after]
             assert turn is not None
-            ids = list(turn.ids)
+            ids, messages_before = list(turn.ids), turn.place + 1
             # In some templates the token that ends a turn is also the beginning of the next message.
             end = self.form.end_texts.get(ids[-1], "")
             if end and not text.endswith(end, 0, at) and text.startswith(end, at):
                 at += len(end)
-        for piece in self._pieces(written, arguments, text, at):
+        for piece in self._pieces(written, messages_before, text, at):
             ids += piece if isinstance(piece, list) else self.form.encode(piece, ids[-1] if ids else None)
         return Context(ids, text, written, dict(arguments), after)
 
@@ -224,37 +187,33 @@ class SessionContexts:
         self.turns[-1] = turn
         self._by_key.setdefault(key, []).append(turn)
 
-    def _pieces(
-        self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], text: str, at: int
-    ) -> Iterator[str | list[int]]:
-        """Yield a text from ``at`` on in pieces: sampled ids for turns of the model, and the texts between them."""
+    def _pieces(self, messages: Sequence[dict[str, Any]], known: int, text: str, at: int) -> Iterator[str | list[int]]:
+        """Yield a text from ``at`` on in pieces: sampled ids for turns of the model, and the texts between them.
+
+        ``known`` is the number of messages that end before ``at``.
+        """
         turns: dict[int, Turn] = {}  # message index -> turn. Among equal messages the last one is the newest turn.
         left = {key: [*equal] for key, equal in self._by_key.items()}
         for index in reversed(range(len(messages))):
             if messages[index].get("role") == "assistant" and (equal := left.get(_key(messages[index]))):
                 turns[index] = equal.pop()
-        if at < len(text) and turns:
-            for index, around, content in self.form.places(messages, arguments, text):
-                turn = turns.get(index)
-                if turn is None or around.stop <= at:
-                    continue
-                around = slice(max(around.start, at), around.stop)
-                for first, ids in self._runs(turn, text, around, content):
-                    if first >= at:
-                        yield text[at:first]
-                        yield ids
-                        at = first + len(self.form.decode(ids))
+        behind = at  # index in the text behind the earlier messages
+        for index in range(known, len(messages)):
+            for first, ids in self._runs(turns[index], text, max(at, behind)) if index in turns else ():
+                yield text[at:first]
+                yield ids
+                at = first + len(self.form.decode(ids))
+            content = str(messages[index]["content"]).strip()
+            if (first := text.find(content, behind)) >= 0:
+                behind = first + len(content)
         yield text[at:]
 
-    def _runs(self, turn: Turn, text: str, around: slice, content: slice | None) -> Iterator[tuple[int, list[int]]]:
-        """Yield the parts of a turn that a text still contains: their place in the text, and their sampled ids.
-
-        ``around`` has the turn's message, and ``content`` the message's content (None: it has none).
-        """
+    def _runs(self, turn: Turn, text: str, at: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the parts of a turn that a text still contains from ``at`` on: their places, and their sampled ids."""
         ids = turn.wrote[:-1] if turn.wrote[-1] in self.form.ends else turn.wrote
         said = self.form.decode(ids)
         for whole, of_whole in ((self.form.decode(turn.wrote), turn.wrote), (said, ids)):
-            if len(whole) >= DISTINCT and (first := text.find(whole, around.start, around.stop)) >= 0:
+            if len(whole) >= DISTINCT and (first := text.find(whole, at)) >= 0:
                 yield first, of_whole
                 return
         # Each token's start in the ids' text, then the end. All tokens of one character start where it starts.
@@ -264,33 +223,25 @@ class SessionContexts:
             if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
                 known, start = known + piece, index + 1
             places.append(len(known))
-
-        def kept(part: str, inside: int, first: int) -> Iterator[tuple[int, list[int]]]:
-            """Yield the place and ids of the tokens that lie completely in a part of the turn's text."""
-            low = bisect.bisect_left(places, inside)
-            high = bisect.bisect_right(places, inside + len(part)) - 1
-            if first >= 0 and low < high:
-                start, end = (first + places[i] - inside for i in (low, high))
-                if self.form.decode(ids[low:high]) == text[start:end]:
-                    yield start, ids[low:high]
-
-        parts, at = [], 0  # reasoning and content, each with its place in the turn's text
-        for name in ("reasoning", "content"):
+        content = str(turn.message["content"]).strip()
+        last = text.find(content, at) + len(content)
+        read = 0  # index in the turn's text behind the earlier parts
+        for name in ("reasoning", "content", "tool_calls"):
             part = str(turn.message.get(name) or "").strip()
-            found = said.find(part, at) if part else -1
-            parts.append((part, found) if found >= 0 else ("", at))
-            at = found + len(part) if found >= 0 else at
-        calls = said[at:].strip() if turn.message.get("tool_calls") else ""
-        (reasoning, of_reasoning), (own, of_own) = parts
-        after = around.start if content is None else content.stop
-        shown = text.find(calls, after, around.stop) if len(calls) >= DISTINCT else -1
-        if len(reasoning) >= DISTINCT:
-            before = content.start if content is not None else shown if shown >= 0 else around.stop
-            yield from kept(reasoning, of_reasoning, text.rfind(reasoning, around.start, before))
-        if content is not None and own:
-            yield from kept(own, of_own, content.start)
-        if shown >= 0:
-            yield from kept(calls, said.index(calls, at), shown)
+            if name == "tool_calls" and part:
+                part = said[read:].strip()
+            if len(part) < DISTINCT or (inside := said.find(part, read)) < 0:
+                continue
+            read = inside + len(part)
+            first = text.find(part, at)
+            if first < 0 or (name == "reasoning" and last - len(content) <= first and first + len(part) <= last):
+                continue  # the template drops it, or it only occurs within the content
+            at = first + len(part)
+            # The tokens that lie completely in this part.
+            low, high = bisect.bisect_left(places, inside), bisect.bisect_right(places, read) - 1
+            start, end = (first + places[index] - inside for index in (low, high))
+            if low < high and self.form.decode(ids[low:high]) == text[start:end]:
+                yield start, ids[low:high]
 
 
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:

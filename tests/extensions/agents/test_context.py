@@ -10,14 +10,14 @@ import pytest
 from template_families import FAMILIES, Model, families, tokenizer_of
 
 from colograd.batch import FinishReason
-from colograd.extensions.agents.context import ChatFormat, SessionContexts, UnreadableMessages
+from colograd.extensions.agents.context import DISTINCT, ChatFormat, SessionContexts, UnreadableMessages
 from colograd.extensions.agents.tree import TokenTree
 
 
 def kept_whole(form: ChatFormat, wrote: list[int], reply: dict[str, Any]) -> list[int]:
     """The sampled tokens that lie in a turn's content."""
     content, reasoning = reply["content"], reply.get("reasoning", "")
-    if not content:
+    if len(content) < DISTINCT:
         return []
     said, at, found = form.decode(wrote), 0, []
     first = said.index(content, said.index(reasoning) + len(reasoning))
