@@ -1,6 +1,6 @@
 """Collectives between GPUs that don't exist: one rank's part of a step. The other ranks don't exist either.
 
-    python tests/helpers/fake_nccl.py RANKS      # with the guard of `fake_gpu.run`; prints a dictionary per case
+    python tests/helpers/fake_nccl.py RANKS WAY ...    # with the guard of `fake_gpu.run`; prints a dictionary per case
 
 torch's fake process group returns at once, without data; each call is recorded. Every way of sharding runs two
 micro-batches and the optimizer's step, on the first and on the last rank.
@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -104,8 +104,8 @@ def step(way: str, ranks: int, rank: int) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def main(ranks: int) -> None:
-    for way in WAYS:
+def main(ranks: int, ways: Sequence[str]) -> None:
+    for way in ways:
         for rank in (0, ranks - 1):
             try:
                 found = step(way, ranks, rank)
@@ -115,4 +115,4 @@ def main(ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -19,8 +19,8 @@ SCRIPT = SCRIPTS / "fsdp_ranks.py"
 FAULTS = ("before", "forward", "backward", "forward memory", "backward memory")
 
 
-def run(ranks: int, folder: Path) -> list[dict[str, Any]]:
-    done = launcher.run(SCRIPT, folder, ranks=ranks)
+def run(ranks: int, folder: Path, *case: str) -> list[dict[str, Any]]:
+    done = launcher.run(SCRIPT, folder, *case, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 
@@ -48,13 +48,22 @@ def moved(folder: Path, name: str, ranks: int) -> torch.Tensor:
     return torch.cat([(weights[key] - start[key]).flatten() for key in start])
 
 
-@pytest.mark.parametrize("case", ["plain", "checkpointing", "kept", "tied", "compiled"])
-def test_steps_leave_the_weights_of_one_rank(one, several, folder, case) -> None:
-    """With activations recomputed in the backward, with weights kept until then, and with compiled layers, too."""
-    expected, found = moved(folder, case.replace("compiled", "plain"), 1), moved(folder, case, len(several))
+def check_alike(expected: torch.Tensor, found: torch.Tensor) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["plain", "checkpointing", "kept", "tied"])
+def test_steps_leave_the_weights_of_one_rank(one, several, folder, case) -> None:
+    """With activations recomputed in the backward, and with weights kept until then, too."""
+    check_alike(moved(folder, case, 1), moved(folder, case, len(several)))
     assert len({rank[name]["weights"] for rank in several for name in ("plain", "checkpointing", "kept")}) == 1
     assert several[0]["tied"]["weights"] != several[0]["plain"]["weights"]
+
+
+@pytest.mark.slow
+def test_compiled_steps_leave_the_weights_of_one_rank(one, folder, tmp_path) -> None:
+    run(2, tmp_path, "compiled")
+    check_alike(moved(folder, "plain", 1), moved(tmp_path, "compiled", 2))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
