@@ -101,6 +101,18 @@ class Head:
         """Dtype of everything except the products."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    @property
+    def chain(self) -> float:
+        """Derivative of the logits after the product, without the cap's."""
+        return self.scale / self.temperature
+
+    @property
+    def transform(self) -> dict[str, Any]:
+        """How `head_kernels.Tile` turns products into logits."""
+        cap = self.softcap or 1.0
+        capped = bool(self.softcap)
+        return {"low": HIDDEN, "before": self.scale / cap, "behind": cap / self.temperature, "capped": capped}
+
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return one tile (rows, columns) before the cap and the temperature: a new tensor, for in-place work."""
         tile = self.product(hidden, weight, bias).to(self.exact)
@@ -272,7 +284,7 @@ class _LabelLogprobs(torch.autograd.Function):
                 else:
                     tile = head.product(states[row], part, part_bias)
                     at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
-                    kernels.add_tile(head, tile, *at, running[:, row])
+                    kernels.Tile(tile, *at, **head.transform).add_to(running[:, row])
         if head.part is not None:
             maximum, (label_logit, moment, total) = head.part.combine(maximum, (label_logit, moment, total))
         normaliser = maximum + total.log()
@@ -305,7 +317,7 @@ class _LabelLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         kernels = kernels_for(states, head, other)
         gradient, of_entropy = gradient.contiguous(), of_entropy.contiguous()
-        dtype = head.exact if needs_bias else head.dtype  # the bias's gradient sums what isn't rounded yet
+        dtype = head.exact if needs_bias else head.dtype  # a bias's gradient sums unrounded numbers
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
@@ -324,9 +336,9 @@ class _LabelLogprobs(torch.autograd.Function):
                     else:
                         tile = head.product(states[row], part, part_bias)
                         at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
-                        of_row = normaliser[row], gradient[row], of_entropy[row]
-                        own = None if entropy is None else entropy[row]
-                        tile = kernels.turn_to_gradient(head, tile, *at, *of_row, own, dtype)
+                        of_row = [normaliser[row], gradient[row], of_entropy[row]]
+                        of_row.append(None if entropy is None else entropy[row])
+                        tile = kernels.Tile(tile, *at, **head.transform).gradient(of_row, head.chain, dtype)
                     if d_bias is not None:
                         of_bias = _plus(of_bias, tile.sum(dim=0), head.exact)
                     tile = tile.to(head.dtype)
@@ -385,7 +397,7 @@ def _turn_to_gradient(
         gradient: (n,) gradient of the log-probabilities.
         spread: gradient of entropy and divergence; None: they are constants.
     """
-    chain = head.scale / head.temperature
+    chain = head.chain
     gradient = gradient * chain
     capped = head.cap_(tile).clone() if head.softcap else None
     head.finish_(tile)

@@ -4,7 +4,8 @@
 
 Versions: this checkout's; on a GPU also its torch code, without the kernels; and --other, the file
 `colograd/policy/head.py` of another checkout. Medians of milliseconds: on a CPU of processor time, because other
-processes disturb the wall clock. Beside them the largest difference of each value and gradient.
+processes disturb the wall clock. It also prints the largest difference of each
+value and gradient.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ TILE, BLOCK = (5, 24), 16  # rows and columns that divide nothing: each last blo
 
 @dataclass(frozen=True)
 class Case:
-    """A head, its products, and what its outputs are trained for."""
+    """A head, its products, and its labels' distributions."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -51,7 +51,7 @@ CASES = {
 
 
 class Candidates:
-    """Of each label its own token and two thirds of the others, at random."""
+    """Each label's own token and two thirds of the others, at random."""
 
     def __init__(self, labels: torch.Tensor, size: int) -> None:
         self.of_all = torch.rand(len(labels), size, generator=torch.Generator().manual_seed(1)).lt(1 / 3)

@@ -23,6 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAZY = {("__init__.py", "config/__init__.py"), ("__init__.py", "trainer.py"), ("riders.py", "batch.py")}
 MOST_PARAMETERS = 8
 MANY_PARAMETERS = {("trainer.py", "GRPOTrainer.__init__")}  # TRL's signature
+MANY_PARAMETERS |= {("policy/head_kernels.py", name) for name in ("_add_tile", "_turn_to_gradient")}  # Triton's
 
 
 def floors() -> list[str]:

@@ -15,6 +15,8 @@ import pytest
 import tiny
 from paths import BENCHMARKS
 
+from colograd.policy import head as policy_head
+
 sys.path.insert(0, str(BENCHMARKS))
 
 import side_by_side
@@ -55,6 +57,15 @@ def test_log_probabilities_stay_under_the_memory_limit(monkeypatch: pytest.Monke
     assert logprobs_memory.main([*sizes, "--labels", "2048", "--full-labels", "2048", *files]) == 0
     found = json.loads((tmp_path / "f.json").read_text())["variants"]
     assert found["tiles"]["beyond_bytes"] < 0.3e9 < found["full"]["beyond_bytes"]
+
+
+def test_versions_of_the_head_are_timed_in_turns(tmp_path: Path) -> None:
+    other = ("--other", Path(policy_head.__file__), "--out", tmp_path / "f.json")
+    said = forked("head", "--labels", "8", "--hidden", "4", "--vocabulary", "32", "--trials", "1", "--entropy", *other)
+    assert "| forward and backward |" in said
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert set(found["ms"]["forward"]) >= {"colograd", "other"} and len(found["differences"]) == 4
+    assert not any(found["differences"].values())
 
 
 def test_steps_of_the_optimizer_are_timed_in_turns(tmp_path: Path) -> None:

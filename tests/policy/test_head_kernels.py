@@ -104,7 +104,9 @@ def test_kernels_run_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KINDS = {"tile": "*bf16", "result": "*bf16", "hidden": "*i1", "labels": "*i64"}
-KINDS |= dict.fromkeys(("columns", "first", "stride"), "i32") | dict.fromkeys(("before", "behind", "chain"), "fp32")
+KINDS |= dict.fromkeys(("columns", "first", "stride"), "i32") | dict.fromkeys(
+    ("low", "before", "behind", "chain"), "fp32"
+)
 
 
 @pytest.mark.parametrize(("capability", "options"), [(80, True), (90, False)], ids=["sm_80, all", "sm_90, plain"])
