@@ -49,7 +49,7 @@ class ImpatientSessions(sessions._RunningSessions):
     """Their time is over when only those that hang are left, however slow this machine is."""
 
     def finished(self) -> Iterator[Any]:
-        if self._running and all(each.session.prompt.example["kind"] == "hangs" for each in self._running):
+        if self.running and all(each.prompt.example["kind"] == "hangs" for each in self.running):
             clock.ahead += 1e6
         yield from super().finished()
 
