@@ -49,7 +49,7 @@ class ImpatientSessions(sessions._RunningSessions):
     """Sessions that time out when only hanging sessions are left, at any speed of the machine."""
 
     def finished(self) -> Iterator[Any]:
-        if self._running and all(each.session.prompt.example["kind"] == "hangs" for each in self._running):
+        if self.running and all(each.prompt.example["kind"] == "hangs" for each in self.running):
             clock.ahead += 1e6
         yield from super().finished()
 

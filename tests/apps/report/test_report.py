@@ -29,8 +29,7 @@ from colograd.apps.report import page, samples, write_report
 from colograd.apps.report.page import _half, of_step, overview, spread_out
 from colograd.apps.report.recorded_run import RecordedRun
 from colograd.apps.report.untrusted import Tail, open_inside, parse
-from colograd.batch import Group, Logged, ModelInput
-from colograd.extensions.agents.tree import TokenTree
+from colograd.batch import FinishReason, Group, Logged, Rollout
 from colograd.extensions.recording.completions import FIXED, CompletionRow, write_log
 from colograd.rollout.group_records import RewardedGroup, group_bytes
 from colograd.rollout.group_table import entries
@@ -430,7 +429,8 @@ def test_an_agents_session_is_a_tree_of_its_answers() -> None:
     reply = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
     turn = {"messages": [say], "reply": reply, "finish": "tool_calls", "prompt_tokens": 9, "tokens": 3, "seconds": 0.5}
     session = [{**turn, "after": after} for after in (None, 0, 1, 0, None)]
-    rollout = TokenTree.nothing(0, ModelInput((1,)), 2, columns={"session": session})
+    sampled, columns = torch.zeros(1, dtype=torch.bool), {"session": session}
+    rollout = Rollout((1,), (2,), torch.zeros(1), sampled, FinishReason.ABORT, 0, columns=columns)
     recorded = RewardedGroup(Group({}, (rollout,), 4), torch.zeros(1, 1), Logged({}, {}))
     noted = {"position": 4, "prompt": "", "completions": [{}]}
     notes = {"step": 1, "purpose": "train", "tokens": 9, "texts": {}, "rewards": ["one"], "groups": [noted]}
