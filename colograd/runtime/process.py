@@ -245,7 +245,7 @@ def prepare_network() -> None:
     """On several nodes, make gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
     gloo's own choice, the address of this machine's host name, may be a loopback address, which no other node reaches.
     """
-    if local_world_size() == int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
+    if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil
 
