@@ -26,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     root = shipped_folder()
     paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    files = sorted(paths, key=lambda path: (len(path.parts), path))  # the recipes first
+    files = sorted(paths, key=lambda path: (len(path.parts), path))  # recipes first: they lie in no subfolder
     if not options.names and options.to is None:
         names = {path: str(path.with_suffix("") if path.parent == Path() else path) for path in files}
         width = max(map(len, names.values()))
         for path, name in names.items():
             print(f"  {name:<{width}}   {_purpose(root / path)}".rstrip())
-        print("\n`colograd train --config NAME` trains by one; `colograd recipes NAME` copies it, `--to FOLDER` all.")
+        print("\n`colograd train --config NAME` runs a recipe; `colograd recipes NAME` copies it, `--to FOLDER` all.")
         return 0
     wanted = [path for name in options.names for path in _named(name, files)] if options.names else files
     texts = {(options.to or Path(FOLDER)) / path: (root / path).read_bytes() for path in dict.fromkeys(wanted)}

@@ -1,6 +1,6 @@
-"""Conditions for building vLLM: a supported version, weights that stay writable, an untouched random state.
+"""Checks and patches for building vLLM: its version, weights that a publish can overwrite, a restored random state.
 
-Parts of vLLM are replaced for this: code that moves or repacks the weights, and slow CPU kernels.
+The patches replace vLLM's code that moves or repacks weights, and slow CPU kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packaging.version import Version
 from ..runtime import cpu_products, process
 from .cpu_layers import mend_cpu_layers
 
-# First and last release that the tests were run with, and first and last that has the code used here.
+# First and last release that the tests ran with; first and last release that has the code used here.
 TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.25,<0.33"
 
@@ -107,8 +107,8 @@ def untested_vllm() -> Iterator[str]:
 
     if not _lies_in(found, TESTED_VLLM):
         yield (
-            f"engine: vLLM {found} has what is used of it, but no test was run with it (they were with "
-            f"{' to '.join(TESTED_VLLM)}): try the machine with `colograd doctor` first"
+            f"engine: vLLM {found} has the code that Colograd uses, but no test was run with it (tests ran with "
+            f"{' to '.join(TESTED_VLLM)}): check this machine with `colograd doctor` first"
         )
 
 
@@ -121,8 +121,8 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
     """Set up everything that an engine needs while it is built.
 
-    Its weights stay writable, and sleeping doesn't move them. The random state is kept. The engine is on the policy's
-    device, and its attention equals the model's.
+    Its weights stay writable, and sleeping doesn't move them. The engine is on the policy's device. The random state is
+    restored afterwards.
     """
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
@@ -178,7 +178,7 @@ def nondeterminism_allowed() -> Iterator[None]:
 def rank_variables_of(device: torch.device) -> Iterator[None]:
     """Set LOCAL_RANK to the index of this rank's GPU among the visible ones; afterwards restore the rank variables.
 
-    vLLM uses LOCAL_RANK as that index, but `srun --gpus-per-task=1`, for one, shows each rank only its own GPU.
+    vLLM uses LOCAL_RANK as that index, but `srun --gpus-per-task=1`, for example, shows each rank only its own GPU.
     """
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
@@ -223,7 +223,7 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def buffers_stay() -> contextlib.AbstractContextManager[None]:
-    """Keep the buffers of an engine that reads no weights, while it is built.
+    """Keep the values of a model's buffers while an engine is built that doesn't read the checkpoint.
 
     vLLM would fill them with random numbers, and no publish writes them. Such buffers hold the constants that
     normalise Qwen2.5-VL's pixels, for example.
@@ -275,9 +275,9 @@ def ranks_without_compiling() -> None:
 
 
 def draws_taken_back() -> None:
-    """Rewind the random numbers of a request after each part of a prompt that is read in parts, for the whole process.
+    """Rewind a request's random generator after each chunk of its prompt (chunked prefill), for the whole process.
 
-    After each part except the last, vLLM discards the sampled token, and sets the request's generator back by an
+    After each chunk except the last, vLLM discards the sampled token, and sets the request's generator back by an
     offset. Generators on a CPU have no offset, so this fails. Here the generator is seeded again, and makes one draw
     for each token that the request has (`one_draw_per_token`).
     """

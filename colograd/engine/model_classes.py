@@ -1,12 +1,12 @@
-"""Mends of model classes while vLLM is built: vLLM leaves transformers' classes alone, and computes the same numbers.
+"""Patches while vLLM is built: they protect transformers' classes from vLLM, and correct vLLM's Gemma models.
 
 vLLM's transformers backend decorates transformers' model classes in place for its compiler. The policy has the same
 class in the same process, so it would run through vLLM's ``__call__``, and the next model couldn't be loaded. vLLM also
 replaces some of transformers' registered configurations by its own, and the next policy would get these.
 
-vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. The text model gets none, and its outputs
-differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration lists. The policy
-doesn't suppress them, so the sampler's probabilities would differ from the policy's.
+vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. Its text class lacks them, so its outputs
+would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration lists. The
+policy doesn't suppress them, so the sampler's probabilities would differ from the policy's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .building import replaced
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     """Restore transformers' classes and configurations after vLLM has built ``model()``, also if that fails.
 
-    Modules of vLLM's model that have a changed class get a new class with the changes.
+    If vLLM changed the class of a module in its model, the module gets a subclass with these changes.
     """
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in _subclasses(PreTrainedModel)}
     registered: dict[str, Any] = CONFIG_MAPPING._extra_content
@@ -35,7 +35,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # transformers' own ones
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # overrides of transformers' own
             del registered[model_type]
         registered |= registered_before
         theirs = {}
@@ -64,7 +64,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
-    """Mend each model of the Gemma family that vLLM builds while the context lasts."""
+    """Correct the Gemma models that vLLM builds while the context lasts (see the module's docstring)."""
     from vllm.model_executor.model_loader import base_loader
 
     theirs: Any = base_loader.initialize_model

@@ -13,9 +13,9 @@ from ..config import GRPOConfig
 from ..parallel.ranks import gather
 from ..rewards import weighted_sum
 
-# TRL's constant: keeps a group of nearly equal rewards from being blown up.
+# TRL's constant. It limits the advantages of a group of nearly equal rewards.
 STD_EPSILON = 1e-4
-# Float32 normalised rewards that cancel leave rounding errors: sums up to this times the weights' sum count as 0.
+# Normalised float32 rewards that cancel leave rounding errors: a sum up to this share of the weights' sum counts as 0.
 CANCELLED = 1e-6
 
 
@@ -36,15 +36,17 @@ class AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert [G, R] rewards of one group, NaN where a function abstains, into [G] advantages before `step_std`."""
+        """Convert one group's [G, R] rewards (NaN: a function abstained) into [G] advantages.
+
+        `scale_over_steps` may divide them by `step_std` later."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function from [G, R] rewards to [G] scores (NaN: unjudged). The scores' deviation over the step divides the
-        step's advantages. None: nothing is scaled over the step."""
+        """A function that converts [G, R] rewards to [G] scores (NaN: unjudged). A step's advantages are divided by the
+        standard deviation of the step's scores. None: no division over the step."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":
@@ -56,11 +58,11 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
     """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages.
 
     GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4). The ``scale`` "mean"
-    divides by the mean, if it is positive: prompts then follow the likelihood of a success instead of its probability
+    divides by the mean, if it is positive: training then raises a success's log-likelihood instead of its probability
     (MaxRL, arXiv 2602.02710). Any other scale divides nothing here (Dr. GRPO, arXiv 2503.20783). The baseline
-    "leave_one_out" is the mean of the others (RLOO, arXiv 2402.14740), n / (n - 1) times as far away as the mean of all
-    n judged rewards. An unjudged completion (NaN), or the only judged one, gets 0. In float64 the mean of equal float32
-    rewards is exactly that reward: a group without a difference gets exactly 0.
+    "leave_one_out" is the mean of the other rewards (RLOO, arXiv 2402.14740): with n judged rewards it multiplies
+    (r - mean) by n / (n - 1). An unjudged completion (NaN), or the only judged one, gets 0. In float64 the mean of
+    equal float32 rewards is exactly that reward, so a group of equal rewards gets exactly 0.
     """
     exact = rewards.double()
     judged = ~exact.isnan()
@@ -79,8 +81,8 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
 
 
 def centered(rewards: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean from [G] rewards; NaN stays. The results' deviation over the step is REINFORCE++-baseline's
-    (arXiv 2501.03262), which doesn't depend on the distances between groups."""
+    """Subtract the mean from [G] rewards; NaN stays. The results' standard deviation over the step is the divisor of
+    REINFORCE++-baseline (arXiv 2501.03262). It doesn't depend on differences between the groups' means."""
     exact = rewards.double()
     return (exact - exact.nanmean()).to(rewards.dtype)
 
@@ -88,7 +90,7 @@ def centered(rewards: torch.Tensor) -> torch.Tensor:
 def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """Normalise each function's rewards within the group, then weigh and sum them (GDPO, arXiv 2601.05242): [G, R]
     float32 rewards -> [G] float32. NaN, where a function abstains, adds 0. The paper also normalises the sums over the
-    batch. Their mean is 0 in each group, so that is a division (`step_std`)."""
+    batch. Their mean is 0 in each group, so only a division by `step_std` is needed."""
     exact = rewards.double()
     total = exact.new_zeros(len(exact))
     for column, weight in zip(exact.unbind(1), weights, strict=True):
@@ -110,8 +112,8 @@ def group_std(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def step_std(scores: Sequence[torch.Tensor]) -> float:
-    """Compute the divisor of a step's advantages: the deviation, over all ranks, of the kept groups' scores ([G] each),
-    plus 1e-4. A collective, the only one between sampling and training."""
+    """Compute the divisor of a step's advantages: 1e-4 plus the standard deviation of the kept groups' scores ([G]
+    each) over all ranks. A collective, the only one between sampling and training."""
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
 
@@ -122,8 +124,8 @@ def divided(group: ScoredGroup, std: float) -> ScoredGroup:
 
 
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
-    """Divide the steps' advantages by a deviation over the step, if the run scales them so. A group that isn't kept is
-    divided by the deviation of the step that counts it. A collective."""
+    """Divide each step's advantages by its `step_std`, if the run's settings require it. A group that no step keeps is
+    divided by the `step_std` of the step whose ``sampled`` has it. A collective."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

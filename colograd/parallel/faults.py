@@ -76,7 +76,7 @@ _numbers = itertools.count(1)  # one per detector; all ranks create and leave th
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
-    """Return a context that does for its body what `ends_together` does for a function."""
+    """Return a context whose body ends on all ranks together, as a function with `ends_together` does."""
     global _present
     if world_size() == 1:
         return _alone.inside(what)
@@ -111,7 +111,7 @@ stop_listeners: list[Callable[[str, float], None]] = []  # called with another r
 
 
 def tell_stop(name: str, seconds: float) -> None:
-    """Tell the other ranks that this rank got a signal, and that all must be gone after so many seconds."""
+    """Send the other ranks the name of a signal that this rank received, and the seconds until all must have ended."""
     if _present is not None:
         _present.tell_stop(name, seconds)
 
@@ -164,7 +164,7 @@ class FailureDetector:
             dist.distributed_c10d._get_default_store().set(self._key, self._hub.address)
         else:
             threading.Thread(target=self._listen, name="colograd-ranks", daemon=True).start()
-            # A rank that dies unconnected isn't missed, but rank 0 may take longer to start than this.
+            # Rank 0 doesn't notice the death of an unconnected rank, so wait a while. Rank 0 may start later than that.
             self._is_connected.wait(CAUSE)
         self._watchdog.start()
 
@@ -202,7 +202,7 @@ class FailureDetector:
         self._send_fault(Fault(self.rank, self._section, text))
 
     def tell_stop(self, name: str, seconds: float) -> None:
-        """See the module's `tell_stop`."""
+        """Send a signal of this rank to the other ranks, through rank 0; see the function `tell_stop`."""
         if self._hub is not None:
             self._hub.tell_stop(name, seconds)
         else:
@@ -380,7 +380,7 @@ class _Coordinator:
                 self._send_fault(caller, fault)
 
     def tell_stop(self, name: str, seconds: float) -> None:
-        """Tell all other ranks of a signal; see the module's `tell_stop`."""
+        """Send a signal's name to all other ranks; see the function `tell_stop`."""
         with self._lock:
             for caller in self._callers:
                 self._send(caller, stop=name, seconds=seconds)
@@ -515,7 +515,7 @@ def _server() -> socket.socket:
 
 
 def _notice_silence(connection: socket.socket, seconds: int) -> None:
-    """Let the system probe the other machine, and close the connection after so many seconds without an answer."""
+    """Let the system probe the other machine, and close the connection after ``seconds`` without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, seconds // 6)
     options = {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}

@@ -7,9 +7,9 @@ Registered with transformers under `NAME`, so a decoder that goes through its at
     with attention.packed_rows():
         model(input_ids, position_ids=..., layout=micro_batch.layout)
 
-Any other call of that model (``generate`` in a notebook, a callback's forward) is transformers' own `sdpa`.
+Any other call of that model (``generate`` in a notebook, a callback's forward) runs transformers' own `sdpa`.
 
-No key is copied (`merged_attention`). On CUDA in 16 bits, autocast's too, one variable-length flash call of torch reads
+No key is copied (`merged_attention`). On CUDA in 16 bits (or autocast), one variable-length flash call of torch reads
 all segments' own keys, and another one the prompts' keys. On a CPU there is one call per segment and one per prompt.
 These kernels don't compute dropout, soft caps and, on a CPU, windows. Such rows, and short prompts on a CPU
 (`IN_PLACE_FROM`), run one `scaled_dot_product_attention` per segment, on a copy of its prompt's keys and its own.
@@ -46,22 +46,22 @@ class RowPart(Protocol):
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exchange own tokens of all heads (1, heads, own tokens, D) for all tokens of own heads."""
+        """Exchange this rank's tokens of all heads (1, heads, own tokens, D) for all tokens of this rank's heads."""
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Exchange all tokens of own heads (1, T, own heads, D) for own tokens of all heads."""
+        """Exchange all tokens of this rank's heads (1, T, own heads, D) for this rank's tokens of all heads."""
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange own tokens of all heads (1, own tokens, heads, D) for all tokens of own heads."""
+        """Exchange this rank's tokens of all heads (1, own tokens, heads, D) for all tokens of this rank's heads."""
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
         """Select this rank's heads from (H, ...)."""
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Select the weights of this rank's tokens from those of the row's, (T,)."""
+        """Select the weights of this rank's tokens from the weights (T,) of the row's tokens."""
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Turn a sum over this rank's tokens into the sum over the row's."""
+        """Turn a sum over this rank's tokens into the sum over the row's tokens."""
 
 
 def packed_attention(
@@ -358,10 +358,10 @@ def tower_attention(
 
     Args:
         query, key, value: (1, H, T, D), of all windows one after the other.
-        cu_seq_lens_q: (windows + 1,) int32, on the queries' device: the patches before each window, and T; None: there
-            is one window.
+        cu_seq_lens_q: (windows + 1,) int32, on the queries' device: number of patches before each window, then T;
+            None: one window.
         max_length_q: patches of the largest window; older transformers pass a tensor, and the host waits for its value.
-        options: transformers' `scaling`, `dropout` and other options of `sdpa`. The keys' windows are the queries'.
+        options: transformers' `scaling`, `dropout` and other options of `sdpa`. Keys and queries have the same windows.
     """
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):
@@ -374,7 +374,8 @@ def tower_attention(
         call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
         found: torch.Tensor = MergedAttention.apply(q, k, v, None, (call,), scale)
         return found.unsqueeze(0), None
-    # Same as transformers for `sdpa`; on a GPU (in float32, for example) the host waits here for the windows' lengths.
+    # Without flash attention (in float32, for example), call `sdpa` once per window, as transformers does. On a GPU the
+    # host waits here for the windows' lengths.
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     windows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)

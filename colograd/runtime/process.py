@@ -63,7 +63,7 @@ def command_began() -> float | None:
 
 
 def tell_briefly() -> None:
-    """Print an uncaught error that has ``says_all`` as one line, without the trainer's frames. It stays uncaught:
+    """Make Python print an uncaught error with ``says_all`` as one line, without a traceback. It stays uncaught:
     `FailureDetector.leave` and `ranks.part` look for it when the process ends."""
     usual = sys.excepthook
 
@@ -108,14 +108,15 @@ def given_compile_threads() -> str | None:
 
 
 def compile_with_threads(given: str | None) -> None:
-    """Let torch.compile use several processes again after an engine is built: ``given``, or a rank's cores.
+    """Set the number of torch.compile's processes after an engine is built: ``given``, or a rank's cores.
 
-    vLLM's import sets one, because its worker processes may have no children. The engine here is in the trainer's
+    vLLM's import sets it to 1, because its worker processes may have no children. The engine here is in the trainer's
     process, which may have children. With one process the policy's layers would be compiled one after the other.
     """
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
-    if (config := sys.modules.get("torch._inductor.config")) is not None:  # its import has read the variable
+    # torch's module reads the variable when it is imported. If that has happened, its attribute must be set, too.
+    if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.compile_threads = int(number)  # type: ignore[attr-defined]
 
 
@@ -126,7 +127,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return freed memory to the system once, after a start that held more than the run will."""
+    """Return freed memory to the system once, after a start that held more memory than training will."""
     _call_glibc("malloc_trim", 0)
 
 
@@ -168,8 +169,8 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Turn Python's garbage collector off within the block, which makes many objects that stay: it takes a quarter of
-    the host's time per token that vLLM samples (400 sequences of 1,500), and of the time of imports."""
+    """Turn Python's garbage collector off within a block that makes many lasting objects. The collector takes a quarter
+    of the host's time per token that vLLM samples (400 sequences of 1,500 tokens), and of the time of imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -210,7 +211,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove the rank variables that a parent process gave itself: its port is taken."""
+    """Remove the rank variables that a parent process set for itself, because their port is taken."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):

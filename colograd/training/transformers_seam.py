@@ -64,7 +64,7 @@ class SeamTrainer(Trainer):
     eval_prompts: Any
     engine: Any
     feature: Any
-    _tokenised: tuple[Any, Any]  # datasets of the prompts, as the user gave them
+    _tokenised: tuple[Any, Any]  # train and evaluation dataset that the prompts were made from
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -109,7 +109,9 @@ class SeamTrainer(Trainer):
         return checkpoint, None
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
-        """Load a checkpoint of the run's last step, because transformers would train one more; None for other steps."""
+        """Load a checkpoint of the run's last step, and return the training's output; None: steps are left.
+
+        transformers would train one more step from such a checkpoint."""
         state = trainer_state(checkpoint)
         *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         if state.global_step < max_steps:
@@ -147,7 +149,7 @@ class SeamTrainer(Trainer):
 
     @ends_together("the evaluation")
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return the metrics of `evaluate` with another prefix, unlogged, and as in TRL no predictions or labels."""
+        """Return `evaluate`'s metrics without logging them. As in TRL, predictions and labels are None."""
         metrics = self._evaluated(test_dataset, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
@@ -193,7 +195,7 @@ class SeamTrainer(Trainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute transformers' values, but end a fraction of an epoch with a whole round, so that it can be saved."""
+        """Return transformers' values, with ``max_steps`` rounded up to whole rounds, whose ends can be saved."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
@@ -237,7 +239,7 @@ class SeamTrainer(Trainer):
     # -- logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the means of the metrics of all steps since the last log."""
+        """Log ``logs`` and the mean of each metric over the steps since the last log."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             names = dict.fromkeys(name for entry in self._unlogged for name in entry)
             for name in names:
@@ -287,7 +289,7 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save as transformers does, from host memory (see `state_dict_on_host`); a LoRA policy's adapter only."""
+        """Save as transformers does, from host memory (see `state_dict_on_host`); of a LoRA policy only the adapter."""
         if not self.args.should_save:  # since 5.24 transformers calls this on all ranks
             return
         if state_dict is None:
@@ -309,7 +311,7 @@ class SeamTrainer(Trainer):
             second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state as transformers does, the lengths of completions, and what the round left.
+        """Save the random state as transformers does, the completions' lengths, and the state for the next round.
 
         The lengths decide how the engine batches prompts."""
         super()._save_rng_state(output_dir)

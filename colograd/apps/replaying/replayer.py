@@ -42,7 +42,7 @@ class Replay:
     last: int
 
     def starts(self) -> list[int]:
-        """Return the steps that the replay can begin after, nearest first: checkpoints, then 0, the model."""
+        """Return the steps to start from, latest first: checkpoints before ``first``, then 0 for the model."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
@@ -100,8 +100,8 @@ class ReplayStore(RolloutStore):
         super()._check_weights(found, now, path)
         if self.warning:
             self.warning = (
-                f"replay: the weights of step {now.step} aren't those that sampled what is recorded of it, and are "
-                "trained on it all the same"
+                f"replay: the weights of step {now.step} differ from the weights that sampled its recorded groups, and "
+                "are trained on these groups nevertheless"
             )
 
     @property
@@ -123,7 +123,7 @@ class Comparison:
         was = self.recorded.get(step)
         line = f"replay: step {step}: {_shown(figures)}"
         if was is None:
-            return f"{line}; nothing is recorded of how it was trained first" if self.recorded else line
+            return f"{line}; no figures of its first training are recorded" if self.recorded else line
         self.compared += 1
         apart = {name: abs(value - was.get(name, float("nan"))) for name, value in figures.items()}
         if not any(apart.values()):
@@ -135,7 +135,7 @@ class Comparison:
     def summary(self, flags: str) -> str:
         """Return a line on how equal the steps were. ``flags`` changed the run's settings."""
         if not self.compared:
-            return "replay: nothing is recorded to compare with"
+            return "replay: no recorded figures to compare with"
         line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"
         if self.equal == self.compared:
             return line
@@ -165,8 +165,8 @@ class ReplaySampler(Sampler):
             positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
             raise ValueError(
                 f"{len(prompts)} group(s) of the round from step {self.hooks.state.global_step} aren't recorded (the "
-                f"first at position {positions}), and there is no engine to sample them: a replay takes what the "
-                "journal has."
+                f"first at position {positions}), and a replay has no engine to sample them: name steps "
+                "whose groups the journal has."
             )
         yield from ()
 
@@ -195,7 +195,7 @@ class StepProfile:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(trace))
             table.write_text(profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS), encoding="utf-8")
-        except (OSError, RuntimeError) as error:  # torch raises the latter for a file that it can't open
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it can't open a file
             return f"profile: {self.folder} can't be written ({error})"
         return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"
 
@@ -207,12 +207,12 @@ class Unasked:
         self.__name__ = name
 
     def __call__(self, **columns: Any) -> list[float]:
-        raise RuntimeError(f"a replay asked reward function {self.__name__!r}, but takes what was recorded of it")
+        raise RuntimeError(f"a replay called reward function {self.__name__!r}, but must use its recorded rewards")
 
 
 class Replayer(GRPOTrainer):
-    """Trains recorded steps again. ``args`` is the run's configuration with a folder of its own and ``journal: keep``,
-    without saving, evaluation and reports; ``flags`` changed the run's settings."""
+    """Trains recorded steps again. ``args`` is the run's configuration with another folder and ``journal: keep``,
+    without saving, evaluation and reports. ``flags`` are the command's flags that changed the run's settings."""
 
     samples = False
 

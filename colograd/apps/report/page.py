@@ -33,11 +33,11 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # the model card links this file
-# Packed bytes of all runs of a page together; base64 makes 4 bytes of 3.
+# Maximum packed bytes of all runs of a page together, before base64 makes them a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-MOST_TEXTS = 2000  # prompts with their beginnings in the page from the start
-STEP_BYTES = 2_000_000  # approximate bytes of a step's completions as JSON; packed a sixth to a tenth
+MOST_TEXTS = 2000  # maximum prompts whose beginnings are in the page's initial data
+STEP_BYTES = 2_000_000  # approximate maximum of a step's completions as JSON; packed 6 to 10 times smaller
 
 POINTS = 2000  # points of a curve; with more steps, each point is the mean of several
 MOST_SPREADS = 400  # steps with histograms
@@ -61,10 +61,11 @@ def report(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run, or of several side by side. Return the file's path. It is either complete or absent.
+    """Write one report of one or several runs, and return its path. A failure leaves no incomplete file.
 
     Args:
-        run_dir: a run's output_dir; the run may go on, or only have a trainer_state.json.
+        run_dir: output_dir of the first run. The run may be unfinished, or have only a trainer_state.json.
+        others: output_dirs of further runs, shown side by side with the first.
         out: the file; default ``report.html`` in ``run_dir``.
     """
     runs = [read_run(folder) for folder in (run_dir, *others)]
@@ -85,7 +86,7 @@ def read_run(folder: str | Path) -> RecordedRun:
     if not (run.starts or run.steps.rows or run.evaluations.rows or run.samples.steps):
         raise ValueError(
             f"{folder} holds nothing to report: no _report/events.jsonl, no trainer_state.json (its own or a "
-            "checkpoint's) and no completions. Give a run's output_dir, of a run that was trained with report: true."
+            "checkpoint's) and no completions. Give the output_dir of a run that was trained with report: true."
         )
     return run
 
@@ -129,9 +130,9 @@ def compact(value: Any) -> str:
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """Write the page around its data (``runs``, ``live``, ``version``) and elements with packed steps; it may load the
-    addresses of ``connect``."""
-    # Character data only: none of these scripts may contain the end of an element.
+    """Return the page's HTML with ``data`` (``runs``, ``live``, ``version``) and ``blocks``, the elements with packed
+    steps. The page may load the addresses in ``connect``."""
+    # Scripts and styles are inserted without escaping, so none may contain an end tag.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
     digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style)]
@@ -145,14 +146,14 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
     parts = {"POLICY": policy, "STYLE": style, "DATA": escaped, "BLOCKS": blocks, "SCRIPT": script}
     parts["VERSION"] = __version__
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # one pass, so no part is searched
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # one pass: parts aren't searched
 
 
 # -- the JSON for a page: `overview` at the start, `of_step` when a step is opened
 
 
 def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
-    """Return the run without its completions, or what is new ``after`` a change of it; ``thin`` bounds the sizes."""
+    """Return a run's data without completions; only newer data than change ``after``. ``thin`` limits the size."""
     if after < run.born:
         after = 0
     steps, columns = run.steps.columns(after)
@@ -229,7 +230,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the mean reward from which a group without a reward difference is solved."""
+    """Return the least mean reward at which a group without a reward difference counts as solved."""
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
@@ -257,7 +258,7 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Count the prompts, and return [key, spread in all, [[step, mean, spread, truncated share], ...]] of some."""
+    """Count the prompts. Return for some [key, sum of spreads, [[step, mean, spread, truncated share], ...]]."""
     spreads: dict[int, float] = defaultdict(float)
     visits: dict[int, int] = defaultdict(int)
     for step in run.groups:
@@ -298,7 +299,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the steps, the ``first`` ones early; every beginning of the sequence is spread over the whole run."""
+    """Yield the last step, the first step, ``first``, then the others so that every prefix is spread over the run."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     for power in range(max(len(rest) - 1, 1).bit_length(), -1, -1):

@@ -23,7 +23,7 @@ from ...runtime.hub import check_model_name
 
 BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward, including padding
 GPU_BATCH_TOKENS = 16384
-# The `model_init_kwargs` that select the policy's revision and devices. The others apply to reward models, too.
+# Entries of `model_init_kwargs` that concern the policy only. All other entries apply to reward models, too.
 POLICY_KWARGS = ("revision", "device_map")
 
 
@@ -58,8 +58,8 @@ def _is_model(item: Any) -> bool:
 class RewardModel(ModelReward):
     """A reward function that runs a model: the reward is the model's logit for prompt and completion.
 
-    The logit is read at the last token. A checkpoint that names its padding token was trained to read the last token
-    that isn't padding, and does so here. So if a text ends in that token, the logit is read at an earlier token.
+    The logit is read at the last token. If the checkpoint names a padding token, it is read at the last other token, as
+    in the checkpoint's training. So a text that ends in the padding token has its logit at an earlier token.
 
     Conversations are written by the tokenizer's chat template, with the run's ``chat_template_kwargs``. Other prompts
     and completions are joined as they are. As in TRL 1.16, no special tokens are added, and rows are padded to the

@@ -1,4 +1,4 @@
-"""The single changes that would make a run fit its device."""
+"""Proposals for a run that doesn't fit its device: changes, any one of which would make it fit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MOST_RANKS = 1024  # largest number of ranks to propose
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Join the single changes that would make the run fit into one sentence without its full stop."""
+    """Return a sentence, without its full stop, that lists changes, any one of which would make the run fit."""
     if not (found := [*_changes(run, strategy)]):
         return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Yield the single changes that make the run fit, the least costly first. Extensions offer further ones at the seam
-    "host_remedies": functions of (run, strategy, fit), where ``fit`` tells whether it fits with changed fields."""
+    """Yield changes, any one of which makes the run fit, the least costly first. Extensions add more at the seam
+    "host_remedies": functions of (run, strategy, fit). ``fit`` returns whether the run fits with changed fields."""
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
