@@ -103,7 +103,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
 
     from colograd.batch import Group, ModelInput, SampledStep, ScoredGroup
     from colograd.engine.protocol import Sampled
-    from colograd.engine.vllm_engine import _logprobs, finish_reason_of
+    from colograd.engine.vllm_engine import finish_reason_of
     from colograd.extensions.recording.completions import write_log
     from colograd.extensions.recording.group_views import as_utf8, completion_rows
     from colograd.losses.advantages import group_advantages
@@ -131,9 +131,9 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
         with stages.stage("rollouts"):
             asked = ModelInput(tuple(output.prompt_token_ids))
             rollouts = tuple(
-                Sampled(array("i", one.token_ids), _logprobs(one), finish_reason_of(one.finish_reason)).rollout(
-                    asked, 0
-                )
+                Sampled(
+                    array("i", one.token_ids), array("f", one.logprobs.logprobs), finish_reason_of(one.finish_reason)
+                ).rollout(asked, 0)
                 for one in output.outputs
             )
         group = Group({"prompt": "How much is it?"}, rollouts, position)

@@ -281,7 +281,7 @@ def planned(trainer: Any) -> dict[str, int]:
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train; the figures, and what is wrong with them as ``faults``."""
-    from colograd.apps.doctor import allowed
+    from colograd.policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
 
     started, watch = time.perf_counter(), Watch()
     base = 0 if watch.memory.cuda else watch.memory.now()  # on a CPU the process without the trainer
@@ -290,9 +290,10 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     try:
         trainer.train()
         plan, tokens = planned(trainer), trainer.learner.rules.max_tokens
-        limit = allowed(trainer) if options.sampled else 0.0
         matrices = Matrices.of(trainer.model)
         half = trainer.policy.model.dtype == torch.bfloat16 or trainer.args.bf16
+        exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
+        limit = (TOLERANCE[torch.float32] if exact else TOLERANCE_16_BIT) if options.sampled else 0.0
         asked_to_sleep, checkpointing = trainer.engine and trainer.engine.sleeps, trainer.args.checkpointing
     finally:
         trainer.close()

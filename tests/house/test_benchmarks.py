@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from typing import Any
 import launcher
 import pytest
 import tiny
-from paths import BENCHMARKS
+from paths import BENCHMARKS, ROOT
 
 from colograd.policy import head as policy_head
 
@@ -22,16 +22,24 @@ sys.path.insert(0, str(BENCHMARKS))
 import side_by_side
 
 
-def test_benchmarks_import_names_that_exist() -> None:
-    """Imports inside functions, too: most benchmarks run by hand only."""
+def test_imports_name_what_exists() -> None:
+    """Imports inside functions, too, of the package, benchmarks, helpers and scripts: not all of them run here."""
     missing = []
-    for path in sorted(BENCHMARKS.glob("*.py")):
+    paths = [path for folder in ("colograd", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in paths:
+        package = ".".join(path.relative_to(ROOT).parent.parts)
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("colograd"):
-                module = importlib.import_module(str(node.module))
-                for name in (alias.name for alias in node.names):
-                    if not hasattr(module, name) and importlib.util.find_spec(f"{node.module}.{name}") is None:
-                        missing.append(f"{path.name}: {node.module}.{name}")
+            name = "." * getattr(node, "level", 0) + str(getattr(node, "module", "") or "")
+            if not isinstance(node, ast.ImportFrom) or not name.startswith(("colograd", ".")):
+                continue
+            try:
+                module = importlib.import_module(name, package)
+                for alias in node.names:
+                    if alias.name != "*" and not hasattr(module, alias.name):
+                        importlib.import_module(f"{module.__name__}.{alias.name}")
+            except ModuleNotFoundError as error:
+                if str(error.name).startswith("colograd"):  # other packages may be missing
+                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {error.name}")
     assert not missing
 
 

@@ -31,7 +31,7 @@ MOST_TURNS = 1024  # answers of an agent's session
 MILLI = 1000  # log-probabilities are sent in thousandths
 # A line's step is read from the line's beginning, where no logged text can imitate it.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
-_PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
+PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
 _ROUND = re.compile(r"step-\d{8,12}(-[A-Za-z0-9_.]{1,100})?")
 _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
@@ -151,7 +151,7 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
         "extra": plain(mapping(entry.get("extra"))),
     }
     images = items(entry.get("images"))[: 2 * THUMBNAILS]
-    pictures = [image for image in images if isinstance(image, str) and _PICTURE.fullmatch(image)]
+    pictures = [image for image in images if isinstance(image, str) and PICTURE.fullmatch(image)]
     return found | ({"images": pictures} if pictures else {})
 
 

@@ -14,7 +14,7 @@ from ...parallel.balance import exchange
 from ...parallel.ranks import gather, rank
 from ...policy.packing import NOBODY, PackingRules, advantages_of, dummy
 from ...reporting.metrics import Metrics
-from ...rollout.step_lines import add_step, steps_in
+from ...rollout.figures import add_step, steps_in
 
 FILE = "partition.jsonl"
 LARGEST = 2**26  # maximum bytes read of the file
