@@ -79,30 +79,30 @@ class Objective:
         )
 
     def with_terms(self, config: GRPOConfig, policy: Any) -> Objective:
-        """Return the objective with the extensions' terms for this run. Raises ValueError if one can't be had."""
+        """Return the objective with the extensions' terms for this run. Raises ValueError if it can't have a term."""
         terms = (make(config, policy) for make in registry.hooks("loss_term"))
         return dataclasses.replace(self, terms=tuple(term for term in terms if term is not None))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The second models that the loss needs (`policy.second_models`)."""
+        """Fields of the rows that second models must fill (`policy.second_models`)."""
         reference = ("ref_logprobs",) if self.beta != 0 else ()
         return reference + tuple(field for term in self.terms for field in term.needs)
 
     @property
     def every_group(self) -> bool:
-        """Whether groups without a reward difference matter: by their gradient, or by their tokens' entropies."""
+        """Whether groups without a reward difference are trained, too, for their gradient or their entropies."""
         terms = bool(self.needs) or self.entropy_bonus or any(term.every_group for term in self.terms)
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
     @property
     def needs_constants(self) -> bool:
-        """Whether a term, or a loss of the user's, may read values of the whole step (`entropy.with_step_entropy`)."""
+        """Whether the loss may read values of the whole step (`with_step_entropy`). A user's own loss always may."""
         own = type(self.loss) not in LOSSES.values()
         return own or self.entropy_bonus or self.top_entropy_quantile < 1 or bool(self.terms)
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return the part of a step's loss that isn't the policy's, from its metrics."""
+        """Compute from a step's metrics the part of its loss that belongs to the terms, not to the policy."""
         return sum(term.in_loss(metrics) for term in self.terms)
 
     def __call__(
@@ -199,8 +199,8 @@ class Objective:
         """Compute TRL's metrics: sums with counts, minima, maxima. Completions without a loss token don't count.
 
         Args:
-            difference: (N,) log-probabilities of the trainer less the sampler's; 0 where the sampler gave none.
-            to_sampler: (N,) their sum or mean over the completion, or themselves, see `log_ratio_of`.
+            difference: (N,) the trainer's log-probabilities minus the sampler's; 0 where the sampler has none.
+            to_sampler: (N,) ``difference``, or its sum or mean over each completion, see `log_ratio_of`.
         """
         batch, mask = tokens.batch, tokens.batch.loss_mask
         apart = (old - batch.sampler_logprobs).abs()
@@ -237,8 +237,8 @@ class Objective:
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:
-    """Return the entropy that the highest ``share`` of (n,) entropies reach, interpolated linearly as `torch.quantile`;
-    infinity if there are no entropies."""
+    """Return the 1 - ``share`` quantile of (n,) entropies, interpolated linearly as `torch.quantile`; infinity if there
+    are no entropies."""
     if not entropies.numel():
         return float("inf")
     values = entropies.float()

@@ -24,7 +24,7 @@ class RankLayout:
         shard_group    (0 2 4 6), (1 3 5 7)  the ranks of a group have the same part of the weights, and divide it
         node           0 0 0 0 | 1 1 1 1
 
-    If the ranks of an engine also hold the policy in parts (2), and 2 ranks divide a row's tokens:
+    With `policy_parts` 2 and `ranks_per_sequence` 2, so that 4 ranks train each row:
 
         row_group      (0 1 2 3), (4 5 6 7)  each group trains its own rows
         sequence_group (0 2), (1 3), (4 6), (5 7)  the ranks of a group have the same part of the policy, and each half
@@ -116,7 +116,7 @@ class Place:
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Raise ValueError unless ranks are on nodes as `RankLayout` numbers them, and each has its own device."""
+    """Raise ValueError unless each node has equally many, consecutive ranks, and each rank has its own device."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
@@ -131,8 +131,8 @@ def check_places(places: Sequence[Place]) -> None:
         first = rank - rank % size
         if place.local_rank != rank % size or place.host != places[first].host:
             raise ValueError(
-                f"Rank {rank} is local rank {place.local_rank} on {place.host}, but nodes of {size} ranks "
-                f"(LOCAL_WORLD_SIZE) must have consecutive ranks: {first} to {first + size - 1} on "
+                f"Rank {rank} is local rank {place.local_rank} on {place.host}, but a node's {size} ranks "
+                f"(LOCAL_WORLD_SIZE) must be consecutive, here {first} to {first + size - 1} on "
                 f"{places[first].host}. Set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does (with `srun`: "
                 "`--distribution=block`)."
             )

@@ -24,7 +24,7 @@ RESERVED = (
     "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",
     "log_extra", "log_metric",
 )  # fmt: skip
-PARTS = "judged_turns"  # a rollout's column: name of a reward function -> rewards of the completion's parts
+PARTS = "judged_turns"  # name of a rollout's column: {name of a reward function: rewards of the completion's turns}
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -47,7 +47,7 @@ def keywords_for(
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
-    own.pop(PARTS, None)  # values of an earlier scoring
+    own.pop(PARTS, None)  # rewards of an earlier scoring
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     names = dict.fromkeys(("prompts", "completions", *PER_TOKEN, *columns, *own, *shared))
     parameters = parameters_of(reward.function)
@@ -112,16 +112,16 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return inspect.signature(lambda **kwargs: None).parameters
 
 
-# Seam ``part_rewards``: reads the values of functions that return a list of rewards, of a completion's parts, in place
-# of one number. (values, rollouts) -> the values with a number for each list, and the lists (None: it was a number).
-# A ValueError of the completion's index and a problem refuses a list.
+# Seam ``part_rewards``: reads the values of functions that may return a list of rewards, one per turn of a completion.
+# (values, rollouts) -> the values, with a number in place of each list; and the lists, with None for other values. It
+# refuses a list with ValueError(index of the completion, problem).
 SplitParts = Callable[[Sequence[Any], Sequence[Rollout]], tuple[list[Any], list[Any]]]
 
 
 def checked_values(
     reward: RewardFunction, position: int, rollouts: Sequence[Rollout], values: Any, split_parts: SplitParts | None
 ) -> tuple[list[float], list[Any]]:
-    """Check a function's values. Return a number per completion, NaN for None, and the rewards of their parts."""
+    """Check a function's values. Return a number per completion (NaN for None), and the lists of ``split_parts``."""
     size, parts = len(rollouts), list[Any]()
     place = place_of(reward.function)
 

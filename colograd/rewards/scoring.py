@@ -59,11 +59,11 @@ class Scoring:
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained. Then
-        `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of parts."""
+        `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of completions' parts."""
         scorer, log = self.scorer, CallLog()
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        columns, of_parts = list[list[float]](), dict[str, list[Any]]()  # parts by function, one per completion
+        columns, of_parts = list[list[float]](), dict[str, list[Any]]()  # by function, an item per completion
         for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
             try:
@@ -78,7 +78,7 @@ class Scoring:
             if any(part is not None for part in parts):
                 of_parts[reward.name] = parts
         start, metrics = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
-        for group in self.groups:  # the first one gets the metrics, which are of the whole call
+        for group in self.groups:  # the first group gets the metrics of the whole call
             own = slice(start, start + len(group.rollouts))
             cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
             scorer.logged[group.position] = Logged(cut, metrics)
@@ -99,7 +99,7 @@ class Scoring:
             outcome = call.result(limit)
         except futures.TimeoutError:
             raise fail(
-                f"it blocks the event loop: reward_timeout ({scorer.timeout:g} s) is long over. Await what takes time, "
+                f"it blocks the event loop for longer than reward_timeout ({scorer.timeout:g} s). Await slow calls, "
                 "or make it a plain function and set reward_workers."
             ) from None
         scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
@@ -111,14 +111,14 @@ class Scoring:
         if outcome.kind == "died":
             raise fail(
                 f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
-                "reward_on_error: abstain to go on without its opinion."
+                "reward_on_error: abstain to go on without its rewards."
             )
         column, parts = checked_values(reward, position, rollouts, outcome.value, scorer.split_parts)
         columns, metrics = outcome.logged
         if columns or metrics:
             check_log(reward, position, rollouts, columns, metrics)
         for name in columns.keys() & log.columns.keys():
-            raise fail(f"it logged the column {name!r}, as another reward function did: rename it.")
+            raise fail(f"it logged the column {name!r}, as another reward function did: rename one of the columns.")
         log.columns |= columns
         for name, values in metrics.items():
             log.metrics.setdefault(name, []).extend(values)
@@ -126,7 +126,7 @@ class Scoring:
 
 
 class Lender(Protocol):
-    """Lends environments to conversations: `rollout.environments.Environments`."""
+    """Lends environments to conversations: `extensions.tools.environments.Environments`."""
 
     def begin_scoring(self, groups: Sequence[Group]) -> None: ...
     def end_scoring(self, groups: Sequence[Group]) -> None: ...
@@ -220,8 +220,8 @@ class Scorer:
             self._told_late.add(name)
             warnings.warn(
                 f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on {completions} "
-                "completions. It abstains from them: what the other functions say of them counts, and without another "
-                f"they aren't trained on. rewards/{name}/timeouts counts such calls from now on.",
+                "completions. It abstains from them: only the other functions' rewards count. Completions without any "
+                f"reward aren't trained on. rewards/{name}/timeouts counts such calls from now on.",
                 stacklevel=2,
             )
 

@@ -19,7 +19,7 @@ from .record_file import Record, RecordFile, read_records
 
 NOTES = -2  # position of the notes of step 0: the notes of step s are at NOTES - s
 SHOWN = ".shown"  # suffix of a file that has only the groups with notes
-LARGEST = 2**28  # maximum bytes of a shown group; with its experts a group may be larger, until they are dropped
+LARGEST = 2**28  # maximum bytes of a shown group; a larger group with experts is shown once `reduced` has dropped them
 
 TABLE = pa.schema(
     [
@@ -112,11 +112,11 @@ def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[d
             }
 
 
-# -- optional tables behind a group's own table, each with a mark unlike any Arrow message
+# -- optional tables after a group's own table. Each begins with a mark that differs from any Arrow message
 
 
 def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
-    """Return the mark and the bytes of a table, or nothing if there are no rows."""
+    """Return the mark, followed by the rows as an Arrow message. Without rows return no bytes."""
     if not rows:
         return b""
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]

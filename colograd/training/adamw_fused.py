@@ -17,7 +17,7 @@ from ..policy.sending import to_device_async
 # shape; see `fused_step`.
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-TRIAL = 4096  # elements of the tensors for a new kernel's trial
+TRIAL = 4096  # elements of each tensor when `make_kernel` tries a kernel
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.features import SourceFeature
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
-AGENT_CODE = "agent_code"  # key of the digest of a program that writes completions
-# A run with other values of these settings is another run. They decide a round's groups and the updates from these.
+AGENT_CODE = "agent_code"  # key of the digest of an agent's program
+# Settings that decide a round's groups and the updates from them. A run with other values is another run.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
@@ -35,7 +35,7 @@ OF_TRAINING = (
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_CARRY_OVER = ("carry_over", "carry_over_max_age")
-# The settings that a replay shares with the run.
+# Settings that a replay has to share with the recorded run.
 OF_GROUPS = frozenset(
     (
         *OF_ROUNDS,
@@ -69,13 +69,14 @@ def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: M
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
+    # Settings of a feature are recorded only if it is used. So records of versions without the feature stay valid.
     for name in ("router_replay", "curriculum"):
-        if getattr(args, name):  # else records from before this setting stay valid
+        if getattr(args, name):
             settings[name] = getattr(args, name)
-    if args.carry_over is not None:  # for the same reason
+    if args.carry_over is not None:
         settings |= {name: getattr(args, name) for name in OF_CARRY_OVER}
-    if args.distils:  # for the same reason
+    if args.distils:
         settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(DistillationKnobs)}
-    if args.kl_in_reward:  # for the same reason
+    if args.kl_in_reward:
         settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(RewardPenaltyKnobs)}
     return settings | {REWARD_FUNCS: list(reward_names)}

@@ -1,4 +1,4 @@
-"""Optimizer steps of scored groups: the rank, micro-batch and weights that each group is trained with."""
+"""Batches of optimizer steps: the rank and the micro-batch that train each scored group, and the step's counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..runtime.sizes import active_parameters
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
-    """Return the rules that pack a run's groups into micro-batches; a budget of 0 isn't measured yet."""
+    """Return a run's rules to pack groups into micro-batches. ``max_tokens`` is 0 until the budget is measured."""
     return PackingRules(
         max_tokens=config.token_budget,
         mask_truncated=config.mask_truncated_completions,
@@ -46,11 +46,11 @@ def step_batch(
     Args:
         statistics: statistics of this rank's samples for the step, the source of its metrics.
         tell: function to call with all ranks' statistics.
-        groups: groups to pack, if others of the step are packed already.
+        groups: groups to pack; default: all of the step. The others are packed already.
     """
     with times.phase("pack"):
         moved = 0
-        if groups is None:  # without a reward difference they have no gradient, but count in denominators and metrics
+        if groups is None:  # groups without a reward difference have no gradient, but count in metrics and denominators
             groups = [one for one in step.kept if has_signal(one) or not rules.skip_without_signal]
         if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
             sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
@@ -59,8 +59,8 @@ def step_batch(
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    # Numbers that add up over ranks: tokens in the loss, completions, tokens through the model in one forward,
-    # micro-batches, and groups trained here but sampled by no engine of the ranks that train each row together.
+    # Counts to sum over ranks: tokens in the loss, completions, tokens of one forward, micro-batches, moved groups
+    # (see `balance`). Of the ranks that train the same rows, only the first adds the last three.
     tokens = sum(part.num_tokens for row in rows for part in row.parts)
     work = (tokens, len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))

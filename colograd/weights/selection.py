@@ -32,10 +32,10 @@ class Pairing:
 
     policy: torch.nn.Module
     engine: Engine
-    slices: list[Slice]  # every parameter of the policy, or of a LoRA policy's base, and its place in the engine
-    device: torch.device  # the policy's final device
-    equal: bool  # every slice has its parameter's value, checked after both sides loaded one checkpoint
-    tower_prompt: ModelInput | None = None  # a prompt with images
+    slices: list[Slice]  # the place in the engine of each parameter of the policy, or of a LoRA policy's base
+    device: torch.device  # the device to move the policy to
+    equal: bool  # whether `proof.check_equal` found the engine's values equal to the policy's
+    tower_prompt: ModelInput | None = None  # a prompt with images, to test the vision tower
 
     def unread(self, slices: Sequence[Slice] | None = None) -> list[Slice]:
         """Run `proof.check_read`, by default for all slices."""
@@ -134,11 +134,11 @@ def weight_sync(
     Args:
         wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a `WeightSync` class.
             For a LoRA policy, ``shared`` means its base.
-        untouched: the policy has exactly the values that the engine loaded, so that equal values prove the mapping.
+        untouched: whether the policy has exactly the values that the engine loaded. Then equal values prove the map.
         adapter: the adapter that the policy trains instead of its weights.
         cut: ``rows``: each rank will keep only some rows of the weights; ``parts``: the policy is cut here, so that
             each rank has its engine rank's part of every parameter; empty: the policy stays whole.
-        tower_prompt: a prompt with images, of a model that reads them; it proves the vision tower.
+        tower_prompt: a prompt with images, to test the vision tower; None: the tower isn't tested.
 
     Raises:
         ValueError: ``wanted`` can't be used, or the policy's shape isn't the checkpoint's.

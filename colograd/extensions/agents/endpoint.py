@@ -113,7 +113,7 @@ class Endpoint:
             key = bearer[7:].strip()
         session = self.sessions.get(key)
         if session is None:
-            raise BadRequest("the API key is no session's: use the api_key that the program was given.", 401, "no_key")
+            raise BadRequest("no session has this API key: use the api_key that the program was given.", 401, "no_key")
         return session
 
     async def _answer(self, api: str, request: Request) -> Response:
@@ -190,7 +190,7 @@ class Endpoint:
         try:
             for event in stream.end(choices()):
                 yield event
-        except BadRequest as error:  # the session has ended
+        except BadRequest as error:  # the session ended while this answer was streamed
             told = self.api.error(stream.call.api, error.status, error.code, str(error))
             yield f"event: error\ndata: {json.dumps(told)}\n\n"
 
@@ -210,8 +210,8 @@ class Endpoint:
                     raise TooLong(f"{len(ids)} tokens")
         except TooLong as error:
             raise BadRequest(
-                f"the prompt has {error}, but the context has {self.context} tokens, of which one is to be written: "
-                "shorten it (or raise vllm_max_model_length).",
+                f"the prompt has {error}, but the context of {self.context} tokens also needs room for one new token: "
+                "shorten the prompt (or raise vllm_max_model_length).",
                 400,
                 "context_length_exceeded",
             ) from None

@@ -25,10 +25,10 @@ from .tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one session."""
+    """The limits of one session's requests to the endpoint."""
 
     requests: int  # maximum number of requests
-    at_once: int  # maximum number of open completions; a request counts as its n completions
+    at_once: int  # maximum number of unfinished completions; a request for n completions adds n
     body: int = 32 * 2**20  # maximum bytes of a request
 
 
@@ -82,7 +82,7 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Identify this request by its context, and its number among equal ones: seeds don't depend on the order."""
+        """Identify a request by its context and its number among equal contexts. Seeds don't depend on the order."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._asked[digest] += 1
@@ -149,7 +149,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # an answer of no tokens has no place
+            turn["at"] = tree.places.get(number, 0)  # an answer without tokens has no place
         return rollout or Rollout(
             input=self.prompt.input,
             completion_ids=array("i", [min(self.form.ends, default=0)]),

@@ -1,10 +1,10 @@
-"""The tokens of a session as a tree: its requests' contexts and the model's answers, with shared beginnings once.
+"""The tokens of a session as a tree: its requests' contexts and the model's answers. Shared beginnings are stored once.
 
     request 1 reads    p p p          and the model writes    a a
     request 2 reads    p p p a a t    and the model writes    b
     request 3 reads    p p s          and the model writes    c         (its context was compacted)
 
-is the prompt p p p with the branches [a a], [t b] behind [a a], and [s c], which sees the prompt's first two tokens.
+is the prompt p p p with the branches [a a], [t b] after [a a], and [s c], which sees the prompt's first two tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TokenTree:
         self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True,
         number: int | None = None,
     ) -> None:  # fmt: skip
-        """Add a request's context and answer, after the requests that it continues.
+        """Add a request's context and answer. The requests that it continues must be in the tree.
 
         The context joins equal tokens that are already in the tree. The answer never does: two equal samples remain
         two, and each is trained. ``number`` is the answer's key in `places`.
@@ -54,7 +54,7 @@ class TokenTree:
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
 
     def _read(self, ids: array[int]) -> list[Node]:
-        """Follow or add the tokens of a context. Return the list of nodes behind it."""
+        """Follow a context's tokens from the root, and add missing ones. Return the children of the last node."""
         children, at = self._roots, 0
         while at < len(ids):
             shared, node = max(
@@ -71,13 +71,13 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, finish_reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout behind the first request's context, or None without tokens behind it."""
+        """Return the session as a rollout. Its prompt is the first request's context; None: no tokens follow it."""
         asked, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
 
         # A loop, not recursion, because contexts may be thousands of turns deep. Each entry: the node, the index of the
-        # branch before it, and the number of prompt tokens before it (-1: it is behind a branch).
+        # branch before it, and the number of prompt tokens before it (-1: it is after a branch).
         todo: list[tuple[Node, int | None, int]] = [(node, None, 0) for node in reversed(self._roots)]
         while todo:
             node, after, seen = todo.pop()

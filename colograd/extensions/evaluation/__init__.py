@@ -1,10 +1,10 @@
-"""Benchmarks: tasks of EleutherAI's lm-evaluation-harness, sampled or scored by the engine of this process.
+"""Benchmarks: tasks of EleutherAI's lm-evaluation-harness, sampled or scored by this process's engine.
 
     TaskSpec -> harness.load: HarnessBenchmark -> sitting.take (engine, Judge in workers) -> results.SuiteResult
 
-The harness has the tasks, their prompts, filters and metrics. The rest is kept here: one queue per task and engine,
-seeds per question, several completions per question with pass@k, time limits of checkers, and code that runs apart.
-Only `harness`, `judging` and `results` import lm_eval, when a task is loaded.
+The harness provides tasks with their prompts, filters and metrics. This package samples all questions of a task at
+once, with a seed for each, and computes pass@k from several completions. Metrics have a time limit, and code that the
+model wrote runs in processes of its own. Only `harness`, `judging` and `results` import lm_eval, when a task is loaded.
 """
 
 HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:benchmark_of"}

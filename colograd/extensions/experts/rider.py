@@ -16,7 +16,7 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.group_table import read_table, table_bytes
 
-# A null `prompt` equals the row before's.
+# One row per rollout. A null `prompt` means the same value as in the previous row with experts.
 ROWS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
@@ -39,7 +39,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Split the experts of the last turn at the first prompt: the last turn's prompt was everything before it."""
+        """Split the last turn's experts after the first prompt. The last turn's prompt contains all earlier turns."""
         last = next((part for part, _ in reversed(parts) if part is not None), None)
         if last is None:
             return None
@@ -48,7 +48,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Let the rollouts share one tensor of the prompt's experts, as they will share the prompt in a row."""
+        """Give all rollouts the first one's experts of their common prompt. A packed row has that prompt only once."""
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts

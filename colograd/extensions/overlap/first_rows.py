@@ -19,9 +19,9 @@ from ...rollout.figures import add_step, steps_in
 FILE = "partition.jsonl"
 LARGEST = 2**26  # maximum bytes read of the file
 
-Piece = tuple[int, tuple[int, ...]]  # a group's position, the indices of its completions
-Row = tuple[Piece, ...]  # one micro-batch; a filler has the position NOBODY
-Partition = tuple[tuple[Row, ...], ...]  # micro-batches of each rank
+Piece = tuple[int, tuple[int, ...]]  # position of a group, indices of its completions in one micro-batch
+Row = tuple[Piece, ...]  # the pieces of one micro-batch; a filler's only piece has the position NOBODY
+Partition = tuple[tuple[Row, ...], ...]  # the rows of each rank
 
 
 def note_partition(folder: Path, step: int, partition: Partition) -> None:
@@ -29,7 +29,7 @@ def note_partition(folder: Path, step: int, partition: Partition) -> None:
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """Return the partition of the first time that the step was trained, or None if nothing was trained early."""
+    """Return the partition from the first training of a step, or None if it had no first rows."""
 
     def row_of(pieces: Sequence[tuple[int, Sequence[int]]]) -> Row:
         return tuple((int(position), tuple(map(int, indices))) for position, indices in pieces)
@@ -49,10 +49,10 @@ def pieces_of(partition: Partition) -> Iterator[Piece]:
 
 
 def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
-    """Return whether a step's groups can be trained in that partition. ``sizes``: position of a group -> number of its
-    completions.
+    """Return whether each group of a partition is whole, on one rank, and a group of the step.
 
-    Each completion must be there once, and all completions of a group on one rank.
+    Args:
+        sizes: position of each group of the step -> number of its completions.
     """
     seen: set[int] = set()
     for rows in partition:
@@ -69,7 +69,7 @@ def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
 class EarlyRows:
     """The rows of a step that a rank trained before ranks exchanged groups."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # groups it took, its own or others'
+    groups: list[ScoredGroup] = field(default_factory=list)  # groups that it trained, its own or other ranks'
     rows: list[PackedRow] = field(default_factory=list)  # rows of these groups, with computed gradients
     metrics: Metrics = field(default_factory=Metrics)  # metrics of the rows' losses
 
@@ -78,7 +78,7 @@ class EarlyRows:
 class FirstRows:
     """A step's groups on this rank, divided into groups with first rows and groups to pack."""
 
-    rest: list[ScoredGroup]
+    rest: list[ScoredGroup]  # groups to pack
     groups: tuple[ScoredGroup, ...] = ()  # groups of the first rows
     rows: tuple[PackedRow, ...] = ()
     trained: bool = False  # whether the rows' gradients are computed
@@ -94,9 +94,9 @@ def first_rows(
     Args:
         groups: this rank's own groups to pack.
         early: rows that this rank has trained.
-        recorded: first rows of all ranks when the step was trained before. Nothing is trained then, and the same rows
-            come first. It is ignored if ranks train rows together, because it may give them different rows. It is also
-            ignored if ranks must have equal numbers of rows and the recorded ones differ.
+        recorded: first rows of all ranks when the step was trained before. They come first again, not yet trained.
+            It is ignored if ranks train rows together, because it may give them different rows. It is also ignored
+            if ranks must have equal numbers of rows and the recorded numbers differ.
     """
     if recorded is not None:
         differ = len({len(rows) for rows in recorded}) > 1
@@ -116,10 +116,10 @@ def first_rows(
     else:
         held, partition, trained = gather(own), recorded, False
         if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
-            return FirstRows([*groups])  # another number of ranks, say; the update is equal up to rounding
+            return FirstRows([*groups])  # e.g. another number of ranks: the update is then equal up to rounding
         early = _as_recorded(groups, recorded, held, rules)
     owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
-    # A group without rows, because memory ran out on the rank that took it, returns to its owner.
+    # A group has no rows if memory ran out on the rank that took it. Its owner then packs it.
     taken = {position for position, _ in pieces_of(partition)}
     rest = [scored for scored in groups if scored.group.position not in taken]
     if not early.rows:

@@ -1,8 +1,8 @@
-"""Strategies for a policy in the engine's tensor-parallel layout, cut by `policy.tensor_parallel`.
+"""Strategies that train a policy in the engine's tensor-parallel layout; `layers.split` cuts the policy.
 
-The ranks of one engine train each row together. Ranks with the same part of the policy (one rank per engine) divide
-gradients and optimizer state. Every parameter is a tensor of vLLM's rank. So the optimizer's step, with ZeRO's
-all-gather after it, publishes the weights.
+The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum its
+gradients. Two of the strategies also divide optimizer state or gradients among them. Every parameter shares the memory
+of a vLLM tensor. So the optimizer's step, followed by ZeRO's all-gather, also updates the engine's weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .layers import TensorParts
 
 
 class TensorStrategy(SharedRows):
-    """The common part of the three strategies, to be combined with another one for the ranks with the same part."""
+    """Base class of the three strategies. Each has a second base class for the ranks with the same part."""
 
     state_of = ""  # name of the state that the ranks with the same part divide
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        # Parts that count in sums over the engine's ranks: one of several equal ones does.
+        # Names of the parts that this rank adds to sums over the engine's ranks. Equal parts are added by one rank.
         self._counted = {name for name in self.cut.shards if self.cut.holders(name)[0] == self.cut.engine.place}
 
     @property
@@ -64,14 +64,14 @@ class TensorStrategy(SharedRows):
 
     def _sum_of_squares(self, local: float) -> float:
         total = torch.tensor(local, dtype=torch.float64, device=next(self.model.parameters()).device)
-        if self.state_of:  # then all ranks hold the gradient together, otherwise an engine's
+        if self.state_of:  # all ranks together hold the gradient; otherwise the engine's ranks do
             torch.distributed.all_reduce(total)
         else:
             self.cut.engine.sum_(total)
         return float(total)
 
     def clip(self, largest: float) -> float:
-        """Scale down to ``largest``, and return the norm before. A part that several ranks have counts once."""
+        """Scale gradients down to the norm ``largest``; return their norm before. Equal parts count once."""
         gradients = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
         local = squared_norm(gradient for name, gradient in gradients.items() if name in self._counted)
         norm = self._sum_of_squares(local) ** 0.5
@@ -79,7 +79,7 @@ class TensorStrategy(SharedRows):
         return norm
 
     def owned(self) -> Sequence[Owned]:
-        """Return this rank's pieces, as pieces of the whole parameters."""
+        """Return this rank's pieces with their places in the whole parameters."""
         found = []
         for piece in super().owned():  # type: ignore[safe-super]
             shard = self.cut.shards[piece.name]
@@ -92,7 +92,7 @@ class TensorStrategy(SharedRows):
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the whole state dict, of a LoRA policy only the adapter's. Empty without ``keep``. A collective."""
+        """Return the state dict of the whole policy, or of its LoRA adapter; empty unless ``keep``. A collective."""
         cut, whole = self.cut, dict[str, torch.Tensor]()
         for name, parameter in self._saved():
             if keep:

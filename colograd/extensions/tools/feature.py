@@ -18,7 +18,7 @@ from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward
 
-OBSERVATION = 1024  # tokens reserved behind the longest prompt for an environment's `reset`
+OBSERVATION = 1024  # tokens reserved after the longest prompt for the text of an environment's `reset`
 
 
 class ToolFeature(SourceFeature):
@@ -46,7 +46,8 @@ class ToolFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         tools, factory = arguments.sources["tools"], arguments.sources["environment_factory"]
         if tools or factory is not None:
-            most = config.environments_at_once if config.reward_call == "group" else None  # else one call waits for all
+            # No limit for `reward_call: all`: every conversation keeps its environment until the one call at the end.
+            most = config.environments_at_once if config.reward_call == "group" else None
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
         if config.main_thread_tools:
@@ -66,8 +67,8 @@ class ToolFeature(SourceFeature):
             return super().empty_prompts(config)
         if self.toolbox.by_name:
             raise ValueError(
-                "train_dataset is missing, but environment_factory is a dict, of which each row's column `environment` "
-                "names one: give a dataset with that column, or a single factory."
+                "train_dataset is missing, but environment_factory is a dict, and each row names a factory in its "
+                "column `environment`: give a dataset with that column, or a single factory."
             )
         if config.max_steps <= 0:
             raise ValueError(
