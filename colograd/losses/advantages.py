@@ -36,15 +36,15 @@ class AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert [G, R] rewards of one group, NaN where a function abstains, into [G] advantages before `step_std`."""
+        """Convert a group's [G, R] rewards (NaN: a function abstained) into [G] advantages, before `step_std`."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function from [G, R] rewards to [G] scores (NaN: unjudged). The scores' deviation over the step divides the
-        step's advantages. None: nothing is scaled over the step."""
+        """The function from a group's [G, R] rewards to its [G] scores (NaN: unjudged); None: no scaling over the step.
+        Advantages are divided by the standard deviation of the scores of a whole step (`step_std`)."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":
@@ -56,11 +56,11 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
     """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages.
 
     GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4). The ``scale`` "mean"
-    divides by the mean, if it is positive: prompts then follow the likelihood of a success instead of its probability
-    (MaxRL, arXiv 2602.02710). Any other scale divides nothing here (Dr. GRPO, arXiv 2503.20783). The baseline
-    "leave_one_out" is the mean of the others (RLOO, arXiv 2402.14740), n / (n - 1) times as far away as the mean of all
-    n judged rewards. An unjudged completion (NaN), or the only judged one, gets 0. In float64 the mean of equal float32
-    rewards is exactly that reward: a group without a difference gets exactly 0.
+    divides by the mean, if it is positive: a prompt's objective is then the log-likelihood of a success instead of its
+    probability (MaxRL, arXiv 2602.02710). Any other scale divides nothing here (Dr. GRPO, arXiv 2503.20783). The
+    baseline "leave_one_out" is the mean of the other rewards (RLOO, arXiv 2402.14740). A reward is n / (n - 1) times
+    as far from it as from the mean of all n judged rewards. An unjudged completion (NaN), or the only judged one, gets
+    0. In float64 the mean of equal float32 rewards is exactly that reward: without a difference a group gets exactly 0.
     """
     exact = rewards.double()
     judged = ~exact.isnan()
@@ -79,8 +79,8 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
 
 
 def centered(rewards: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean from [G] rewards; NaN stays. The results' deviation over the step is REINFORCE++-baseline's
-    (arXiv 2501.03262), which doesn't depend on the distances between groups."""
+    """Subtract the mean from [G] rewards; NaN stays. REINFORCE++-baseline (arXiv 2501.03262) divides by the results'
+    deviation over the step, which doesn't depend on the groups' means."""
     exact = rewards.double()
     return (exact - exact.nanmean()).to(rewards.dtype)
 

@@ -1,4 +1,4 @@
-"""The selection and proof of a run's `WeightSync`, with one function per kind."""
+"""Choose a run's `WeightSync`, and prove that it updates what the engine reads. Each kind has a function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pairing:
     engine: Engine
     slices: list[Slice]  # every parameter of the policy, or of a LoRA policy's base, and its place in the engine
     device: torch.device  # the policy's final device
-    equal: bool  # every slice has its parameter's value, checked after both sides loaded one checkpoint
+    equal: bool  # whether every slice had its parameter's value after both sides loaded one checkpoint
     tower_prompt: ModelInput | None = None  # a prompt with images
 
     def unread(self, slices: Sequence[Slice] | None = None) -> list[Slice]:
@@ -172,7 +172,7 @@ def weight_sync(
                 "yet. Set weights: auto."
             )
     pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
-    if cut == "parts":  # an extension offers a function of a `Pairing` and an adapter that cuts the policy
+    if cut == "parts":  # an extension cuts the policy: (pairing, adapter) -> sync
         (in_parts,) = hooks("weights_in_parts")
         sync: WeightSync = in_parts(pairing, adapter)
     else:

@@ -33,17 +33,17 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # the model card links this file
-# Packed bytes of all runs of a page together; base64 makes 4 bytes of 3.
+# Maximum packed bytes of all runs on a page together; base64 makes 4 bytes of 3.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-MOST_TEXTS = 2000  # prompts with their beginnings in the page from the start
+MOST_TEXTS = 2000  # maximum number of prompts per run whose beginnings the page holds from the start
 STEP_BYTES = 2_000_000  # approximate bytes of a step's completions as JSON; packed a sixth to a tenth
 
 POINTS = 2000  # points of a curve; with more steps, each point is the mean of several
 MOST_SPREADS = 400  # steps with histograms
 MOST_PROMPTS = 300  # prompts with a history on the page, by the largest reward difference
 FLAT = 1e-6  # a group with a smaller spread of rewards has no reward difference
-STEP_GROUPS = 256
+STEP_GROUPS = 256  # maximum number of groups of a step on the page
 
 
 def report(argv: Sequence[str] | None = None) -> int:
@@ -95,8 +95,8 @@ def page(runs: Sequence[RecordedRun]) -> str:
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        texts: dict[str, str] = {}  # beginnings of prompts
-        packed: dict[int, bytes] = {}  # as many steps as fit, those with completions first
+        texts: dict[str, str] = {}  # key of a prompt -> its beginning
+        packed: dict[int, bytes] = {}  # step -> its compressed JSON. Steps with completions come first
         order, recorded = list(spread_out(dict(found["held"]), alarms)), {*run.samples.steps}
         room = COMPLETION_BYTES // len(runs)
         for step in filter(recorded.__contains__, order):
@@ -129,8 +129,8 @@ def compact(value: Any) -> str:
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """Write the page around its data (``runs``, ``live``, ``version``) and elements with packed steps; it may load the
-    addresses of ``connect``."""
+    """Write the page around its data (``runs``, ``live``, ``version``) and elements with packed steps. The page may
+    connect to the addresses in ``connect``."""
     # Character data only: none of these scripts may contain the end of an element.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
@@ -152,7 +152,7 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
 
 
 def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
-    """Return the run without its completions, or what is new ``after`` a change of it; ``thin`` bounds the sizes."""
+    """Return a run without its completions, or only what changed ``after`` a change; ``thin`` limits its size."""
     if after < run.born:
         after = 0
     steps, columns = run.steps.columns(after)
@@ -197,7 +197,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's rollouts, groups, and completions of about ``most_bytes``."""
+    """Return a step's rollouts and groups, and at most about ``most_bytes`` of its completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
     prompts: list[Any] = []  # each prompt once: a group's completions share it
     places: dict[str, int] = {}
@@ -257,7 +257,10 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Count the prompts, and return [key, spread in all, [[step, mean, spread, truncated share], ...]] of some."""
+    """Count the prompts. Return the histories of those with the largest reward differences.
+
+    A history is [key, sum of spreads, [[step, mean, spread, truncated share], ...]].
+    """
     spreads: dict[int, float] = defaultdict(float)
     visits: dict[int, int] = defaultdict(int)
     for step in run.groups:
