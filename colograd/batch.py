@@ -237,10 +237,10 @@ class Logged:
 class ScoredGroup:
     """A group with its rewards and advantages.
 
-    One reward function, and one advantage per completion (or one per token, here 2 + 4):
+    A group of two completions, of 2 and 4 tokens, with one reward function:
 
         rewards       [[1.0], [0.0]]
-        advantages    [0.71, -0.71]
+        advantages    [0.71, -0.71], or 2 + 4 values if each token has its own
     """
 
     group: Group

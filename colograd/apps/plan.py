@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that a `colograd train` command line sets, and a line on each that is assumed."""
+    """Return the options of a `colograd train` command line, and a message on each option that plan assumes."""
     import torch
 
     from ..config.parse import planned_settings
@@ -95,7 +95,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
     if dtype == "auto":
         dtype = "bfloat16"
-        assumed["dtype"] = "dtype: auto is planned as bfloat16 (--dtype float32: as that)"
+        assumed["dtype"] = "dtype: auto is planned as bfloat16; --dtype float32 plans float32"
     if settings["use_peft"] and settings["lora_target_modules"] != ["all-linear"]:
         assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
     completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
@@ -135,16 +135,16 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", type=Path, metavar="RECIPE", help="read the other options from it, and from flags as for training")
     add("--model", dest="model_name_or_path", metavar="MODEL", help="a folder with a config.json, or a Hub id")
-    add("--gpus", type=int, help="ranks: one per GPU; default: this machine's")
-    add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
+    add("--gpus", type=int, help="number of GPUs, one rank each; default: this machine's")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU; default: this machine's")
     size: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--tensor-parallel", dest="vllm_tensor_parallel_size", **size, default=1, help="ranks per engine; default: 1")
     add("--sequence-parallel", dest="sequence_parallel_size", **size, default=1, help="ranks per row; default: 1")
-    add("--context", dest="vllm_max_model_length", **size, default=8192, help="of prompt and completion; default: 8192")
+    add("--context", dest="vllm_max_model_length", **size, default=8192, help="tokens of a sequence; default: 8192")
     add("--completion", dest="max_completion_length", **size, help="tokens; default: half of the context")
     add("--group", dest="num_generations", **size, default=8, help="completions per prompt; default: 8")
     add("--sequences", **size, help="completions of a generation, over all GPUs; default: 64 for each engine")
-    add("--max-tokens", dest="max_tokens_per_microbatch", **size, default=0, help="in a row; default: what fits")
+    add("--max-tokens", dest="max_tokens_per_microbatch", **size, default=0, help="tokens of a row; default: what fits")
     add("--lora-rank", dest="lora_r", **size, default=0, help="train an adapter on all linear layers")
     add("--bits", type=int, choices=(4, 8), help="quantise the base below the adapter (load_in_4bit, load_in_8bit)")
     add("--nested", dest="use_bnb_nested_quant", action="store_true", help="with --bits 4, quantise the scales too")
@@ -156,12 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     switch: dict[str, Any] = {"action": "store_true"}
     add("--sleep", dest="vllm_enable_sleep_mode", **switch, help="the KV cache makes room for training")
     ways: dict[str, Any] = {"const": "sampling", "default": "none", "choices": ("none", "sampling", "stream", "auto")}
-    offloads = "its state is on the host while the engine samples, or passes through the GPU in each step"
+    offloads = "the optimizer state is on the host while the engine samples, or passes through the GPU in each step"
     add("--offload-optimizer", nargs="?", **ways, help=offloads)
-    add("--offload-gradients", **switch, help="their sums are in host memory")
+    add("--offload-gradients", **switch, help="sums of gradients are in host memory")
     add("--offload-activations", **switch, help="gradient_checkpointing: offload")
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
-    add("--bus", type=float, metavar="GB/S", help="of one GPU, each way at once; default: 50 (PCIe 5)")
+    add("--bus", type=float, metavar="GB/S", help="speed of one GPU's bus, each way at once; default: 50 (PCIe 5)")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
     parser.set_defaults(
         bus=50.0, sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False,
@@ -242,7 +242,7 @@ def described(options: argparse.Namespace) -> RunDescription:
         model = with_adapter(model, options.lora_r)
     elif options.beta > 0 and not options.offload_reference:
         reference = sum(packed.get(p, p.nbytes) for p in model.parameters())
-    teacher = 0  # bytes of one that stays on the GPU; an adapter counts as a model
+    teacher = 0  # bytes of a teacher that stays on the GPU; a teacher that is an adapter counts as a model
     if options.teacher_model_name_or_path is not None and not options.offload_teacher:
         given = options.teacher_model_init_kwargs
         dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
@@ -283,9 +283,9 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     )
     yield from options.notes.values()
     if run.ranks_per_sequence > 1:
-        yield f"{run.ranks_per_sequence} GPUs share out the tokens of each row, so activations are of that part of it"
+        yield f"{run.ranks_per_sequence} GPUs share out the tokens of each row; activations are those of one GPU's part"
     if run.further:
-        yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
+        yield "activations include a vision tower's, as if each prompt token were an image token; the engine's don't"
     yield ""
     lines: list[tuple[str, ...]] = [HEADS]
     for strategy in run.strategies if options.gpus > 1 else run.strategies[:1]:
@@ -329,10 +329,10 @@ def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
         lines.append((way.name, *cells, *moved, "yes" if way.fits else "no"))
     yield from aligned(lines)
     best = min((way for way in found if way.fits), key=lambda way: way.seconds(speed), default=None)
-    which = f"of those that fit, least goes over the bus with: {best.name}" if best else "none of these ways fits"
+    which = f"the fastest way that fits is: {best.name}" if best else "none of these ways fits"
     yield (
-        f"{which}. Seconds are a step's, of all {run.sequences:,} sequences at full length, at {speed:g} GB/s each way "
-        "(--bus; `colograd doctor` measures it), as if nothing were computed meanwhile"
+        f"{which}. Seconds are one step's transfers, with all {run.sequences:,} sequences at full length, at {speed:g} "
+        "GB/s each way (--bus; `colograd doctor` measures it), without overlap with computation"
     )
 
 

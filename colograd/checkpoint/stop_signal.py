@@ -44,13 +44,13 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must be gone; None: nobody sets a limit.
 
-    Slurm sets a variable with a job's end. It counts after an early warning (``--signal=USR1@120``). Neither Slurm nor
+    Slurm sets a variable with a job's end, the limit after an early warning (``--signal=USR1@120``). Neither Slurm nor
     Kubernetes sets one with the seconds between SIGTERM and SIGKILL. torchrun waits `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`
     seconds, and ranks can't see its option ``--shutdown-timeout``, so that ``stop_within`` replaces this limit.
 
     Args:
         now: seconds since 1970.
-        name: of the signal.
+        name: name of the signal.
     """
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() else []
@@ -124,7 +124,7 @@ class StopSignal:
         self._previous = {number: signal.signal(number, self._notice) for number in self._numbers}
 
     def remove(self) -> None:
-        """Restore the former handlers. A deadline stays."""
+        """Restore the previous signal handlers. A deadline that is already set stays in force."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._previous:
@@ -135,10 +135,10 @@ class StopSignal:
             self._end_thread()
 
     def forget_deadline(self) -> None:
-        """Let the process live on: the training has finished."""
+        """Cancel the deadline, because the training has finished."""
         self._cut_at = self._end_at = float("inf")
         atexit.unregister(self.end_process)
-        if not self._previous:  # else the C handler still writes into the socket
+        if not self._previous:  # else keep the socket open: the C handler writes into it until `remove`
             self._end_thread()
 
     @property
@@ -167,9 +167,7 @@ class StopSignal:
         if now + seconds < self._end_at:
             cut, end = schedule(seconds, self.save_seconds)
             if not self.has_deadline:
-                atexit.register(
-                    self.end_process
-                )  # called before the functions of libraries that were registered earlier
+                atexit.register(self.end_process)  # runs before exit functions that libraries registered earlier
             self._cut_at, self._end_at = min(self._cut_at, now + cut), now + end
         if (waker := self._socket) is not None:
             with contextlib.suppress(OSError):

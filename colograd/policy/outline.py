@@ -61,13 +61,14 @@ def with_adapter(model: Any, rank: int) -> Any:
     import peft
 
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # peft's patterns for experts
+        # peft adds rank patterns for fused experts, then warns that they match no linear layer.
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")
         return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of an outline that loading packs with ``settings``, and each one's packed bytes.
+    """Return the weights of an outline that loading would quantise with ``settings``, each with its packed bytes.
 
-    Without settings: none. The function is offered at the seam "to_pack".
+    Without settings the result is empty. An extension has the function at the seam ``to_pack``.
     """
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

@@ -176,7 +176,7 @@ def plan_rows(
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """Return [G] advantages, one per completion: () or, with one per token, [C]."""
+    """Return the group's advantages as one tensor per completion: shape (), or [C] if each token has its own."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
         return tuple(group.advantages)

@@ -50,10 +50,10 @@ SAMPLED = 1024  # about how many entries of each parameter a digest of the weigh
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The conditions of a round's records: a digest of the weights that sampled it, and the settings of the run."""
+    """The first record of a round's file: the weights that sampled the round, and the settings of the run."""
 
-    step: int
-    weights: str  # digest; empty: unknown, as for a sharded policy
+    step: int  # optimizer step of the weights
+    weights: str  # digest of the weights that sampled; empty if unknown, as for a sharded policy
     settings: Mapping[str, Any]
 
 
@@ -95,7 +95,7 @@ class RolloutStore:
         self._open_files: dict[str, _OpenFile] = {}  # by the evaluation's name, or "" for the round
         self._newest = ""  # key of the open file that `add` writes
         self._beside: dict[Any, Any] = {}  # extensions' files of the current round or evaluation, by their class
-        self._place: tuple[Path, dict[str, Any]] | None = None  # its folder, and its `About`
+        self._place: tuple[Path, dict[str, Any]] | None = None  # folder and `About` of the current round or evaluation
         self._pruned = 0  # rounds before this step were pruned
         self._unsafe = threading.Event()  # set: the machine's failure would lose written records
         self._closing = threading.Lock()  # held while files are flushed to the disk
@@ -122,8 +122,8 @@ class RolloutStore:
                 names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
                 raise JournalError(
                     f"{folder} has rewards of functions that have changed since ({', '.join(names) or 'their names'}): "
-                    "rescore: true keeps the samples and scores them again, journal: off samples anew, and with the "
-                    "old code the run goes on as it was."
+                    "set rescore: true to score its samples again, set journal: off to sample anew, or restore the old "
+                    "code."
                 )
             changed |= found
             if number == step and folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
@@ -418,20 +418,20 @@ class RolloutStore:
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
         if found.step != now.step:
-            raise JournalError(f"{path} says that it is of step {found.step}, but lies in step {now.step}'s folder.")
+            raise JournalError(f"{path} holds step {found.step}, but lies in step {now.step}'s folder: move it away.")
         if found.weights and now.weights and found.weights != now.weights:
             if self._weights_are_read:
                 raise JournalError(
                     f"{path} was sampled by other weights than those of step {now.step} here: {self._remedy}."
                 )
             self.warning = (
-                f"journal: the weights of step {now.step} aren't bit for bit those that sampled what is recorded of it "
-                "(a GPU's kernels may sum in another order); it is taken as it is"
+                f"journal: the weights of step {now.step} differ in some bits from those that sampled the recorded "
+                "groups (a GPU's kernels may sum in another order); the groups are trained on all the same"
             )
 
     @property
     def _remedy(self) -> str:
-        return f"put it back, or move {self.folder} away (or set journal: off) to sample anew"
+        return f"restore what has changed, or move {self.folder} away (or set journal: off) to sample anew"
 
 
 def digest_of(model: torch.nn.Module) -> str:
@@ -449,8 +449,8 @@ def digest_of(model: torch.nn.Module) -> str:
 
 def _problem(path: Path, error: Exception) -> str:
     return (
-        f"journal: {path} can't be written ({type(error).__name__}: {error}): the run goes on, but what isn't recorded "
-        "would be sampled and scored again if it were killed"
+        f"journal: {path} can't be written ({type(error).__name__}: {error}): the run goes on. If it is killed, groups "
+        "that aren't recorded are sampled and scored again."
     )
 
 

@@ -43,8 +43,8 @@ from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
 OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # settings of a group of parameters
-RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")
-PATIENCE = 10.0  # seconds that a checkpoint may take; after that the next one is skipped
+RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules that continue from the checkpoint's rate
+PATIENCE = 10.0  # seconds from a save's start; the next save waits so long for its end, and then is skipped
 
 
 class Checkpointer(TrainerCallback):
@@ -129,8 +129,8 @@ class Checkpointer(TrainerCallback):
                 choice.load(folders.read_prompts(str(checkpoint), choice.missing) if skips else {})
         if self.nodes_are_apart:
             say(
-                f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole ones into "
-                f"its own {self.args.output_dir}, and goes on from the last that all of them have"
+                f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole "
+                f"checkpoints into its own {self.args.output_dir}, and a run resumes from the last that all nodes have"
             )
 
     def _compare_settings(self, checkpoint: str) -> None:
@@ -147,7 +147,7 @@ class Checkpointer(TrainerCallback):
             was, now = changed["learning_rate"]
             raise ValueError(
                 f"learning_rate is {now}, but {checkpoint} was trained with {was}, and the rate of lr_scheduler_type "
-                f"{kind} goes on from the checkpoint's: put it back, or choose a schedule that counts steps."
+                f"{kind} continues from the checkpoint's: set {was}, or choose a schedule that counts steps."
             )
         if changed:
             listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
@@ -239,8 +239,8 @@ class Checkpointer(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_due:  # a callback ended the run in the middle of a round
             self.trainer.console.warn(
-                f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round, where none "
-                "can be resumed from: save_model() saves its weights."
+                f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round. A run can't "
+                "resume there, so no checkpoint is written: save_model() saves the weights."
             )
 
     # -- one checkpoint
@@ -488,22 +488,22 @@ class Checkpointer(TrainerCallback):
         most = self.args.save_failures
         if self._failures >= most:
             raise RuntimeError(
-                f"The last {self._failures} checkpoints couldn't be written (that of step {step}: {error}), and the "
-                f"run ends (save_failures: {most}). Those before are whole: make room, and go on with "
+                f"The last {self._failures} checkpoints couldn't be written (checkpoint-{step}: {error}), and the run "
+                f"ends (save_failures: {most}). Earlier checkpoints are complete: free disk space, and resume with "
                 "resume_from_checkpoint: auto."
             )
         self.trainer.console.warn(
-            f"checkpoints: that of step {step} couldn't be written ({error}): training goes on without it "
+            f"checkpoints: checkpoint-{step} couldn't be written ({error}): training goes on without it "
             f"({self._failures} in a row; {most} end the run, save_failures)"
         )
 
     # -- loading
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model, by ``usual`` if transformers' Trainer can: not sharded, without images and experts.
+        """Load the model's weights. ``usual`` is transformers' loading, which can't load shards, images and experts.
 
         Raises:
-            ValueError: the weights can't be read, or are of another model.
+            ValueError: the weights can't be read, or belong to another model.
         """
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
@@ -525,8 +525,8 @@ class Checkpointer(TrainerCallback):
         loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied tensor is saved once
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
-                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
-                "another model, or a file is missing."
+                f"The checkpoint lacks {len(lacking)} of the policy's weights ({', '.join(lacking[:3])}): it is "
+                "another model's, or a file is missing. Give a complete checkpoint of this model."
             )
 
     def load_optimizer(self, checkpoint: str) -> None:

@@ -19,9 +19,9 @@ from ..runtime import registry
 
 
 class StreamedPrompts(Protocol):
-    """Prompts that are read while training. An extension makes them at the seam ``prompt_stream``.
+    """Prompts that are read while training.
 
-    The seam has (dataset, rules, config) -> prompts.
+    An extension makes them at the seam ``prompt_stream``: (dataset, rules, config) -> prompts.
     """
 
     choice: Any  # see `PromptDataset.choice`
@@ -63,8 +63,8 @@ def train_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns``, or add empty prompts if they are written during the rollout. Columns of an
-    extension stay: seam ``prompt_columns``, config -> names."""
+    """Apply ``remove_unused_columns``, or add empty prompts if the rollout writes the prompts. Columns that extensions
+    name at the seam ``prompt_columns``, config -> names, stay."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
@@ -113,17 +113,17 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
     if not any(token in prompt for token in tokenizer.all_special_tokens):
         yield (
             f"data: the prompts are plain text, so the chat template of {policy.path or 'the model'} isn't applied: "
-            "where it is a chat model, give lists of messages, or set system_prompt"
+            "if it is a chat model, give lists of messages, or set system_prompt"
         )
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the reader of rows that have more than text, for a policy that takes them; None for others. An extension
-    makes it: seam ``prompt_reader``, policy -> reader or None."""
+    """Return the reader of rows with media, such as images, if the policy reads media; else None. Extensions make the
+    reader at the seam ``prompt_reader``: policy -> reader or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return a prompt of each kind that has more than text, to prove forwards on; empty if the run has none. Extensions
-    make them: seam ``proof_prompts``, (prompts, policy, feature) -> list."""
+    """Return one prompt per kind of media, to test the policy's forward with; an empty list for text-only runs.
+    Extensions make the prompts at the seam ``proof_prompts``: (prompts, policy, feature) -> list."""
     return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

@@ -60,7 +60,7 @@ class Slice:
 
     @property
     def view(self) -> torch.Tensor:
-        """A view of the part of the policy's tensor, which may move. Not for quantised parameters."""
+        """A view of the parameter's part in the policy's present memory. Not for quantised parameters."""
         return self.source.detach()[self.cut]
 
     @property
@@ -226,9 +226,9 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the places of the copies that vLLM's decoding of latent attention has of the expanding layer.
+    """Yield the places of vLLM's copies of the layer `EXPANDS`, which its decoding of latent attention reads.
 
-    A rank has the rows (H * (P + V), L) of the parameter. ``parts`` are its first places.
+    A rank has (H * (P + V), L) of the parameter. ``parts`` are the places of the layer itself.
     """
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
@@ -248,7 +248,7 @@ def _experts(
 ) -> list[Part]:  # fmt: skip
     """Return the places of a block's experts; empty if the parameter isn't a mixture's experts.
 
-    One of several ranks has gate rows and the same up rows, or some columns.
+    With several ranks, each has the same rows of the gate and the up projection, or columns of the down projection.
     """
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:

@@ -1,4 +1,4 @@
-"""The selection and proof of a run's `WeightSync`, with one function per kind."""
+"""Choose a run's `WeightSync`, and prove that it updates what the engine reads. Each kind has a function."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def weight_sync(
                 "yet. Set weights: auto."
             )
     pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
-    if cut == "parts":  # an extension offers a function of a `Pairing` and an adapter that cuts the policy
+    if cut == "parts":  # an extension cuts the policy: (pairing, adapter) -> sync
         (in_parts,) = hooks("weights_in_parts")
         sync: WeightSync = in_parts(pairing, adapter)
     else:

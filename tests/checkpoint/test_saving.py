@@ -288,7 +288,7 @@ def test_training_survives_a_full_disk_until_save_failures(run: Any, tmp_path: P
         said = capfd.readouterr().out
         left = steps_left(run)
         assert run.state.global_step == 4 and 0 < len(left) < 4 and left == list(range(1, len(left) + 1))
-        assert f"checkpoints: that of step {len(left) + 1} couldn't be written (OSError: [Errno 28] No space" in said
+        assert f"checkpoints: checkpoint-{len(left) + 1} couldn't be written (OSError: [Errno 28] No space" in said
         assert "1 in a row; 9 end the run, save_failures" in said
         assert not [path for path in disk.rglob("*") if ".incomplete" in path.name]
         vars(run.args)["save_failures"] = 2
@@ -367,7 +367,7 @@ def test_a_callback_that_reads_the_files_finds_them(run: Any, monkeypatch, capfd
     assert found == [(1, True), (3, True), (4, True)], "and isn't asked of one that isn't there"
     said = capfd.readouterr().out
     assert said.count("checkpoints: training waits while one is written, as Look.on_save may read it") == 1
-    assert "that of step 2 couldn't be written (OSError: [Errno 5] Input/output error)" in said
+    assert "checkpoint-2 couldn't be written (OSError: [Errno 5] Input/output error)" in said
 
 
 # -- several ranks

@@ -43,7 +43,7 @@ POINTS = 2000  # points of a curve; with more steps, each point is the mean of s
 MOST_SPREADS = 400  # steps with histograms
 MOST_PROMPTS = 300  # prompts with a history on the page, by the largest reward difference
 FLAT = 1e-6  # a group with a smaller spread of rewards has no reward difference
-STEP_GROUPS = 256
+STEP_GROUPS = 256  # maximum number of groups of a step on the page
 
 
 def report(argv: Sequence[str] | None = None) -> int:
@@ -96,8 +96,8 @@ def page(runs: Sequence[RecordedRun]) -> str:
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        texts: dict[str, str] = {}  # beginnings of prompts
-        packed: dict[int, bytes] = {}  # as many steps as fit, those with completions first
+        texts: dict[str, str] = {}  # key of a prompt -> its beginning
+        packed: dict[int, bytes] = {}  # step -> its compressed JSON. Steps with completions come first
         order, recorded = list(spread_out(dict(found["held"]), alarms)), {*run.samples.steps}
         room = COMPLETION_BYTES // len(runs)
         for step in filter(recorded.__contains__, order):
@@ -198,7 +198,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's rollouts, groups, and completions of about ``most_bytes``."""
+    """Return a step's rollouts and groups, and at most about ``most_bytes`` of its completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
     prompts: list[Any] = []  # each prompt once: a group's completions share it
     places: dict[str, int] = {}

@@ -37,16 +37,16 @@ class Context:
     ids: list[int]
     text: str  # text written by the template
     messages: list[dict[str, Any]]  # messages in the template's format
-    arguments: dict[str, Any]  # the template's arguments
-    after: int | None  # number of the turn that the ids continue; None: no turn
+    arguments: dict[str, Any]  # arguments of the chat template, such as enable_thinking
+    after: int | None  # index in `SessionContexts.turns` of the turn that the ids continue; None: no turn
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A reply of the model, and the conversation up to it."""
 
-    # Beginnings of requests that continue this turn: the text that was read and sampled, and the conversation as the
-    # template writes it, up to the place where tokenising the next message begins.
+    # A request continues this turn if its text begins with one of these: the text that was read and sampled, or the
+    # conversation as the template writes it. The rest of the request is tokenised.
     texts: tuple[str, ...]
     ids: list[int]  # ids of the conversation including the reply, as read and sampled
     wrote: list[int]  # ids of the reply, the last ones of `ids`
@@ -66,7 +66,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Sequence[int]) -> None:
         self.tokenizer, self.arguments, self.ends = tokenizer, dict(arguments), frozenset(ends)
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("an agent needs a chat template, which the tokenizer hasn't: set chat_template_path.")
+            raise ValueError("the tokenizer has no chat template, which an agent needs: set chat_template_path.")
         asked = [{"role": "user", "content": "asked"}]
         answered = [*asked, {"role": "assistant", "content": PROBE}]
         try:
@@ -188,9 +188,9 @@ class SessionContexts:
         self._by_key.setdefault(key, []).append(turn)
 
     def _pieces(self, messages: Sequence[dict[str, Any]], known: int, text: str, at: int) -> Iterator[str | list[int]]:
-        """Yield a text from ``at`` on in pieces: sampled ids for turns of the model, and the texts between them.
+        """Yield ``text[at:]`` in pieces: the sampled ids of the model's turns, and the texts between them.
 
-        ``known`` is the number of messages that end before ``at``.
+        The first ``known`` messages end before ``at``.
         """
         turns: dict[int, Turn] = {}  # message index -> turn. Among equal messages the last one is the newest turn.
         left = {key: [*equal] for key, equal in self._by_key.items()}

@@ -30,7 +30,7 @@ HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is ea
 
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
-    """Let the curriculum choose among the prompts, if the run has one. A stream has refused it."""
+    """Let the curriculum choose among the prompts, if the run has one. Streams refuse a curriculum earlier."""
     curriculum = read_curriculum(config)
     if curriculum is not None and isinstance(prompts, PromptDataset):
         prompts.choice = CurriculumState(curriculum, prompts.dataset, config)
@@ -54,11 +54,11 @@ class CurriculumState:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's record; ``{}`` begins a new one."""
-        self.rounds = int(state.get("rounds", 0))  # number of rounds in the record
+        self.rounds = int(state.get("rounds", 0))  # number of rounds before the one being sampled
         if state and state.get("rows") != self.rows:
             raise ValueError(
-                f"The checkpoint's curriculum is of {state.get('rows', 'an unknown number of')} prompts, but there are "
-                f"{self.rows}: give the run's own dataset, or set ignore_data_skip: true to begin the record anew."
+                f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
+                f"dataset has {self.rows}: give the run's own dataset, or set ignore_data_skip: true for a new record."
             )
         self.drawn = self._array(state, "drawn", np.int32, 0)  # int32 [rows], number of draws
         self.last = self._array(state, "last", np.int32, -1)  # int32 [rows], round of the last draw
@@ -220,7 +220,7 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
     if other := sorted({*values} - {*names}):
         raise ValueError(
             f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares has "
-            f"{listed(names)}): give it one; 0 keeps it out while others last."
+            f"{listed(names)}): give it one. A share of 0 keeps its prompts out while other prompts are left."
         )
     if absent := [name for name in names if name not in set(values)]:
         raise ValueError(
@@ -235,9 +235,9 @@ def _numbers(dataset: Any, column: str) -> np.ndarray:
     try:
         found = np.array([float(value) for value in _column(dataset, column)])
     except (TypeError, ValueError):
-        raise ValueError(f"curriculum: the column {column!r} must have a number in each row, of difficulty.") from None
+        raise ValueError(f"curriculum: the column {column!r} must have a number in each row: convert it.") from None
     if np.isnan(found).any():
-        raise ValueError(f"curriculum: the column {column!r} has a row without a number: give each one a difficulty.")
+        raise ValueError(f"curriculum: the column {column!r} has a row without a number: give each row a difficulty.")
     return found
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config import GRPOConfig
 from ...parallel.shards import parts_of
-from ...policy.loading import Policy
 from ...policy.supported import ModelFeature, Wanted
-from ...weights import check_adapter_in_parts
+
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
 
 # Models that support a policy in the engine's tensor-parallel layout.
 CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
@@ -48,5 +49,7 @@ def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
             "policy could lie: set sharding: gradients or fsdp."
         )
     if config.tensor_parallel:
+        from ...weights import check_adapter_in_parts  # with its imports, which the check of a model does without
+
         check_adapter_in_parts(policy.adapter, config.sharding)
     return policy

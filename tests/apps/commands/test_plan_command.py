@@ -111,7 +111,7 @@ def test_the_host_lets_one_gpu_train_larger_models(
     model, flags = large.folder_of(name, tmp_path), ("--gpu-memory", str(memory))
     ways, last = ways_of(capsys, model, *flags)
     assert next(way for way, cells in ways.items() if cells[-1] == "yes") == fitting
-    assert last.startswith(f"of those that fit, least goes over the bus with: {fitting}. ")
+    assert last.startswith(f"the fastest way that fits is: {fitting}. ")
     assert (
         "offload_optimizer: auto keeps on the host: " + fitting
         in planned(capsys, model, "--gpus", "1", *flags, "--offload-optimizer", "auto")[0]
@@ -226,7 +226,7 @@ def test_ranks_that_share_out_rows(qwen: Path, capsys: pytest.CaptureFixture[str
     flags = ("--gpus", "8", "--gpu-memory", "80", "--context", "32768", "--no-checkpointing")
     _, whole, none_fits = planned(capsys, qwen, *flags)
     before, shared, after = planned(capsys, qwen, *flags, "--sequence-parallel", "8", "--max-tokens", "32768")
-    assert before.endswith("8 GPUs share out the tokens of each row, so activations are of that part of it")
+    assert before.endswith("8 GPUs share out the tokens of each row; activations are those of one GPU's part")
     assert "fsdp" not in shared and float(shared["gradients"][5]) < float(whole["gradients"][5]) / 6
     assert "finds none that fits" in none_fits and after == "sharding: auto takes 'gradients'"
     assert [shared[name][:5] for name in shared] == [whole[name][:5] for name in shared], "of weights each has as much"

@@ -22,14 +22,14 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ..rider import RoutedExperts, filled
 
-TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's argument; not on a CPU
+TELLS_EXPERTS = "enable_return_routed_experts"  # argument of vLLM's engine, used with Model Runner V2 only
 
 # vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 
 
 class RouterLog(EngineFeature):
-    """Experts of an engine's sequences, all of one version of the weights."""
+    """The experts of an engine's sequences, which are all sampled with one version of the weights."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -46,12 +46,12 @@ class RouterLog(EngineFeature):
         if arguments.get("enable_prefix_caching") is False:
             raise ValueError(
                 "router_replay is true and vllm_engine_kwargs sets enable_prefix_caching: false, but vLLM's Model "
-                "Runner V2 keeps the experts by the prefix cache's blocks: remove one of them."
+                "Runner V2 stores the experts by blocks of the prefix cache: remove one of the two settings."
             )
         if not accepted(TELLS_EXPERTS):
             raise RuntimeError(
-                f"router_replay is true, but vLLM {found} doesn't tell which experts it chooses: install 0.31, or set "
-                "router_replay: false."
+                f"router_replay is true, but vLLM {found} doesn't return the experts that it chooses: install 0.31, or "
+                "set router_replay: false."
             )
         return {TELLS_EXPERTS: True}
 
@@ -89,7 +89,7 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # one router's choice for a step, (tokens of the step, K)
+        self._step[place] = chosen.to(self.dtype)  # a router's choice in a step, (tokens of the step, K)
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the model runner, then add the experts of its tokens to their sequences."""
@@ -130,7 +130,7 @@ class RouterLog(EngineFeature):
             told = getattr(completion, "routed_experts", None)  # (tokens, all layers, K); no row for the last token
             if told is None:
                 raise RuntimeError(
-                    f"router_replay is true, but vLLM {self.version} told no experts of a completion: set "
+                    f"router_replay is true, but vLLM {self.version} returned no experts for a completion: set "
                     "router_replay: false, or install vLLM 0.31."
                 )
             layers = [int(layer.layer_id) for layer in self._layers]
@@ -139,8 +139,8 @@ class RouterLog(EngineFeature):
             rows = seen
         else:
             raise RuntimeError(
-                f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
-                "its experts aren't known: set router_replay: false, or install vLLM 0.31."
+                f"router_replay is true, but vLLM {self.version} ran the request {request!r} under another name, so "
+                "its experts are unknown: set router_replay: false, or install vLLM 0.31."
             )
         whole = filled(rows, prompt + length)
         # A group shares the prompt's tensor, and each tensor may be sent to another rank.

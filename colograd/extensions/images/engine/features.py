@@ -61,9 +61,8 @@ class ImagePrompts(EngineFeature):
                 from vllm import __version__
 
                 raise RuntimeError(
-                    f"vLLM {__version__} doesn't tell its attention on a CPU which tokens of a prompt are an "
-                    "image's, and those of this model see each other both ways: install vLLM 0.31, or train it on a "
-                    "GPU."
+                    f"This model's image tokens see each other both ways, but vLLM {__version__} on a CPU doesn't pass "
+                    "their places to its attention: install vLLM 0.31, or train the model on a GPU."
                 )
         _check_same_processor(model_config, processor)
 
@@ -165,7 +164,7 @@ def _check_same_processor(model_config: Any, processor: Any) -> None:
     """
     from vllm.transformers_utils.processor import cached_processor_from_config
 
-    # Load by class: for some names (InternVL's) vLLM also has its own class, for older checkpoints.
+    # Pass the class: by name vLLM loads its own class for some models (InternVL), made for older checkpoints.
     theirs = cached_processor_from_config(model_config, processor_cls=type(processor)).image_processor.to_dict()
     ours = processor.image_processor.to_dict()
     for name in sorted(theirs.keys() | ours.keys()):
@@ -192,9 +191,10 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def whole_on_cpu() -> Iterator[None]:
-    """Keep such images whole on a CPU, as on GPUs, in engines that are built while the context lasts.
+    """Never split an image over two steps of an engine on a CPU, if its tokens attend to each other both ways.
 
-    Other models stay unchanged, because vLLM would refuse a model if its largest image has more tokens than a step.
+    vLLM itself never does on GPUs. The context applies to engines that are built in it. Other models stay unchanged,
+    because vLLM would refuse a model if its largest image has more tokens than a step.
     """
     from vllm.platforms import current_platform
 
@@ -214,7 +214,7 @@ def whole_on_cpu() -> Iterator[None]:
 
 
 def whole_of_known_features() -> None:
-    """Keep images with known features whole too, in all engines of the process that don't cut images."""
+    """Never split an image with cached features either, in engines of this process that don't split images."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
