@@ -233,11 +233,16 @@ def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tu
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
-    """Describe the devices of all ranks, without the memory that ``model`` takes already. A collective."""
+    """Describe the devices of all ranks. The memory of ``model`` counts as available. A collective.
+
+    Other tensors of this process don't, such as a reward model's.
+    """
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)
-        name, available = torch.cuda.get_device_name(device), free + torch.cuda.memory_reserved(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        loaded = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+        name, available = torch.cuda.get_device_name(device), free + unused + loaded
     else:
         memory, sharing = psutil.virtual_memory(), process.local_world_size()
         loaded = sum(p.nbytes for p in model.parameters() if not p.is_meta)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,3 +315,13 @@ def test_on_a_cpu_it_is_a_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
     plan = planned(tiny.config(tmp_path), llama(), 64, 8, 10_000_000, False)
     assert not plan.fits
     assert plan.table().splitlines()[-1].startswith("  more is planned than there is: lower max_tokens_per_microbatch")
+
+
+def test_a_reward_model_s_memory_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 10 GiB: the policy takes 1, a reward model 2, torch's unused blocks 1, another process 1."""
+    counters = {"memory_reserved": 4 * GIB, "memory_allocated": 3 * GIB, "get_device_name": "a GPU"}
+    for name, value in counters.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 10 * GIB))
+    policy: Any = SimpleNamespace(parameters=lambda: [SimpleNamespace(nbytes=GIB, is_cuda=True)])
+    assert memory.own_devices(torch.device("cuda"), policy).available == 7 * GIB
