@@ -73,9 +73,9 @@ def test_geometric_mask_defaults_to_the_reciprocal() -> None:
         row, loss_mask=torch.ones_like(row.loss_mask), sampler_logprobs=torch.zeros_like(row.sampler_logprobs)
     )
     trainer = torch.where(row.sequence == 0, -0.02, -0.005)
-    weights = SamplerCorrection("geometric_mask", None, 1.01).weights(trainer, row)
+    weights = correction_weights("geometric_mask", None, 1.01, trainer, row)
     assert weights.tolist() == (row.sequence != 0).float().tolist()
-    assert SamplerCorrection("sequence_mask", None, 1.01).weights(trainer, row).all()
+    assert correction_weights("sequence_mask", None, 1.01, trainer, row).all()
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_any_number_of_ranks_draws_the_same_and_a_loaded_record_goes_on_alike() 
     resumed.load(json.loads(json.dumps(begun.saved)))
     rest = list(order(resumed))
     assert rest[:2] == [[], []] and rest[2] == whole[2], "skipped rounds choose nothing"
-    with pytest.raises(ValueError, match="is of 12 prompts, but there are 13"):
+    with pytest.raises(ValueError, match="curriculum has 12 prompts, but the dataset has 13"):
         state(13, **given).load(begun.saved)
 
 
