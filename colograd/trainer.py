@@ -38,6 +38,7 @@ from .rollout.features import TrainerArguments
 from .rollout.figures import note_figures
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process, registry
+from .runtime.failures import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
 from .training.assembly import assemble, choose_kernels, prove_rows, resolve_by_memory
@@ -89,7 +90,7 @@ class GRPOTrainer(TrainerBase):
     sampler_class: type[Sampler] = Sampler
     replaced: frozenset[str] = frozenset()  # stages that a subclass or this object overrides, and `evaluate`
 
-    @process.closes_if_it_fails
+    @closes_if_it_fails
     @ends_together("the start")
     @process.rank_variables()
     @process.collector_at_rest()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..runtime import process
+from ..runtime import failures
 from .building import replaced
 
 _alive: set[Any] = set()  # vLLM's engine cores that weren't shut down, and a token for each engine that is being built
@@ -41,7 +41,7 @@ def closed_if_it_fails() -> Iterator[None]:
                 theirs.detach()
             if client.engine_core not in _alive:  # its engine failed after its core was made
                 _stop(client.engine_core)
-        process.forget_frames(error, but=handled)
+        failures.forget_frames(error, but=handled)
         _free_memory()
         raise
     finally:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import os
@@ -16,17 +15,13 @@ import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
 
 from . import gpus
 from .shipped import file_or_shipped
-
-F = TypeVar("F", bound=Callable[..., None])
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # "process:port" of a process that set its own variables of rank 0 of 1
@@ -129,37 +124,6 @@ def keep_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """Return freed memory to the system once, after a start that held more memory than training will."""
     _call_glibc("malloc_trim", 0)
-
-
-def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
-    """Free the objects that only the tracebacks of ``error`` and its causes hold: a notebook keeps the last exception.
-    Frames that still run keep their variables. ``but`` was handled before; Python counts it as a cause of ``error``."""
-    known = {id(but): but}
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        if (one := waiting.pop()) is not None and id(one) not in known:
-            known[id(one)] = one
-            traceback.clear_frames(one.__traceback__)
-            waiting += [one.__cause__, one.__context__]
-
-
-def closes_if_it_fails(init: F) -> F:
-    """Give an ``__init__`` an ExitStack, ``self.closing``; close it and free the frames' memory if the method fails."""
-
-    @functools.wraps(init)
-    def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.closing = contextlib.ExitStack()
-        handled = sys.exc_info()[1]
-        try:
-            init(self, *args, **kwargs)
-        except BaseException as error:
-            forget_frames(error, but=handled)
-            with contextlib.suppress(Exception):  # the first error counts
-                self.closing.close()
-            del self, args, kwargs, handled  # this frame is in the traceback, too
-            raise
-
-    return run  # type: ignore[return-value]
 
 
 def _call_glibc(function: str, *arguments: int) -> None:

@@ -17,7 +17,7 @@ from ..parallel.faults import telling
 from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup
 from ..policy.lora import unwrap
-from ..runtime.process import forget_frames
+from ..runtime.failures import forget_frames
 from .strategy import ShardingStrategy, drop_graph
 
 PATIENCE = 30.0  # seconds within which all ranks of a row run out of memory, if they do so at the same place

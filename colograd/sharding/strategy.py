@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ..config import GRPOConfig
 from ..parallel.shards import RankGroup, Shard
-from ..runtime.process import forget_frames
+from ..runtime.failures import forget_frames
 
 # (tensors on any device, file, metadata): writes a safetensors file, now or later.
 WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from colograd import GRPOTrainer
-from colograd.runtime import process
+from colograd.runtime import failures
 from colograd.weights.copied import CopiedWeights
 
 
@@ -27,7 +27,7 @@ class Unwilling(CopiedWeights):
 class Failing(GRPOTrainer):
     """Fails when everything is there."""
 
-    def _describe(self, *args: Any) -> None:
+    def _make_sampler(self, *args: Any) -> Any:
         kept_alive.extend(weakref.ref(part) for part in (self, self.engine, self.engine.model, self.policy.model))
         raise RuntimeError("nothing to say")
 
@@ -132,7 +132,7 @@ def test_frames_of_an_error_and_its_causes_are_forgotten() -> None:
                 second()
             except ValueError as late:
                 assert all(reference() is not None for reference in seen)
-                process.forget_frames(late, but=handled)
+                failures.forget_frames(late, but=handled)
                 raise
 
     with pytest.raises(ValueError, match="second") as failure:

@@ -215,7 +215,7 @@ def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any) -
         ({**fine, "n": 100}, 429, "agent_parallel"),
         ({**fine, "echo": True}, 400, "echo"),
         ({**fine, "chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs has chat_template"),
-        ({**fine, "messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the context has 1024"),
+        ({**fine, "messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the context of 1024 tokens"),
         ({**fine, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
          400, "refuses"),
         (b"\x00{rubbish", 400, "isn't JSON"),
