@@ -75,7 +75,7 @@ class PolicyKnobs(TrainingArguments):
     )
 
     def _take_kernels(self) -> None:
-        """Check torch.compile's mode, and turn off Liger's losses, one of which transformers would add."""
+        """Check torch.compile's mode, and turn off Liger's losses, one of which is on by default."""
         Rules(one_of=COMPILE_MODES, note=" (rows have other lengths in each micro-batch)").check(
             "torch_compile_mode", self.torch_compile_mode
         )
@@ -157,6 +157,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self, about="optim")  # its name is known now
-        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
+        check_conflicts(self, about="optim")  # the optimizer's name is known now
+        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None means on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"

@@ -21,7 +21,7 @@ class LossTerm:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Fields of the rows that second models fill."""
+        """Fields of the rows that second models (reference, teacher) fill."""
         return ()
 
     @property
@@ -31,7 +31,7 @@ class LossTerm:
 
     @property
     def waits(self) -> str:
-        """The reason why no group can be trained before its whole step is sampled; empty: it can."""
+        """The reason to train no group before its whole step is sampled; empty if there is none."""
         return ""
 
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:

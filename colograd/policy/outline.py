@@ -67,8 +67,8 @@ def with_adapter(model: Any, rank: int) -> Any:
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of an outline that loading would quantise with ``settings``, each with its packed bytes.
+    """Map each weight that loading would quantise with ``settings`` to its packed bytes; empty without settings.
 
-    Without settings the result is empty. An extension has the function at the seam ``to_pack``.
+    ``model`` is an `outline`. An extension does the work, at the seam ``to_pack``.
     """
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

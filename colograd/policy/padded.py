@@ -81,7 +81,10 @@ def hidden_states(
 ) -> torch.Tensor:
     """Compute a model's last hidden states on padded rows, and return them in the packed row's order, (1, T, hidden).
 
-    ``more`` has further arguments of ``body``. A prompt's values `of_layers` come from its first completion's row.
+    Args:
+        more: further keyword arguments of ``body``.
+        of_layers: outputs of ``body`` per layer, by name, e.g. router logits. Each list is filled with one tensor
+            (T, ...) per layer. The tokens of a prompt have their values from the row of its first completion.
     """
     rows = PaddedInputs.of(batch)
     inputs: dict[str, Any] = {

@@ -56,7 +56,7 @@ class TrainerArguments:
 
 
 class SourceFeature:
-    """A rollout source, and the changes that it needs elsewhere in a run. This class: the engine's single answers.
+    """A rollout source, and the changes that it needs elsewhere in a run. The base class's source is the engine.
 
     A subclass has another source. Extensions offer subclasses at the seam ``source``. `of` returns an object for at
     most one of them, because each refuses the arguments of the others.
@@ -79,7 +79,7 @@ class SourceFeature:
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Return the feature if the arguments ask for it."""
+        """Return the feature if the arguments choose it, else None."""
         return cls()
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
@@ -105,12 +105,12 @@ class SourceFeature:
 
 
 def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFeature:
-    """Return the feature that the trainer's arguments choose."""
+    """Return the `SourceFeature` that the trainer's arguments choose; by default the base class."""
     for name, extension in SOURCES.items():
         if arguments.sources[name]:
             registry.require(extension, name)
     chosen = [feature for kind in registry.hooks("source") if (feature := kind.of(arguments, config))]
     feature = chosen[0] if chosen else SourceFeature()
-    if not arguments.samples:  # the record may have been written with a source of the user's
+    if not arguments.samples:  # a source of the user's may have written the record
         feature.add_advantages = next(iter(registry.hooks("add_advantages")), None)
     return feature

@@ -1,4 +1,4 @@
-"""A change of many parameters at once that has no effect on a decoder's output if all of them change.
+"""Sign changes of many parameters that together leave a decoder's output unchanged.
 
 Some channels of the residual stream change their sign: in the embedding, in the rows of the projections that write to
 the stream, and in the columns of the projections that read it. Some channels of each norm change their sign, together
@@ -30,11 +30,13 @@ Signs = dict[str, torch.Tensor]  # parameter -> tensor of 1 and -1 that expands 
 
 
 def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
-    """Return signs that cancel each other in a decoder with Llama's architecture; empty if the names are different.
+    """Return factors (1 or -1) for a Llama-like decoder's parameters. Together they leave its output unchanged.
+
+    The result is empty if no module is named `embed_tokens`.
 
     Args:
-        shapes: shapes of the policy's parameters by their names in a model without adapters; tied ones once.
-        norms: change norms as well. Wrong for norms that multiply by 1 + weight.
+        shapes: the shape of each policy parameter, by its name in a model without adapters; a tied parameter once.
+        norms: change norms as well. Must be False for norms that multiply by 1 + weight.
     """
     kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}  # names of the modules
     embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)

@@ -97,7 +97,7 @@ class TaskResult:
         return found if math.isclose(found.mean, self.aggregates[self.primary], abs_tol=1e-6) else None  # type: ignore[index]
 
     def passes(self) -> dict[int, Estimate]:
-        """Compute pass@k of the primary metric for k = 2, 4, 8 ... n; at k = 1 it is the accuracy."""
+        """Compute pass@k for k = 2, 4, 8 ... up to n (k = 1 is the accuracy); empty if any value isn't 0 or 1."""
         n = self.loaded.n or 1
         values = self.values().get(self.primary, []) if self.accuracy is not None else []  # type: ignore[arg-type]
         if n < 2 or any(each not in (0, 1) for v in values for each in v):

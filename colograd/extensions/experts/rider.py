@@ -39,7 +39,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Split the last turn's experts after the first prompt. The last turn's prompt contains all earlier turns."""
+        """Split the last turn's experts into prompt and completion. That turn's prompt contains all earlier turns."""
         last = next((part for part, _ in reversed(parts) if part is not None), None)
         if last is None:
             return None
@@ -48,7 +48,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Give all rollouts the first one's experts of their common prompt. A packed row has that prompt only once."""
+        """Use the first rollout's experts for the prompt in all rollouts of that prompt: a packed row has it once."""
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts

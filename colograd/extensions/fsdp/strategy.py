@@ -161,7 +161,7 @@ class FullySharded(SharedParts):
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # no backward follows, which would free weights that the next step changes
+        if not torch.is_grad_enabled():  # free the gathered weights: no backward will, and the next step changes them
             for block in blocks.all():
                 block.reshard()
 
@@ -192,7 +192,7 @@ class FullySharded(SharedParts):
         self._entered[model] = None
 
     def sum_gradients(self) -> None:
-        """Set missing gradients to zeros, after a step without a backward. The backwards have summed all others."""
+        """Set gradients that no backward computed to zeros. The backwards have already summed the others over ranks."""
         for piece in self._pieces.values():
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
@@ -216,7 +216,7 @@ class FullySharded(SharedParts):
         return list(self._pieces.values())
 
     def gather_weights(self) -> None:
-        """Do nothing: each pass gathers them."""
+        """Do nothing: each pass gathers the weights."""
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:

@@ -93,7 +93,7 @@ class ImageReader:
         """Convert a conversation, with all contents as parts, and its pictures in RGB with the processor.
 
         Raises:
-            REFUSALS: the template or the processor failed, or the text has an image token without a picture.
+            REFUSALS: the template or the processor failed, or the text has more or fewer image tokens than pictures.
         """
         text, special = self._text(messages, arguments)
         engine_ids = self._placeholders(text, special, len(pictures))

@@ -34,7 +34,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     left_out = _left_out(model, peft_config)
     if left_out:
         peft_config = copy.copy(peft_config)
-        excluded = peft_config.exclude_modules or []  # as patterns of whole names
+        excluded = peft_config.exclude_modules or []  # a pattern of whole names, or a list of names
         if isinstance(excluded, str):
             patterns = [f"(?:{excluded})"]
         else:

@@ -70,7 +70,7 @@ class OverlappedRound(PlainRound):
         self.recorded: Partition | None = None  # micro-batches of the next step's first training
         self._shared: FinishedGroups | None = None  # gets this round's groups, to train them while ranks sample
         self._is_first = False  # whether the round's first step isn't packed yet
-        self._sampled: list[SampledStep] = []  # this round's, on the first rank of an engine
+        self._sampled: list[SampledStep] = []  # steps of this round, on the first rank of an engine
         self.around = self._train_meanwhile
 
     def forget(self) -> None:
@@ -141,10 +141,10 @@ class OverlappedRound(PlainRound):
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of finished groups' rows.
+        """Run the forward and backward of finished groups' rows, and add up gradients.
 
         Returns:
-            The rows with the second models' log-probabilities.
+            The rows, with the log-probabilities of the second models (reference, teacher) if the run has any.
         """
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager

@@ -1,4 +1,4 @@
-"""Policies in the engine's layout where a model is checked and loaded."""
+"""Checks at the loading of a model whose policy is to have the engine's tensor-parallel layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InEngineLayout(ModelFeature):
         if model_config.model_type not in CUT:
             raise ValueError(
                 f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy "
-                f"can lie in the engine's layout in this version ({', '.join(CUT)}): set sharding: gradients, or fsdp "
+                f"can have the engine's layout in this version ({', '.join(CUT)}): set sharding: gradients, or fsdp "
                 "for a policy that no rank has room for."
             )
         dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
@@ -45,8 +45,8 @@ class InEngineLayout(ModelFeature):
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
     if config.tensor_parallel and not samples:
         raise ValueError(
-            f"sharding is {config.sharding!r}, but recorded steps are trained without an engine in whose layout the "
-            "policy could lie: set sharding: gradients or fsdp."
+            f"sharding is {config.sharding!r}, which divides the policy as the engine does, but recorded steps are "
+            "trained without an engine: set sharding: gradients or fsdp."
         )
     if config.tensor_parallel:
         from ...weights import check_adapter_in_parts  # with its imports, which the check of a model does without
