@@ -59,7 +59,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # Each part is cut to its first rows, so that it has its share and none is repeated, as in TRL.
+        # Each part is cut to its first rows. The mixture has the given fractions and repeats no row, as in TRL.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: give each part a share, or none of them.")
         if not all(isinstance(part, Dataset) for part in parts):

@@ -103,7 +103,7 @@ def engine_kwargs(
 def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
     """Return whether vLLM uses its Model Runner V2, which returns a completion's experts and kept tokens by itself.
 
-    On a GPU V1 doesn't expose the values that ``setting`` needs: a ValueError if V2 is switched off there.
+    On a GPU, V1 lacks the values that ``setting`` needs. Raises a ValueError if the user has switched V2 off there.
     """
     import vllm.envs
 

@@ -34,7 +34,7 @@ class Sampled:
     ids: array[int]  # [C] "i", token ids
     logprobs: array[float]  # [C] "f", log-probabilities in nats
     finish_reason: FinishReason
-    riders: tuple[Rider, ...] = ()  # what travels with the tokens
+    riders: tuple[Rider, ...] = ()  # extensions' data on the tokens, e.g. their experts
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """Return a rollout of this completion of ``prompt``. It must have been sampled in one request."""

@@ -54,10 +54,10 @@ Compute = Callable[[Pass], tuple[torch.Tensor, ...]]
 class ForwardStep:
     """Option of a model's forwards. A subclass overrides some of these methods."""
 
-    of_rows = False  # whether it belongs to the rows, so that each second model that reads them needs it
+    of_rows = False  # whether the rows' data needs this step, so that second models (e.g. a teacher) get it, too
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        """Wrap the whole forward, inside the call of the model."""
+        """Wrap the whole forward. The model's hooks run outside of it, before and after."""
         return inner(row)
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:

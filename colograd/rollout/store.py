@@ -365,7 +365,7 @@ class RolloutStore:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
     def has_groups(self, step: int) -> bool:
-        """Return whether a round has recorded groups. A failed start leaves none."""
+        """Return whether a round has recorded groups. A run that fails at its start leaves files without groups."""
         return any(next(records, None) is not None for _, _, records in files_of(self.round_folder(step)))
 
     def rounds(self) -> dict[int, Path]:

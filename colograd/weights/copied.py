@@ -39,7 +39,7 @@ class Copies:
 
 
 class CopiedWeights(PlannedSync):
-    """Copies the policy into the engine, cast to the engine's dtype. ``why`` memory isn't shared is for `describe`."""
+    """Copies the policy into the engine, cast to the engine's dtype. ``why``: the reason that memory isn't shared."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)

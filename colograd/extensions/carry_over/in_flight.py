@@ -159,8 +159,8 @@ class InFlight:
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write the end of a round to a file, replacing an older file. ``ranks``: number of ranks that share a round's
-    prompts."""
+    """Write a round's trained positions and carried groups to a file, replacing an older file. ``ranks``: number of
+    ranks that share the round's prompts."""
     path.unlink(missing_ok=True)
     file = RecordFile(path)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}

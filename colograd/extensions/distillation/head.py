@@ -69,9 +69,9 @@ class TeacherHead:
 
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """Logits y of the teacher for the policy's N labels, and KL(policy || teacher), added up tile by tile.
+    """The teacher's logits y for the policy's N labels, and the running sums of KL(policy || teacher) over the tiles.
 
-    With logits x of the policy the divergence is E_policy[x - y] - log sum e^x + log sum e^y.
+    With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y.
     """
 
     states: torch.Tensor  # (N, hidden)

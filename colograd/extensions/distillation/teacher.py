@@ -241,7 +241,7 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
     found, exact = source.outline(), config.distillation_kl == "exact"
-    head = TeacherHead.of(found).nbytes if exact else 0  # its copy stays on the device if the model doesn't
+    head = TeacherHead.of(found).nbytes if exact else 0  # a copy stays on the device if the model is offloaded or cut
     if offloads(config, config.offload_teacher):
         return head
     packed = to_pack(found, source.quantization or {})

@@ -23,7 +23,7 @@ from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
 GENERATE, SCORE, ROLLING = "generate_until", "loglikelihood", "loglikelihood_rolling"
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in this order
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one in a task counts
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
 DEFAULT_TOKENS = 256  # the harness's maximum length of a completion, if a task has none
 FEWSHOT_SEED = 1234  # the harness's default
@@ -59,9 +59,9 @@ class Rules:
     """The settings that turn documents into requests."""
 
     tokenizer: Any
-    context: int  # maximum tokens of a prompt and its completion
-    max_tokens: int | None = None  # limit of a completion, in place of (`limits`: in addition to) the task's
-    limits: bool = False
+    context: int  # maximum tokens of a prompt plus its completion
+    max_tokens: int | None = None  # maximum tokens of a completion, in place of the task's maximum
+    limits: bool = False  # whether the smaller of `max_tokens` and the task's maximum counts
     temperature: float | None = None  # in place of the task's
     top_p: float | None = None
     spread: float = 1.0  # temperature of several completions per question of a task that samples greedily

@@ -54,9 +54,9 @@ class FullySharded(SharedParts):
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []  # exchanges of the present pass so far
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # exchanges of a complete pass
-        self._entered: dict[Any, None] = {}  # models that a pass has run through
-        self._began = False  # whether a pass has begun in the present `agree`
-        # This rank's rows of a block's summed gradients, and the number of elements that hooks have consumed.
+        self._entered: dict[Any, None] = {}  # models in which a pass has begun; `discard` resets them
+        self._began = False  # whether a forward or backward has begun since `agree` was entered
+        # This rank's rows of a block's summed gradients, and how many elements the parameters' hooks have read.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
         self._whole = [p for block in self.blocks.all() for p in whole_parameters(block) if p.requires_grad]

@@ -40,8 +40,8 @@ class Judge:
     address: str = ""  # such as http://localhost:8000/v1; default: the environment variable COLOGRAD_JUDGE_ADDRESS
     model: str = ""  # name in requests; default: COLOGRAD_JUDGE_MODEL
     question: str = QUESTION  # with {prompt}, {completion}, {low}, {high} and columns of the dataset
-    scale: tuple[float, float] = (0.0, 10.0)  # lowest and highest number of a reply; others are no score
-    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # of a request
+    scale: tuple[float, float] = (0.0, 10.0)  # lowest and highest valid number; outside, the judge abstains
+    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # of each request
     cache: str | None = field(  # folder of replies; None: no cache
         default_factory=lambda: os.path.join(
             os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge"

@@ -2,9 +2,9 @@
 
 Each completion starts from the state at its prompt's end, and gradients flow through this state into the prompt.
 
-The mixing is transformers' own code with its kernels. It continues from a cache, and nothing changes the cache's
-tensors in place. A prompt runs by itself. Completions run together from their prompts' states, padded on the right. If
-ranks share out a row's tokens, each rank mixes all tokens for a part of the heads (`row_part.mix`).
+The layers run transformers' own code and kernels. A layer continues from a cache, whose tensors are never changed in
+place. A prompt runs alone. Completions run together from their prompts' states, padded on the right. If ranks divide a
+row's tokens, each rank computes all tokens for a part of the heads (`row_part.mix`).
 """
 
 from __future__ import annotations

@@ -204,9 +204,9 @@ def _layer_of(path: str) -> str:
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
-    """Return the parts of an adapter's matrices, by their `id`.
+    """Return this rank's parts of the adapter's A and B matrices, by the `id` of the parameter.
 
-    ``shards`` are the rank's parts of the base, by the names of a model without adapters.
+    ``shards``: this rank's parts of the base's parameters, by their names in a model without adapters.
     """
     found: dict[int, Shard] = {}
     for layer in adapted:

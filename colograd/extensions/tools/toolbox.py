@@ -185,7 +185,7 @@ class Toolbox:
     def _start_method(
         self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
     ) -> RunningCall:
-        """Begin to run an environment's method, behind ``earlier`` other calls of the same turn."""
+        """Start an environment's method. ``earlier``: number of the turn's calls that its thread runs first."""
         user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
         if environment.thread is None:
             return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
