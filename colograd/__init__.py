@@ -50,7 +50,7 @@ MOVED = {
 
 process.prepare_threads()
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints our messages
-sys.meta_path.insert(0, MovedModules(MOVED))  # first, because a moved folder would find its modules itself
+sys.meta_path.insert(0, MovedModules(MOVED))  # first, or modules of a moved folder would be loaded twice
 
 if TYPE_CHECKING:
     from .config import GRPOConfig

@@ -29,7 +29,7 @@ class Rider:
         return self
 
     def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
-        """Return numbers for a round's metrics: some are summed over rollouts, of others the largest counts."""
+        """Return numbers for a round's metrics: those to sum over rollouts, and those of which the maximum counts."""
         return {}, {}
 
     @classmethod
@@ -87,7 +87,7 @@ class Media(Rider):
         return self
 
     def thumbnails(self, *more: Media) -> list[bytes]:
-        """Return small JPEG files of the first pictures of these and further media, for people."""
+        """Return JPEG thumbnails of the first pictures in this object and in ``more``, for people to look at."""
         return []
 
     @property

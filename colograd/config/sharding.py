@@ -66,7 +66,8 @@ class ShardingKnobs(TrainingArguments):
         """Apply the request of a launcher's file or ``deepspeed``, before transformers acts on it. Idempotent."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
-        # The seam "launched": functions of `deepspeed` -> requests with the fields' values, a name and a note.
+        # The seam "launched": functions (deepspeed) -> requests. A request has `sharding`, the options below (None: not
+        # set), the method's `name`, and `describe`.
         requests = [request for read in registry.hooks("launched") for request in read(self.deepspeed)]
         for request in requests:
             if self.sharding not in ("none", "auto", request.sharding):

@@ -28,7 +28,7 @@ class VLLMEngine(LoadedVLLM):
     """vLLM in this process, as an `Engine`; see `LoadedVLLM` for the arguments."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """See `Engine.on_engine_leader`. Calls of the engine may depend on clocks and on this rank only in ``work``."""
+        """See `Engine.on_engine_leader`. Outside ``work`` all ranks must make the same calls of the engine."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())

@@ -1,12 +1,12 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
 
 Sampling and training alternate, so each part counts only while it is allocated. Gradients are freed after the optimizer
-step. With `offload_gradients` or `offload_optimizer: stream`, only the bytes on their way count. A reference model or a
-teacher that waits on the host takes the place of gradients that don't exist yet.
+step. With `offload_gradients` or `offload_optimizer: stream`, only the bytes in transit to or from the host count. A
+reference model or a teacher that waits on the host runs before gradients exist, in the space planned for them.
 
 A KV cache that sleeps while the policy trains (`vllm_enable_sleep_mode`) shares its space with gradients and
-activations. A KV cache that stays is planned in addition to them, so a micro-batch may be trained between two steps of
-the engine (`overlap`): at the end of sampling a step takes far less than a micro-batch.
+activations. A KV cache that stays is planned in addition to them. So a micro-batch may be trained between two engine
+steps (`overlap`), because an engine step at the end of sampling needs far less memory than a micro-batch.
 """
 
 from __future__ import annotations

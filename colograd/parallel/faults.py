@@ -38,11 +38,11 @@ from .ranks import RankError, part, rank, time_limit, world_size
 F = TypeVar("F", bound=Callable[..., Any])
 
 GRACE = 10.0  # seconds for a rank to end by itself, or to reach the next agreement of ranks
-GRACE_OF_HANGING = 5.0  # the same after a rank hung: the others have waited for it already
+GRACE_OF_HANGING = 5.0  # seconds instead of GRACE if a rank hung, because the others have already waited
 DELIVERY = 0.5  # seconds for rank 0 to read a final message before its connection closes
-CAUSE = 5.0  # seconds to wait for the reason of a lost connection
+CAUSE = 5.0  # seconds to wait for a connection, for a send, or for the reason of a lost connection
 SILENCE = 30  # seconds after which a machine that doesn't answer counts as lost
-GONE = ""  # value of `Fault.body` if the rank's process has ended
+GONE = ""  # value of `Fault.body` if the rank's process has ended or makes no progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class FailureDetector:
                 self._send(stop=name, seconds=seconds)
 
     def _fault(self) -> Fault | None:
-        """Return the first fault of a rank that has left the present section or has ended."""
+        """Return the first fault of a rank that has left the present section, has ended, or hangs."""
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def _cause(self, error: BaseException) -> Fault | None:

@@ -186,7 +186,7 @@ class RolloutStore:
         """Begin a round or an evaluation, sampled by the weights of ``step``. Then `recall` has its recorded groups.
 
         Returns:
-            A message on problems with these records, or with the last ones.
+            A message on problems with these records, or with the last round's.
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
@@ -223,9 +223,9 @@ class RolloutStore:
             self.problem = _problem(folder, error)
 
     def add(self, recorded: RewardedGroup) -> None:
-        """Write a group. When this returns, the group survives the process, and soon after a failure of the machine.
-        Packing takes a tenth of a microsecond per token, and writing goes to the system's cache. A thread waits for the
-        disk. Errors aren't raised, but noted in `problem`."""
+        """Write a group to the system's cache, so that it survives the end of this process. A thread flushes it to the
+        disk soon after. Packing takes a tenth of a microsecond per token. Errors aren't raised, but noted in
+        `problem`."""
         if (file := self._open_files.get(self._newest)) is not None:
             started = time.perf_counter()
             self._append(file, recorded)
@@ -278,8 +278,8 @@ class RolloutStore:
         """Return the file of an extension for the current round or evaluation; None: none has begun.
 
         Args:
-            kind: makes the file of a folder, a rank, and JSON-serializable conditions. The file is opened at the first
-                call and closed at the end of the round.
+            kind: makes the file from a folder, a rank, and JSON-serializable conditions. The file is opened at the
+                first call and closed at the end of the round.
         """
         if self._place is None:
             return None

@@ -2,7 +2,7 @@
 
 It is computed from the teacher's logits next to the policy's (`distillation_kl: exact`), or from the teacher's most
 probable tokens (`top_k`). A divergence has three parts: running sums over the policy's tiles (`sums`), their result,
-and its part of each tile's gradient (`spread`).
+and its gradient for the logits of each tile (`spread`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TeacherLogits:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Add the divergence's part of a tile's gradient to ``first``."""
+        """Add the gradient of the divergence for a tile's logits to ``first``."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -161,9 +161,10 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Add the divergence's part of a tile's gradient to ``first``: p (gap of the rest - KL) for each token.
+        """Add the gradient of the divergence for a tile's logits to ``first``.
 
-        The teacher's top tokens have their own gap instead of the rest's.
+        It is p (gap - KL) for a token of probability p. A top token has its own gap, log p - log q. All other tokens
+        share the gap of their total probabilities.
         """
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]

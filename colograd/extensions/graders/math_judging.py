@@ -69,7 +69,7 @@ def _read_gold(gold: str) -> list[Any]:
 
 
 def _shown(parsed: list[Any]) -> str:
-    """Return the text that was read. Don't print the expression, as printing evaluates powers and may never end."""
+    """Return the parsed text, not the expression: printing an expression evaluates powers, and may never end."""
     return next((part for part in parsed if isinstance(part, str)), "[unparseable]")
 
 

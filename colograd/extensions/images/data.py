@@ -36,8 +36,8 @@ from ...training.prompts import Prompts
 from .rider import PER_TOKEN, Images, digest_of
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
-PROMPTS_IN_MEMORY = 64  # prompts that keep their images in memory,
-BYTES_IN_MEMORY = 2**29  # or fewer: so many of the latest prompt's size stay below these bytes
+PROMPTS_IN_MEMORY = 64  # maximum number of prompts that keep their images in memory
+BYTES_IN_MEMORY = 2**29  # maximum bytes of these prompts, if each has the latest prompt's size
 ROWS_LOOKED_AT = 64  # rows to search for an image for the proof
 Row = dict[str, Any]
 PROBES = 4  # processed rows of different lengths, in addition to the first, shortest and longest row
@@ -66,7 +66,7 @@ class ImageReader:
         return self.read(example, _arguments(example, row, rules), rules.where(row))
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Return `prompt`, made once for steps that take the row soon after each other."""
+        """Return `prompt`, cached for steps that take the same row soon after each other."""
         made = self._latest.pop(row, None) or self.prompt(example, row, rules)
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
@@ -148,7 +148,7 @@ class ImageReader:
 
     @property
     def placeholder(self) -> int:
-        """The token that stands for a picture before the processor has seen it. (Gemma's image tokens are others.)"""
+        """The token that stands for a picture before the processor has seen it. In Gemma it isn't the image token."""
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
@@ -160,7 +160,7 @@ class ImageReader:
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: each image's tokens
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
             if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM calls it too
@@ -235,7 +235,7 @@ class ImageReader:
         return ids
 
     def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return a conversation as text with a placeholder per image, and whether the tokenizer must add its own."""
+        """Return the text with a placeholder per image, and whether the tokenizer must add special tokens to it."""
         text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
         start = self.processor.tokenizer.bos_token
         return text, not (start and text.startswith(start))

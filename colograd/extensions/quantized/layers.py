@@ -1,6 +1,6 @@
 """Quantised layers of bitsandbytes with 4 and 8 bits.
 
-The policy's products use their dequantised weights (`PackedWeight.values`), and the engine gets the same weights.
+The policy multiplies with their dequantised weights (`PackedWeight.values`), and the engine gets the same weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantise into the matrix for products: a new tensor (out, in), rounded to ``dtype`` at the end."""
+        """Dequantise the weight into a new tensor (out, in), rounded to ``dtype`` at the end."""
         layer, weight = self.layer, self.layer.weight
         if type(weight).__name__ == "Int8Params":
             values: torch.Tensor = weight.detach() * _row_scales(layer)[:, None]
@@ -60,7 +60,7 @@ class PackedWeight:
 
     @property
     def needs_exact_products(self) -> bool:
-        """Whether bitsandbytes' own products differ from products with `values`."""
+        """Whether bitsandbytes' matmul differs from a matmul with the dequantised weight (`values`)."""
         return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
 
     def precision(self, x: torch.Tensor) -> torch.dtype:
@@ -99,8 +99,8 @@ def _row_scales(layer: Any) -> torch.Tensor:
 def settle(model: Any) -> None:
     """Make a quantised model multiply with its dequantised weights.
 
-    bitsandbytes' own products may differ: on some CPUs it packs 4-bit weights again for evaluation, in 8-bit layers it
-    rounds the inputs too, and see `_has_broken_rows`.
+    bitsandbytes' own matmuls may differ: on some CPUs it packs 4-bit weights again for evaluation. In 8-bit layers it
+    rounds the inputs, too. See also `_has_broken_rows`.
     """
     head = model.get_output_embeddings()
     if packed_weight(head) is not None:

@@ -1,7 +1,8 @@
 """`Recorder`: the callback that writes a run's record, its events and the groups that the report shows.
 
-The main process writes. Other ranks send notes of some kilobytes per round with the statistics' exchange. Shown groups
-are the main process's own. Log-probabilities of micro-batches are kept as references, and all read after the step.
+Only the main process writes. The other ranks send it notes of some kilobytes per round, together with their rollout
+statistics. The report shows groups of the main process only. A step's log-probabilities stay on the device, and are
+read after the step.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Recorder(NoRecord):
         self._next = 0  # step of the next statistics
         self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # sampled groups by step, until the step is trained
         self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # log-probabilities of this step
-        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # of the next step's first rows
+        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # log-probabilities of the next step's first rows
         self._step: dict[str, float] = {}  # figures of the present step in addition to its metrics
         self._is_open = False
         self._matrices: Matrices | None = None
