@@ -517,18 +517,6 @@ class Checkpointer(TrainerCallback):
             elif policy.adapter is not None or not load_renamed(model, folder):
                 usual()
 
-    def check_all_loaded(self, missing: Sequence[str]) -> None:
-        """Raise ValueError if the model has parameters among the ``missing`` keys of a checkpoint's files."""
-        model = self.trainer.model
-        state = model.state_dict()
-        absent = set(missing) - set(model._keys_to_ignore_on_save or ())
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied tensor is saved once
-        if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
-            raise ValueError(
-                f"The checkpoint lacks {len(lacking)} of the policy's weights ({', '.join(lacking[:3])}): it is "
-                "another model's, or a file is missing. Give a complete checkpoint of this model."
-            )
-
     def load_optimizer(self, checkpoint: str) -> None:
         """Load an optimizer and a schedule that any number of ranks and any sharding strategy wrote.
 

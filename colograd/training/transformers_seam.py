@@ -336,7 +336,7 @@ class SeamTrainer(Trainer):
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
-                "another model, or a file is missing."
+                "another model, or a file is missing. Give a complete checkpoint of this model."
             )
         super()._issue_warnings_after_load(load_result)
 
