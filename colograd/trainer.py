@@ -42,6 +42,7 @@ from .runtime.failures import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
 from .training.assembly import assemble, choose_kernels, prove_rows, resolve_by_memory
+from .training.checkpointer import end_at_a_signal
 from .training.learner import Learner
 from .training.preparation import PreparedRun, prepare, prepared_config
 from .training.prompts import reader_of
@@ -114,6 +115,7 @@ class GRPOTrainer(TrainerBase):
     ) -> None:
         started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
+        end_at_a_signal(args, self.closing)
         stages = {name: getattr(getattr(self, name), "__func__", None) for name in (*STAGES, "evaluate")}
         self.replaced = frozenset(name for name, own in stages.items() if own is not getattr(GRPOTrainer, name))
         # Transformers' own callbacks add no metrics to an evaluation.

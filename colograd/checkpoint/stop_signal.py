@@ -6,6 +6,9 @@ between two of its steps, or training between two optimizer steps. At the second
 because a long backward pass, reward function or save can't be interrupted. Nothing is lost then: scored groups are in
 the rollout log, and half a checkpoint is none.
 
+Outside of the training, while the trainer is built or a finished model is saved, no step can be finished. A second
+`StopSignal` (`outside_training`) then ends all ranks at once, with the same status.
+
 A script that ends after such a stop ends by `StopSignal.end_process`. The interpreter's teardown would take seconds,
 and threads don't run in it, so that the process could outlive its deadline.
 """
@@ -86,6 +89,7 @@ class StopSignal:
     """
 
     save_seconds = 0.0  # seconds that the last checkpoint took
+    why = "as its time is over"  # why the process ended by force
 
     def __init__(
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
@@ -105,13 +109,35 @@ class StopSignal:
 
     def _reset(self) -> None:
         self.received, self.is_cut = "", False
-        self._noticed = False  # whether this process got a signal
+        self._noticed = False  # whether this process received a signal
         self._first = self._cut_at = self._end_at = float("inf")  # of time.monotonic
         self._socket: socket.socket | None = None  # the C handler writes each signal's number into it
 
+    @classmethod
+    def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
+        """Return a `StopSignal`, installed, that ends the process and the other ranks at the first signal.
+
+        Ctrl-C still raises KeyboardInterrupt, and a signal with a handler of the user's script keeps this handler. The
+        object refers to nothing of the trainer, so that a trainer that nobody closes can be freed.
+
+        Args:
+            tell: sends the signal's name and the seconds left (0) to the other ranks.
+        """
+        stop = cls(names=names, stop_within=0.0, status=status)
+        stop.why, stop.tell = "because no training was under way", tell
+        handlers = {number: signal.getsignal(number) for number in stop._numbers}
+        stop._numbers = {
+            number: name
+            for number, name in stop._numbers.items()
+            if name != INTERRUPT
+            and (handlers[number] == signal.SIG_DFL or isinstance(getattr(handlers[number], "__self__", None), cls))
+        }
+        stop.install()
+        return stop
+
     def install(self) -> None:
         """Install the handlers. Only the main thread can; in another (a notebook's worker) this does nothing."""
-        if threading.current_thread() is not threading.main_thread() or self._previous:
+        if threading.current_thread() is not threading.main_thread() or self in _installed:
             self.received = ""
             return
         self._reset()
@@ -119,26 +145,36 @@ class StopSignal:
         self._socket.setblocking(False)
         # Python's handlers wait for the end of a call of C, such as a collective. The thread doesn't.
         self._previous_descriptor = signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
-        _descriptors.append(self._socket.fileno())
+        _installed.append(self)
         threading.Thread(target=self._watch, args=(ours,), name="colograd-stop", daemon=True).start()
         self._previous = {number: signal.signal(number, self._notice) for number in self._numbers}
 
     def remove(self) -> None:
         """Restore the previous signal handlers. A deadline that is already set stays in force."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self._previous:
-            signal.set_wakeup_fd(self._previous_descriptor)
-            _descriptors.pop()
-        self._previous = {}
+        self._restore()
         if not self.has_deadline:
             self._end_thread()
+
+    def _restore(self) -> None:
+        if self not in _installed or self._socket is None:
+            return
+        _installed.remove(self)
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._notice:  # else the user's script has installed another handler
+                signal.signal(number, handler)
+        descriptor = self._socket.fileno()
+        if (present := signal.set_wakeup_fd(self._previous_descriptor)) != descriptor:
+            signal.set_wakeup_fd(present)
+        for later in _installed:  # another trainer's must not restore these handlers
+            later._previous |= {n: self._previous[n] for n, each in later._previous.items() if each == self._notice}
+            if later._previous_descriptor == descriptor:
+                later._previous_descriptor = self._previous_descriptor
 
     def forget_deadline(self) -> None:
         """Cancel the deadline, because the training has finished."""
         self._cut_at = self._end_at = float("inf")
         atexit.unregister(self.end_process)
-        if not self._previous:  # else keep the socket open: the C handler writes into it until `remove`
+        if self not in _installed:  # else keep the socket open: the C handler writes into it until `remove`
             self._end_thread()
 
     @property
@@ -218,18 +254,16 @@ class StopSignal:
     def _end(self) -> NoReturn:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        line = (
-            f"colograd: {self.received}: stopped at once, as its time is over; the same command goes on from the last "
-        )
+        line = f"colograd: {self.received}: stopped at once, {self.why}; the same command goes on from the last "
         os.write(2, (line + "checkpoint and the rollout log with resume_from_checkpoint: auto\n").encode())
         os._exit(self.status)
 
 
 def _detach_child() -> None:
-    """Keep a forked child's signals from the trainer's thread."""
-    if _descriptors:
-        signal.set_wakeup_fd(-1)
+    """Give a forked child the handlers that the process had before, so that a pool can end its workers by SIGTERM."""
+    for stop in reversed(_installed[:]):
+        stop._restore()
 
 
-_descriptors: list[int] = []  # file descriptors that the C handler writes into
+_installed: list[StopSignal] = []  # in the order of their installation
 os.register_at_fork(after_in_child=_detach_child)

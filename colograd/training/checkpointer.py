@@ -31,7 +31,7 @@ from ..checkpoint.host_files import HostFiles, saving_model
 from ..checkpoint.manifest import files_of
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
-from ..checkpoint.stop_signal import StopSignal, exit_status
+from ..checkpoint.stop_signal import TERMINATED, StopSignal, exit_status
 from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
 from ..parallel import faults
@@ -45,6 +45,23 @@ from .recorded_settings import run_settings
 OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # settings of a group of parameters
 RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules that continue from the checkpoint's rate
 PATIENCE = 10.0  # seconds from a save's start; the next save waits so long for its end, and then is skipped
+
+
+def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
+    """Let a stop signal end all ranks at once outside of the training, until `closing` is closed.
+
+    The status is `exit_status_after_stop`, or 143 if that isn't set.
+    """
+    status = TERMINATED if args.exit_status_after_stop is None else args.exit_status_after_stop
+    stop = StopSignal.outside_training(args.stop_signals, status, faults.tell_stop)
+    faults.stop_listeners[:] = [stop.stop]
+
+    def remove() -> None:
+        stop.remove()
+        if stop.stop in faults.stop_listeners:
+            faults.stop_listeners.remove(stop.stop)
+
+    closing.callback(remove)
 
 
 class Checkpointer(TrainerCallback):
@@ -160,6 +177,7 @@ class Checkpointer(TrainerCallback):
         A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together.
         """
         self.stop_signal.install()
+        listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
         ends_by_error = True
         try:
@@ -173,7 +191,7 @@ class Checkpointer(TrainerCallback):
             if state.global_step >= state.max_steps:
                 self.stop_signal.forget_deadline()
         finally:
-            faults.stop_listeners.clear()
+            faults.stop_listeners[:] = listeners
             if self.stop_signal.is_cut:
                 self._sample_on()
             self.finish_alone()  # if the run ends by an error

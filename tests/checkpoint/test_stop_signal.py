@@ -157,6 +157,40 @@ def test_process_ends_with_the_status(within: str, signals: list[int], least: fl
         assert time.monotonic() - started >= least
 
 
+OUTSIDE_PROGRAM = """
+import ctypes, os, signal, sys
+from colograd.checkpoint.stop_signal import StopSignal
+
+signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))  # a script's own handler stays
+stop = StopSignal.outside_training(["SIGTERM", "SIGUSR1"], 143, lambda *message: print(*message, flush=True))
+if (child := os.fork()) == 0:  # a pool ends its workers by SIGTERM
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+signal.raise_signal(signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGTERM)
+ctypes.CDLL(None).sleep(600)
+"""
+
+
+def test_signal_outside_of_training_ends_all_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE_PROGRAM], capture_output=True, text=True, timeout=5 * PATIENCE, check=False
+    )
+    assert (done.returncode, done.stdout.split("\n")[:3]) == (143, ["-15", "mine", "SIGTERM 0.0"])
+    assert "no training was under way" in done.stderr
+
+
+def test_handlers_of_two_trainers_end_in_any_order() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = (StopSignal.outside_training(["SIGTERM"], 143, lambda *_: None) for _ in range(2))
+    first.remove()
+    assert signal.getsignal(signal.SIGTERM) == second._notice
+    second.remove()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 ENDING_PROGRAM = """
 import atexit, signal, sys, time
 from colograd.checkpoint.stop_signal import StopSignal

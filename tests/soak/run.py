@@ -23,6 +23,7 @@ import tiny
 from kill import PROMPTS, STEPS
 
 from colograd import GRPOTrainer
+from colograd.parallel import faults
 
 MODEL, RUN_DIR, KILL = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 SETTINGS = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
@@ -44,7 +45,7 @@ def tell(what: str, step: int, position: int) -> None:
 def die() -> None:
     os.write(2, b"\nkilled by itself\n")  # what kill.py looks for, whatever other ranks say of it
     if "signal" in KILL:
-        print(f"stopped at {time.time()}", flush=True)
+        print(f"signal sent at {time.time()}", flush=True)
         os.kill(os.getpid(), KILL["signal"])
         return
     if KILL["victim"] < 0:
@@ -53,12 +54,14 @@ def die() -> None:
 
 
 def await_death() -> None:
-    """From when the training begins."""
+    """Kill this process later, as KILL says. A stop's time begins when the trainer's constructor handles signals."""
     if KILL is None or KILL["victim"] not in (RANK, -1) or ("signal" not in KILL and KILL["victim"] < 0 and RANK):
         return
     if "seconds" in KILL:
 
         def wait() -> None:
+            while "signal" in KILL and not faults.stop_listeners:
+                time.sleep(0.001)
             time.sleep(KILL["seconds"])
             die()
 
@@ -91,6 +94,8 @@ def reward(completions: list[Any], row: list[int], trainer_state: Any, **kwargs:
 
 
 def main() -> None:
+    if KILL is not None and "signal" in KILL:
+        await_death()
     prompts = tiny.prompts(PROMPTS * STEPS)
     trainer = Telling(
         MODEL,
@@ -107,7 +112,8 @@ def main() -> None:
         ),
         prompts.add_column("row", list(range(len(prompts)))),
     )
-    await_death()
+    if KILL is None or "signal" not in KILL:
+        await_death()
     trainer.train(resume_from_checkpoint="auto")
     if trainer.checkpointer.stop_signal.received and trainer.state.global_step < trainer.state.max_steps:
         sys.exit(trainer.checkpointer.stop_signal.status)
