@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -191,6 +192,23 @@ def _trainer(changes: dict[str, Any], models: Path, output: Path) -> Any:
     return GRPOTrainer(model=str(model), reward_funcs=tiny.vowels, args=config, train_dataset=prompts(8), **more)
 
 
+@contextlib.contextmanager
+def _forwards_counted(counts: dict[str, int]) -> Iterator[None]:
+    """Count the forwards of models of transformers by the device of their tokens. vLLM's embedding is another class."""
+    import torch
+
+    def count(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, torch.nn.Embedding):
+            kind = inputs[0].device.type
+            counts[kind] = counts.get(kind, 0) + 1
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def run(name: str, models: Path, output: Path) -> dict[str, Any]:
     """Train, save and resume if the case saves, close, and return measurements."""
     import torch
@@ -204,8 +222,10 @@ def run(name: str, models: Path, output: Path) -> dict[str, Any]:
     before, started = torch.cuda.memory_allocated(), time.perf_counter()
     result: dict[str, Any] = {"case": name}
     trainer = None
+    result["forwards"] = {}
     try:
-        trainer = _trainer(changes, models, output)
+        with _forwards_counted(result["forwards"]):
+            trainer = _trainer(changes, models, output)
         result["built"] = round(time.perf_counter() - started, 1)
         record.waits.clear()
         complaints: list[str] = []
@@ -256,6 +276,8 @@ def faults(result: dict[str, Any]) -> list[str]:
     allowed = WAITS | case.get("waits", set())
     if waits := [wait for wait in result["waits"] if wait[1] not in allowed and not wait[1].startswith("vllm: ")]:
         broken.append(f"the host waits in a step: {waits}")
+    if result["forwards"].get("cpu"):
+        broken.append(f"forwards on the host at the start: {result['forwards']}")
     if result["complaints"]:
         broken.append(str(result["complaints"]))
     if "save_strategy" in case and result["resumed"] != 3:
