@@ -42,8 +42,8 @@ class SavingKnobs(TrainingArguments):
     exit_status_after_stop: int | None = knob(
         None,
         "Exit status of `colograd train` after such a stop. Unset: 143 where SLURM_JOB_ID, KUBERNETES_SERVICE_HOST or "
-        "a variable of SkyPilot is set, since schedulers take 0 for a finished job; else 0. While the trainer is built or a "
-        "finished model is saved: 143 everywhere. A finished training: 0.",
+        "a variable of SkyPilot is set, since schedulers take 0 for a finished job; else 0. While the trainer is built "
+        "or a finished model is saved: 143 everywhere. A finished training: 0.",
         at_least=0,
         at_most=255,
         remedy="143 is the status of a process that SIGTERM ended",

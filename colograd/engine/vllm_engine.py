@@ -16,7 +16,7 @@ import torch
 from ..batch import Group, ModelInput, Prompt, Rollout
 from ..parallel import faults, watchdog
 from ..riders import with_shared_riders
-from ..runtime import process
+from ..runtime import cpu_products, process
 from .building import explained_errors, nondeterminism_allowed
 from .leading import follow, last_outputs, leading
 from .loaded import LoadedVLLM
@@ -32,6 +32,7 @@ class VLLMEngine(LoadedVLLM):
         with contextlib.ExitStack() as stack:
             stack.enter_context(nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
+            stack.enter_context(cpu_products.constant_weights())
             for feature in self._features:
                 stack.enter_context(feature.while_generating())
             if self._lockstep is not None:

@@ -6,13 +6,17 @@ are cast, a part of the weight at a time, and the product is rounded once, as by
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Iterator
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+from . import process
 
 CAST_ELEMENTS = 2**20  # elements of a weight cast at once: 4 MiB in float32, which a core's caches hold
 FEW_ROWS = 8  # fewer rows cost less in torch's loops than the cast of the weight
@@ -55,23 +59,67 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return found
 
 
+_copies: dict[int, torch.Tensor] | None = None  # float32 copies by the weight's address; None: not in a generation
+_room = 0  # bytes that further copies may take
+
+
+@contextlib.contextmanager
+def constant_weights() -> Iterator[None]:
+    """Let `engine_linear` keep float32 copies of weights until the context ends. No weight may change within it.
+
+    Decoding multiplies by each weight once per token, so the casts would take a quarter of its time. The copies take at
+    most a quarter of the memory that is available; further weights are cast each time.
+    """
+    global _copies, _room
+    if not wanted():
+        yield
+        return
+    before, _copies, _room = _copies, {}, psutil.virtual_memory().available // 4 // process.local_world_size()
+    try:
+        yield
+    finally:
+        _copies = before
+
+
+def engine_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `linear` for the engine, with the same bits; see `constant_weights`."""
+    is_wide = x.dtype == weight.dtype == torch.bfloat16 and x.numel() >= FEW_ROWS * x.shape[-1]
+    if _copies is None or not is_wide or (copy := _copy_of(weight)) is None:
+        return linear(x, weight, bias)
+    return _product(x, copy, bias)
+
+
+def _copy_of(weight: torch.Tensor) -> torch.Tensor | None:
+    global _room
+    assert _copies is not None
+    key = weight.data_ptr()
+    if key not in _copies and (nbytes := 4 * weight.numel()) <= _room:
+        _copies[key], _room = weight.detach().float(), _room - nbytes
+    return _copies.get(key)
+
+
 def _parts(weight: torch.Tensor) -> Iterator[slice]:
     rows = max(1, CAST_ELEMENTS // max(weight.shape[1], 1))
     return (slice(start, start + rows) for start in range(0, len(weight), rows))
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute the product in float32 and round it to ``x``'s dtype. ``weight`` may be float32 already."""
+    wide, exact = x.float(), None if bias is None else bias.float()
+    with torch.autocast("cpu", enabled=False):
+        if weight.numel() <= CAST_ELEMENTS:
+            return F.linear(wide, weight.float(), exact).to(x.dtype)
+        product = x.new_empty((*x.shape[:-1], len(weight)))
+        for part in _parts(weight):
+            product[..., part] = F.linear(wide, weight[part].float(), None if exact is None else exact[part])
+    return product
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)  # type: ignore[attr-defined]
-        given, exact = x.float(), None if bias is None else bias.float()
-        with torch.autocast("cpu", enabled=False):
-            if weight.numel() <= CAST_ELEMENTS:
-                return F.linear(given, weight.float(), exact).to(x.dtype)
-            found = x.new_empty((*x.shape[:-1], len(weight)))
-            for part in _parts(weight):
-                found[..., part] = F.linear(given, weight[part].float(), None if exact is None else exact[part])
-        return found
+        return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable

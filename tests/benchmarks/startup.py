@@ -59,6 +59,7 @@ STAGES = {
         "weight_sync": "weights: mapped, compared, shared",
     },
     "colograd.weights.proof": {"check_read": "weights: proof that they are read"},
+    "colograd.rollout.sampler": {},
 }
 IMPORTS = ("torch", "transformers", "datasets", "accelerate", "peft", "deepspeed", "trl", "vllm")
 OTHER = "everything else"
@@ -119,8 +120,8 @@ class Wrapping(importlib.abc.MetaPathFinder):
                 holder = functools.reduce(getattr, owner, module)
                 if attribute in vars(holder):
                     setattr(holder, attribute, self.wrapped(getattr(holder, attribute), stage))
-            if name == "colograd.trainer":
-                module.GRPOTrainer.generate = self.ends
+            if name == "colograd.rollout.sampler":
+                module.Sampler.generate = self.ends
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -51,6 +51,16 @@ def forked(benchmark: str, *arguments: Any) -> str:
 
 
 @pytest.mark.slow
+def test_start_ends_at_the_first_generation(tiny_model: Path, tmp_path: Path) -> None:
+    import startup
+
+    settings = {"model_name_or_path": tiny_model, "max_steps": 1}
+    flags = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+    stages = startup.measure(["--config", str(startup.RECIPE), *flags], ranks=1)
+    assert {"import vllm", "engine and policy brought together", "dataset"} <= set(stages)
+
+
+@pytest.mark.slow
 def test_log_probabilities_stay_under_the_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The benchmark itself, on a smaller vocabulary: tiles are no smaller than with a large one."""
     import logprobs_memory
