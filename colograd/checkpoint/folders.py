@@ -185,9 +185,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# -- an earlier run in the folder of a new one: moved as a whole, so that no reader mixes two runs
-
-
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
     """Move an earlier run's files, except the ``model`` that the new run starts from, to a new folder in `EARLIER`.
     Return that folder; None: there is no earlier run."""
@@ -211,9 +208,6 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
     return aside
-
-
-# -- the file system of a run's folder
 
 
 def check_file_system(run_dir: str | Path) -> None:
@@ -246,9 +240,6 @@ def check_file_system(run_dir: str | Path) -> None:
     finally:
         for path in (trial, renamed):
             shutil.rmtree(path, ignore_errors=True)
-
-
-# -- folders of several nodes
 
 
 def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:

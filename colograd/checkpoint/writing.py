@@ -115,7 +115,7 @@ class Writer:
         self.present = None
         return done
 
-    # -- the thread
+    # Methods that run in the thread that writes the files.
 
     def _run(self, save: Save, number: int) -> None:
         try:
