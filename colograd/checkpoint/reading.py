@@ -1,8 +1,7 @@
-"""Validation of a checkpoint's files before they are loaded, with one clear error and bounded memory.
+"""Validate a checkpoint's files before they are loaded. A damaged file causes one error that names the file.
 
-Checkpoints are untrusted input: a matching manifest only shows that the files are unchanged, not who wrote them. Only
-torch's containers are unpickled, with ``weights_only``, and only after their sizes are checked. If a loader fails
-anyway, the error names the file.
+Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files of `torch.save` are
+unpickled, with ``weights_only`` and after their sizes were checked, so that a small file can't fill the memory.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from transformers import TrainerState
 from ..parallel.ranks import RankError, on_all_ranks
 
 STATE_FILE = "trainer_state.json"
-LARGEST_JSON = 2**30  # most bytes of a JSON file; a log of many thousand steps has a few million
+LARGEST_JSON = 2**30  # maximum bytes of a JSON file; the log of many thousand steps needs a few million bytes
 PICKLED = ("rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt")
 JSON = (STATE_FILE, "prompts.json", "lengths_*.json", "model.safetensors.index.json", "adapter_config.json")
-COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # integer fields of the trainer's state
+COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # fields of `trainer_state.json` that are counts
 
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Run a body that reads ``what`` of a checkpoint, so that the ValueError if it fails names both. ValueErrors of the
-    body are passed on unchanged."""
+    """Context manager for code that reads a file ``what`` of a checkpoint. Most errors of the code become a ValueError
+    that names the file and the checkpoint. A ValueError of the code isn't changed."""
     try:
         yield
     except (RankError, torch.OutOfMemoryError, OSError):
@@ -43,7 +42,8 @@ def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
-    """Run a body that loads ``part`` of a checkpoint on all ranks (`on_all_ranks`), with the errors of `reading`."""
+    """Context manager for code that loads ``part`` of a checkpoint on all ranks. If it fails on one rank, all ranks
+    raise an error that names the part and the checkpoint."""
     with on_all_ranks(f"loading {part}"), reading(checkpoint, part):
         yield
 
@@ -58,8 +58,8 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check the format of each file that a resumed run reads, without loading tensors. ValueError: one has another
-    format."""
+    """Check the format of each checkpoint file that a resumed run reads, without loading tensors. Raise a ValueError if
+    a file's format is wrong."""
     folder = Path(checkpoint)
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:
@@ -69,7 +69,7 @@ def look(checkpoint: str | Path) -> None:
                 with safe_open(path, framework="pt", device="cpu") as tensors:
                     if path.name.startswith("optimizer-"):
                         json.loads((tensors.metadata() or {})["param_groups"])
-            else:  # torch's container must not be compressed, and have true sizes: else a small file could fill memory
+            else:  # a compressed torch file, or one with false sizes, could fill the memory
                 with zipfile.ZipFile(path) as file:
                     entries = file.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -82,7 +82,8 @@ def look(checkpoint: str | Path) -> None:
 
 
 def trainer_state(checkpoint: str | Path) -> TrainerState:
-    """Read transformers' state of a run and check the types of its values. ValueError: it is missing or wrong."""
+    """Read a checkpoint's `trainer_state.json` and check the types of its values. Raise a ValueError if the file is
+    missing or a value is wrong."""
     path = Path(checkpoint) / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(path))

@@ -41,17 +41,10 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Assign each engine's groups to the teams of this engine's ranks, without moves between engines.
-
-    A team is the ranks that train each row together; a team may have several engines. Groups are assigned in the order
-    of falling cost, always to the team with the least cost so far.
-
-    Args:
-        costs: cost of each group, as one list per rank that sampled groups.
-
-    Returns:
-        One list per team: (rank that sampled the group, index among this rank's groups) for each group.
-    """
+    """Assign groups to teams (ranks that train rows together), without moves between vLLM engines: in the order of
+    falling cost, each to the team with the least cost so far. A team may have several engines. ``costs`` has a list per
+    rank: the cost of each group that the rank sampled. Return a list per team: (rank that sampled the group, index
+    among this rank's groups) of each group."""
     near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # number of teams that share engines
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)

@@ -282,12 +282,8 @@ class FailureDetector:
         _exit(text)
 
     def _exchange_signs(self, passed: float) -> None:
-        """Send a sign of life (a short message), and check when other ranks sent theirs last. Time counts only inside a
-        section, because only there ranks wait for each other.
-
-        Args:
-            passed: seconds since the last call.
-        """
+        """Send a sign of life (a short message), and check when other ranks sent a sign of life last. Time (``passed``
+        seconds since the last call) counts only inside a section, because only there ranks wait for each other."""
         passed = passed if self._inside else 0.0
         if self._hub is not None:
             for lost in self._hub.exchange_signs(passed):

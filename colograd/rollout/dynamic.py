@@ -37,8 +37,7 @@ class DynamicRound(PlainRound):
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
 
     Only groups with a reward difference are trained. Further prompts are sampled until every step has enough groups.
-    Steps take these groups in the order of sampling, so a step may train a group that was sampled for another step.
-    """
+    Steps take these groups in the order of sampling, so a step may train a group that was sampled for another step."""
 
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
         super().__init__(times, one_call)

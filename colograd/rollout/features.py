@@ -60,8 +60,7 @@ class SourceFeature:
     """A rollout source (the object that generates completions), and the settings that it changes in a run.
 
     The base class generates completions with the vLLM engine. Extensions offer subclasses with other rollout sources at
-    the hook ``source``. `of` returns an object for at most one subclass, because their arguments exclude each other.
-    """
+    the hook ``source``. `of` returns an object for at most one subclass, because their arguments exclude each other."""
 
     rewards: Sequence[Any] = ()  # Reward functions that the rollout source adds, with weight 1.
     lender: Lender | None = None  # Lends objects, e.g. environments, to completions until the completions are scored.

@@ -50,8 +50,7 @@ class SampledRound:
 class Sampler:
     """Samples groups of completions, scores a group when its last completion ends, and computes advantages.
 
-    All ranks of a vLLM engine must call `collect` together. Only the engine's first rank gets the groups.
-    """
+    All ranks of a vLLM engine must call `collect` together. Only the engine's first rank gets the groups."""
 
     hooks: Any  # the `GRPOTrainer`: its state, and its methods that a subclass may override (`generate`, `score`, ...)
     config: GRPOConfig

@@ -105,8 +105,7 @@ class RolloutStore:
         """Prepare the rollout log for a run that resumes at ``step``. Return messages for the console.
 
         Rounds from ``step`` on that were recorded with other settings are moved to another folder, because this run's
-        weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings.
-        """
+        weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings."""
         self._weights_are_read = True
         if not is_writer:
             return []

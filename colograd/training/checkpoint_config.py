@@ -14,8 +14,7 @@ class CheckpointConfig:
     `transformers.Trainer` changes ``use_cache``, and sets the special tokens to the tokenizer's. `restore` puts back a
     special token of the checkpoint in three cases: the tokenizer lacks the token, the checkpoint's list contains the
     tokenizer's token, or the tokenizer's padding token is its end token. In all other cases the tokenizer's token is
-    new, and the saved model needs it.
-    """
+    new, and the saved model needs it."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

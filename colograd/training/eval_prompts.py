@@ -18,8 +18,7 @@ class Benchmark(ABC):
     """A benchmark for evaluations, e.g. GSM8K, that has its own prompts, sampling settings and scoring.
 
     An extension provides benchmarks at two hooks: `benchmark_names` (texts of a recipe -> {name in the log: text}) and
-    `benchmark` (text, policy, args, maximum context of the vLLM engine -> `Benchmark`).
-    """
+    `benchmark` (text, policy, args, maximum context of the vLLM engine -> `Benchmark`)."""
 
     dropped: bool = False  # whether some prompts were dropped because they don't fit into the context
 

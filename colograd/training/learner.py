@@ -36,8 +36,7 @@ from .step_batches import step_batch
 class Learner:
     """Packs scored groups into micro-batches, runs forward and backward, and sums the gradients over ranks.
 
-    If a step runs out of memory, all ranks pack the step again into smaller micro-batches and repeat the step.
-    """
+    If a step runs out of memory, all ranks pack the step again into smaller micro-batches and repeat the step."""
 
     hooks: Any  # the `GRPOTrainer`: its state, and its method `compute_loss`, which a subclass may override
     config: GRPOConfig

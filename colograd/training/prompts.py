@@ -21,8 +21,7 @@ from ..runtime import registry
 class StreamedPrompts(Protocol):
     """Prompts of a streamed dataset, tokenised during training.
 
-    An extension's hook ``prompt_stream`` makes such an object: (dataset, rules, config) -> `StreamedPrompts`.
-    """
+    An extension's hook ``prompt_stream`` makes such an object: (dataset, rules, config) -> `StreamedPrompts`."""
 
     choice: Any  # see `PromptDataset.choice`
     dataset: Any
