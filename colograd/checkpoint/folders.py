@@ -63,12 +63,12 @@ def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: b
             flush(aside / name)
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
-    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # folders store file names
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # flush folders, too
         flush(path)
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
-    if final.exists():  # a step may be saved twice
+    if final.exists():  # e.g. if a step is saved twice
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)  # if the process dies before the next line, `sweep` restores the old folder
+        os.rename(final, old)  # if the process dies before the next line, `sweep` renames `old` back
     os.rename(aside, final)
     flush(final.parent)
     if not keeps_old:
@@ -112,7 +112,7 @@ def rotate(
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
     ordered = [folder for folder in checkpoints if step_of(folder) not in damaged]
     if newest is not None:
-        ordered.sort(key=lambda folder: step_of(folder) <= newest)  # later steps first
+        ordered.sort(key=lambda folder: step_of(folder) <= newest)  # checkpoints of later steps first
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
     for folder in ordered[:-keep]:
         if best is None or folder.resolve() != Path(best).resolve():
@@ -126,7 +126,7 @@ def step_of(folder: str | Path) -> int:
 def complete_steps(run_dir: str) -> list[int]:
     """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json`."""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    last_files = (MANIFEST, "trainer_state.json")  # the files that are written last
+    last_files = (MANIFEST, "trainer_state.json")  # every complete checkpoint has one of these
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
 
 
@@ -138,7 +138,7 @@ def check(folder: str | Path) -> bool:
         if files is not None:
             manifest.check(Path(folder), files)
     except Damaged as error:
-        raise ValueError(f"{folder} is damaged: {error}. Use another checkpoint, or a copy.") from None
+        raise ValueError(f"{folder} is damaged: {error}. Use another checkpoint, or a copy of this one.") from None
     return files is not None
 
 
@@ -160,13 +160,13 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint!r} is from a run with a dataset that {otherwise}: its prompts had another order, so this run "
-            "can't continue there. Choose prompts as that run did, or set ignore_data_skip: true."
+            f"{checkpoint!r} is from a run with a dataset that {otherwise}. That run's prompts had a different order, "
+            "so this run can't continue there. Use that run's dataset settings, or set `ignore_data_skip: true`."
         )
     with reading(checkpoint, PROMPTS):
         state: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(state, dict):
-            raise TypeError(f"it is a {type(state).__name__}, not an object")
+            raise TypeError(f"the file has a JSON {type(state).__name__}, but must have a JSON object")
     return state
 
 
@@ -234,11 +234,12 @@ def check_file_system(run_dir: str | Path) -> None:
         with open(renamed / "file", "ab") as file:
             file.write(b"d")
         if (renamed / "file").read_bytes() != b"acd":
-            raise OSError("the file has other bytes than were written")
+            raise OSError("the file's bytes differ from the written bytes")
     except OSError as error:
         raise ValueError(
             f"output_dir is {str(run_dir)!r}, where {need} ({error.strerror or error}). Checkpoints and the rollout "
-            "log need both. Set output_dir to a local folder, and copy checkpoints to a bucket from there."
+            "log need a file system that can rename folders and append to files. Set `output_dir` to a local folder, "
+            "and copy checkpoints to a bucket from there."
         ) from None
     finally:
         for path in (trial, renamed):
@@ -270,6 +271,6 @@ def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
         return True
     sharing = "; ".join(f"node {n} sees files of nodes {visible[n * layout.ranks_per_node]}" for n in all_nodes)
     raise ValueError(
-        f"output_dir is {str(run_dir)!r}, which some nodes share and others don't ({sharing}). Set `output_dir` to a "
-        "folder that all nodes share, or to a folder that is local on each node."
+        f"output_dir is {str(run_dir)!r}. Some nodes share this folder, but not all nodes do ({sharing}). Set "
+        "`output_dir` to a folder that all nodes share, or to a folder that is local on each node."
     )

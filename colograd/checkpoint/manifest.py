@@ -63,21 +63,21 @@ def read(folder: Path) -> Manifest | None:
         return None
     try:
         if path.stat().st_size > LARGEST:
-            raise Damaged(f"{MANIFEST} has {path.stat().st_size:,} bytes, more than any checkpoint's")
+            raise Damaged(f"{MANIFEST} has {path.stat().st_size:,} bytes, more than any manifest needs")
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-            raise Damaged(f"{MANIFEST} has no list of files")
+            raise Damaged(f"{MANIFEST} has no object `files`, which lists the checkpoint's files")
         if content.get("version") != VERSION:
             version = content.get("version")
-            raise Damaged(f"{MANIFEST} has version {version!r}, but this Colograd reads version {VERSION}")
+            raise Damaged(f"{MANIFEST} has version {version!r}, but this Colograd reads manifests of version {VERSION}")
         files = {}
         for name, value in content["files"].items():
             inside = PurePosixPath(name)
             if not name or "\0" in name or inside.is_absolute() or ".." in inside.parts or inside.as_posix() != name:
-                raise Damaged(f"{MANIFEST} names {name!r}, which isn't a file in the folder")
+                raise Damaged(f"{MANIFEST} names {name!r}, but may name only files in the checkpoint's folder")
             size, checksum = (value.get("size"), value.get("xxh3_128")) if isinstance(value, dict) else (None, None)
             if type(size) is not int or size < 0 or not isinstance(checksum, str):
-                raise Damaged(f"{MANIFEST} has no size and checksum of {name}")
+                raise Damaged(f"{MANIFEST} has no size and checksum of the file {name}")
             files[name] = Entry(size, checksum)
         return files
     except (OSError, ValueError, RecursionError) as error:

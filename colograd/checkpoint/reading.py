@@ -69,13 +69,13 @@ def look(checkpoint: str | Path) -> None:
                 with safe_open(path, framework="pt", device="cpu") as tensors:
                     if path.name.startswith("optimizer-"):
                         json.loads((tensors.metadata() or {})["param_groups"])
-            else:  # a compressed torch file, or one with false sizes, could fill the memory
+            else:  # a small torch file could fill the memory if compressed, or if its sizes are false
                 with zipfile.ZipFile(path) as file:
                     entries = file.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                    raise TypeError("it is compressed, which torch.save doesn't do")
+                    raise TypeError("it is compressed, but torch.save doesn't compress files")
                 if sum(entry.file_size for entry in entries) > path.stat().st_size:
-                    raise TypeError("its entries claim more bytes than the file has")
+                    raise TypeError("the entries in the file claim more bytes than the file has")
         except (Exception, RecursionError) as error:
             raise unreadable(checkpoint, path.name, error) from error
     trainer_state(checkpoint)
@@ -90,20 +90,20 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
         for name in COUNTS:
             value = getattr(state, name)
             if type(value) is not int or not 0 <= value < 2**53:
-                raise TypeError(f"{name} is {value!r:.50}, not a count")
+                raise TypeError(f"{name} is {value!r:.50}, but must be a count")
         for name in ("epoch", "total_flos", "best_metric"):
             value = getattr(state, name)
             is_number = type(value) in (int, float) and (name == "best_metric" or math.isfinite(value))
             if value is not None and not is_number:
-                raise TypeError(f"{name} is {value!r:.50}, not a number")
+                raise TypeError(f"{name} is {value!r:.50}, but must be a number")
         if state.best_global_step is not None and type(state.best_global_step) is not int:
-            raise TypeError(f"best_global_step is {state.best_global_step!r:.50}, not a step")
+            raise TypeError(f"best_global_step is {state.best_global_step!r:.50}, but must be a step")
         if not isinstance(state.best_model_checkpoint, str | None):
-            raise TypeError("best_model_checkpoint isn't a path")
+            raise TypeError("best_model_checkpoint must be a path")
         if not (isinstance(state.log_history, list) and all(isinstance(entry, dict) for entry in state.log_history)):
-            raise TypeError("log_history isn't a list of entries")
+            raise TypeError("log_history must be a list of objects")
         if not isinstance(state.stateful_callbacks, dict):
-            raise TypeError("stateful_callbacks isn't an object")
+            raise TypeError("stateful_callbacks must be an object")
     except (Exception, RecursionError) as error:
         raise unreadable(checkpoint, STATE_FILE, error) from error
     return state
@@ -114,10 +114,10 @@ def _check_json(path: Path) -> None:
         raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
-        raise TypeError(f"it is a {type(content).__name__}, not an object")
+        raise TypeError(f"the file has a JSON {type(content).__name__}, but must have a JSON object")
     if path.name == "model.safetensors.index.json":
         for name in content["weight_map"].values():
             if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
-                raise ValueError(f"it names {name!r:.100}, which isn't a file in that folder")
+                raise ValueError(f"it names {name!r:.100}, but may name only files in the checkpoint's folder")
     if path.name.startswith("lengths_") and not all(type(value) in (int, float) for value in content.values()):
-        raise TypeError("a length isn't a number")
+        raise TypeError("every length must be a number")

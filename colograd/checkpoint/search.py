@@ -42,7 +42,7 @@ def model_folder(folder: str) -> str | None:
     (With ``load_best_model_at_end`` the model in the run's folder is the best one.)"""
     saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
     steps = complete_steps(folder)
-    if saved and steps:  # a run that was resumed after its end has an older model here
+    if saved and steps:  # a finished run that was resumed may have newer checkpoints
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             saved = json.loads(Path(folder, reading.STATE_FILE).read_text())["global_step"] >= max(steps)
     return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None
@@ -51,7 +51,7 @@ def model_folder(folder: str) -> str | None:
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
     """Return the last checkpoint of a run that has finished (trained ``max_steps`` and saved the model), else None."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # written after the model at a run's end
+        state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes this file after the model
         if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
             return os.path.join(run_dir, f"checkpoint-{state['global_step']}")
     return None
@@ -81,7 +81,7 @@ def search(
             return checkpoint, damaged
         if not is_search(wanted):
             raise ValueError(
-                f"resume_from_checkpoint is {checkpoint!r}, which is damaged: {damage}. Use another checkpoint."
+                f"resume_from_checkpoint can't be used: {checkpoint!r} is damaged: {damage}. Use another checkpoint."
             )
         console.warn(f"checkpoints: {os.path.relpath(checkpoint)} is damaged and isn't taken: {damage}")
         damaged.add(step_of(checkpoint))
@@ -103,7 +103,7 @@ def find_resume(
         if not os.path.isfile(os.path.join(text, reading.STATE_FILE)):
             raise ValueError(
                 f"resume_from_checkpoint is {text!r}, which isn't a complete checkpoint (trainer_state.json is "
-                "missing). Set it to a checkpoint-N folder, `true`, or `auto`."
+                "missing). Set `resume_from_checkpoint` to a checkpoint-N folder, `true`, or `auto`."
             )
         return text
     folders = [complete_steps(run_dir)] if steps is None else steps
@@ -111,7 +111,7 @@ def find_resume(
         return os.path.join(run_dir, f"checkpoint-{max(common)}")
     if damaged:
         raise ValueError(
-            f"resume_from_checkpoint is {text.lower()}, but each checkpoint in {run_dir!r} is damaged (steps "
+            f"resume_from_checkpoint is {text.lower()}, but all checkpoints are damaged ({run_dir!r}, steps "
             f"{', '.join(map(str, sorted(damaged)))}). Restore a checkpoint from a copy, or set a new `output_dir`."
         )
     if text.lower() == "true":

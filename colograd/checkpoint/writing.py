@@ -36,7 +36,7 @@ EVERY = 30.0  # Seconds between two messages about waiting for a save.
 POLL = 0.05  # Seconds between two checks for a different rank's report in the store.
 SPARE = 0.8  # Maximum fraction of the free host memory for copies of a checkpoint's tensors.
 
-_numbers = itertools.count(1)  # numbers the `Writer` objects, which all ranks create in equal order
+_numbers = itertools.count(1)  # all ranks create the `Writer` objects in equal order, so their numbers agree
 
 Source = Image | bytes | Path  # the content of a checkpoint's file, or the path of a file to move
 
@@ -73,15 +73,15 @@ class Writer:
         self.present: Save | None = None
         self._name = f"colograd/notes/{next(_numbers)}"
         self._notes: dict[str, Any] = {}  # Reports of this rank in a run with one rank, which has no store.
-        self.number = 1  # Number of the next save, which makes names unique.
-        self._subjects: list[str] = []  # Subjects of the reports that this rank left in the store.
+        self.number = 1  # Number of the next save, a part of folder names and keys.
+        self._subjects: list[str] = []  # Keys of this rank's reports in the store.
         self._deadline = float("inf")  # Time until which this rank waits for reports of other ranks.
 
     def begin(self, save: Save, in_background: bool) -> None:
         number, self.number = self.number, self.number + 1
         self.present, self._deadline = save, float("inf")
         if world_size() > 1:
-            for subject in self._subjects:  # no rank reads these reports any more
+            for subject in self._subjects:  # no rank reads the last save's reports any more
                 _store().delete_key(f"{self._name}/{subject}/{rank()}")
         self._subjects = []
         self._notes.clear()
@@ -120,7 +120,7 @@ class Writer:
 
     def _run(self, save: Save, number: int) -> None:
         try:
-            if save.leads:  # delete files of failed saves, which ranks may have written late
+            if save.leads:  # delete what failed saves have left
                 for folder in save.aside.parent.glob("checkpoint-*"):
                     if folder != save.aside:
                         shutil.rmtree(folder, ignore_errors=True)
@@ -147,7 +147,7 @@ class Writer:
                 if isinstance(note, str):
                     raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
             files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
-            manifest.check(save.aside, files, to_read=())  # only sizes: the disk's files are new
+            manifest.check(save.aside, files, to_read=())  # fails if a file of another node isn't visible
             folders.commit(save.aside, save.final, files, save.keeps_old)
         except Exception as error:
             self._leave(f"{number}/committed", _text(error))

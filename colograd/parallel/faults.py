@@ -50,7 +50,7 @@ class Fault:
     """The failure of a rank, as ranks send it to each other."""
 
     rank: int
-    body: str  # Section that the rank left by an exception, e.g. "training 3". GONE if the process has ended.
+    body: str  # Name of the code that the rank left by an exception, e.g. "training 3". GONE: the process ended.
     text: str
     hangs: bool = False  # True if the process still exists, but makes no progress.
 
@@ -72,7 +72,7 @@ def ends_together(what: str) -> Iterator[None]:
 
 _present: FailureDetector | None = None
 _alone = watchdog.Watchdog(end=lambda description: _exit(f"The only rank {description}"))
-_numbers = itertools.count(1)  # numbers the failure detectors, which all ranks create in equal order
+_numbers = itertools.count(1)  # all ranks create failure detectors in equal order, so their numbers agree
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
@@ -108,7 +108,7 @@ def telling(what: str) -> Iterator[None]:
         raise
 
 
-stop_listeners: list[Callable[[str, float], None]] = []  # called with the name of a rank's stop signal, seconds left
+stop_listeners: list[Callable[[str, float], None]] = []  # functions to call if another rank gets a stop signal
 
 
 def tell_stop(name: str, seconds: float) -> None:
@@ -149,9 +149,9 @@ class FailureDetector:
         self._key = f"colograd/watch/{next(_numbers)}"
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
-        self._counts: collections.Counter[str] = collections.Counter()  # Number of sections entered, by name.
-        self._section = ""  # Name and number of the last section that all ranks ran together, e.g. "training 3".
-        self._inside = ""  # Name of the present section. Empty outside of sections.
+        self._counts: collections.Counter[str] = collections.Counter()  # How often each section ran.
+        self._section = ""  # Last section (code that all ranks run together) and its number, e.g. "training 3".
+        self._inside = ""  # Name of the section that runs now, or "".
         self._has_left = False
         self._hub: _Coordinator | None = None
         self._connection: socket.socket | None = None
@@ -185,7 +185,7 @@ class FailureDetector:
             self._counts[what] += 1
             self._section, self._inside = f"{what} {self._counts[what]}", what
         try:
-            if (fault := self._fault()) is not None:  # the failed rank won't enter this section
+            if (fault := self._fault()) is not None:
                 raise RankError(fault.text)
             with self._watchdog.inside(what):
                 yield
@@ -227,7 +227,7 @@ class FailureDetector:
 
     def leave(self) -> None:
         """Close the connection after telling rank 0 that this rank ends: as planned, or by an uncaught exception."""
-        error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
+        error = getattr(sys, "last_value", None)  # Python sets `last_value` to an uncaught exception
         if error is not None:
             self._send_fault(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
         self._has_left = True
@@ -294,8 +294,8 @@ class FailureDetector:
             self._send(stage=watchdog.stage())
         if self._signs and self._since_sign.is_silent(self._signs, passed):
             lost = _silent(0, self._since_sign.seconds, self._last_stage)
-            self._signs = 0  # report the failure only once
-            with contextlib.suppress(OSError):  # if rank 0's process is stopped, it reads the message when it continues
+            self._signs = 0
+            with contextlib.suppress(OSError):  # a stopped rank 0 reads the message when its process continues
                 self._send(**asdict(lost))
             self._receive(lost)
 
@@ -334,7 +334,7 @@ class FailureDetector:
         until = time.monotonic() + time_limit().total_seconds()
         while not store.check([self._key]):  # `get` would block the store for the training thread
             if self._has_left or time.monotonic() > until:
-                raise RuntimeError("rank 0 didn't publish its address")
+                raise RuntimeError("rank 0 didn't write its network address to the process group's store")
             time.sleep(0.1)
         host, port, token = store.get(self._key).decode().split()
         connection = socket.create_connection((host, int(port)), self.silence)
@@ -349,8 +349,8 @@ class _Caller:
     """What rank 0 knows about the connection of one of the other ranks."""
 
     connection: socket.socket
-    rank: int = -1  # Index of the connected rank. -1 until its first message.
-    pending: bytes = b""  # Received bytes of a line that isn't complete yet.
+    rank: int = -1  # Index of the connected rank, or -1 before the first message.
+    pending: bytes = b""  # Received bytes of an incomplete line.
     last_words: str = ""  # Text of the last failure that the connected rank reported.
     signs: int = 0  # Number of "signs of life" (short messages) from the connected rank.
     stage: str = "the start"  # Description of the connected rank's progress in its last message.
@@ -370,10 +370,10 @@ class _Coordinator:
         several_nodes = process.local_world_size() < world_size()
         host = os.environ["MASTER_ADDR"] if several_nodes else "127.0.0.1"
         self._server = _server() if several_nodes else socket.create_server((host, 0))
-        self._token = secrets.token_hex(16)  # needed because any program can connect to the port
+        self._token = secrets.token_hex(16)  # secret of this run, because any program can connect to the port
         self.address = f"{host} {self._server.getsockname()[1]} {self._token}"
         self._callers: list[_Caller] = []
-        self._faults: list[Fault] = []  # all failures so far, to send to ranks that connect later
+        self._faults: list[Fault] = []  # all reported failures, to send to ranks that connect later
         self._lock = threading.Lock()
         self._stop, self._stopped = socket.socketpair()
         threading.Thread(target=self._run, name="colograd-ranks-hub", daemon=True).start()
@@ -403,7 +403,7 @@ class _Coordinator:
                 self._send(caller, stage=watchdog.stage())
                 if caller.signs and caller.silence.is_silent(caller.signs, passed):
                     lost.append(_silent(caller.rank, caller.silence.seconds, caller.stage))
-                    caller.signs = 0  # report the failure only once
+                    caller.signs = 0  # report a rank's failure only once
         return lost
 
     def close(self) -> None:
@@ -419,7 +419,7 @@ class _Coordinator:
         self._receive(fault)
 
     def _send_fault(self, caller: _Caller, fault: Fault) -> None:
-        if caller.rank != fault.rank or fault.hangs:  # a hanging rank gets it too, to read it later
+        if caller.rank != fault.rank or fault.hangs:  # a hanging rank may read it later
             self._send(caller, **asdict(fault))
 
     def _send(self, caller: _Caller, **message: Any) -> None:
@@ -527,7 +527,7 @@ def _notice_silence(connection: socket.socket, seconds: int) -> None:
     pause = max(1, seconds // 6)
     options = {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
     for option, value in options.items():
-        if hasattr(socket, option):  # some systems lack an option
+        if hasattr(socket, option):  # not every system has all options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 

@@ -123,8 +123,8 @@ def check_places(places: Sequence[Place]) -> None:
     if len(sizes) > 1 or len(places) % min(sizes):
         counts = ", ".join(dict.fromkeys(f"{place.ranks_per_node} on {place.host}" for place in places))
         raise ValueError(
-            f"The nodes have different numbers of ranks (LOCAL_WORLD_SIZE: {counts}; {len(places)} in all). Start the "
-            "same number of ranks on every node (`torchrun --nproc-per-node`, `srun --ntasks-per-node`)."
+            f"The nodes have different numbers of ranks (LOCAL_WORLD_SIZE: {counts}; total: {len(places)}). Start "
+            "equally many ranks on every node (`torchrun --nproc-per-node`, `srun --ntasks-per-node`)."
         )
     size = sizes.pop()
     for rank, place in enumerate(places):
@@ -132,17 +132,16 @@ def check_places(places: Sequence[Place]) -> None:
         if place.local_rank != rank % size or place.host != places[first].host:
             raise ValueError(
                 f"Rank {rank} is local rank {place.local_rank} on {place.host}, but a node's {size} ranks "
-                f"(LOCAL_WORLD_SIZE) must be consecutive, here {first} to {first + size - 1} on "
-                f"{places[first].host}. Set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does (with `srun`: "
-                "`--distribution=block`)."
+                f"(LOCAL_WORLD_SIZE) must be consecutive, here {first} to {first + size - 1} on {places[first].host}. "
+                "Set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does. With `srun`, use `--distribution=block`."
             )
     rank_of_device: dict[str, int] = {}
     for rank, place in enumerate(places):
         other = rank_of_device.setdefault(place.device, rank) if place.device else rank
         if other != rank:
             raise ValueError(
-                f"Ranks {other} and {rank} have the same GPU of {place.host}, but each rank needs its own GPU. "
-                "Start at most as many ranks on a node as it has GPUs, and check CUDA_VISIBLE_DEVICES."
+                f"Ranks {other} and {rank} have the same GPU of {place.host}, but no two ranks may share a GPU. Start "
+                "at most as many ranks on a node as the node has GPUs, and check CUDA_VISIBLE_DEVICES."
             )
 
 

@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-LIMIT = 1500.0  # Seconds without progress. Below a collective's 1,800 s, because a collective's error names no rank.
+LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, because a collective's error names no rank.
 TICK = 2.0  # Maximum seconds between two checks of the progress.
 LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
 STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.

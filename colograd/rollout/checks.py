@@ -29,7 +29,7 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
             waiting.remove(group.position)
             where = f"generate, prompt {group.position}"
             if not group.rollouts:
-                raise ValueError(f"{where}: the group has no rollouts. A group needs at least one.")
+                raise ValueError(f"{where}: the group has no rollouts. A group needs at least one rollout.")
             for index, rollout in enumerate(group.rollouts):
                 if not isinstance(rollout, Rollout):
                     raise ValueError(
@@ -45,8 +45,8 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
                     value = getattr(rollout, name)
                     if not isinstance(value, torch.Tensor) or value.shape != (length,):
                         raise ValueError(
-                            f"{where}: {name} of rollout {index} is {shown(value)}, but `sampler_logprobs` and "
-                            f"`sampled` must be tensors with one entry per completion token ({length})."
+                            f"{where}: {name} of rollout {index} is {shown(value)}, but a rollout's `sampler_logprobs` "
+                            f"and `sampled` must be tensors with one entry per completion token: {length}."
                         )
             yield group
     finally:
@@ -55,7 +55,7 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
     if len(waiting) != left_out:
         raise ValueError(
             f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (first position: "
-            f"{min(waiting)}). `generate` must yield a group of at least one completion for each prompt."
+            f"{min(waiting)}). `generate` must yield one group, with at least one completion, for each prompt."
         )
 
 

@@ -23,17 +23,17 @@ LARGEST = 2**28  # Maximum bytes of a recorded group that the report reads. `red
 
 TABLE = pa.schema(
     [
-        ("input", pa.list_(pa.int32())),  # Prompt ids. Null: equal to the prompt ids in the first row.
+        ("input", pa.list_(pa.int32())),  # Prompt ids of a completion. Null means: as in the table's first row.
         ("completion", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
-        ("sampled", pa.list_(pa.bool_())),  # Per completion token. Null: the model sampled all tokens.
+        ("sampled", pa.list_(pa.bool_())),  # For each completion token, whether the model sampled it. Null means: all.
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
         ("messages", pa.string()),  # Messages as JSON.
         ("columns", pa.string()),  # Columns for reward functions as JSON.
         ("rewards", pa.list_(pa.float32())),
-        ("example", pa.string()),  # Digest of the dataset row.
-        ("logged", pa.string()),  # Values of the whole group as JSON, in the first row. Empty in all other rows.
+        ("example", pa.string()),  # Digest of the prompt's dataset row.
+        ("logged", pa.string()),  # Values of the whole group as JSON, in the first row. Other rows have "".
     ]
 )
 

@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
-HEAD = struct.Struct("<qIII")  # Position, compressed bytes, uncompressed bytes, CRC-32 of header and content.
+HEAD = struct.Struct("<qIII")  # A record's position, compressed size, uncompressed size, and CRC-32.
 LARGEST = 2**31 - 1  # Maximum bytes of an uncompressed record.
 GROWTH = 4096  # Maximum compression ratio. Content that zstd would compress further is stored uncompressed.
 
@@ -48,7 +48,7 @@ class RecordFile:
     def append(self, record: Record) -> int:
         """Write a record, so that it survives a crash of this process. Return the number of bytes written."""
         if len(record.content) > LARGEST:
-            raise ValueError(f"A record has {len(record.content):,} bytes. The maximum is {LARGEST:,}.")
+            raise ValueError(f"A record is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
         if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
             packed = record.content  # equal lengths mean that a record isn't compressed
@@ -88,7 +88,7 @@ def read_records(
                 content = packed
                 if size != len(packed):
                     content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
-            except (pa.ArrowException, OSError, ValueError):  # the bytes weren't written by a `RecordFile`
+            except (pa.ArrowException, OSError, ValueError):  # damaged or foreign content
                 return
             yield Record(position, content)
 

@@ -20,8 +20,8 @@ from ..reporting.metrics import PhaseTimes
 from .stages import Stages
 
 Steps = Sequence[Sequence[Prompt]]  # One list of prompts per optimizer step.
-MorePrompts = Callable[[int, int], list[Prompt]]  # (extra prompts drawn so far, number wanted) -> extra prompts.
-Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # This rank's steps -> metrics to sum over ranks.
+MorePrompts = Callable[[int, int], list[Prompt]]  # Draws extra prompts: (number drawn so far, number wanted).
+Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # Counts metrics of this rank's sampled steps.
 
 
 class PlainRound:
@@ -99,7 +99,7 @@ def unscored(steps: Sequence[SampledStep]) -> str:
     """Return a warning about the first completion that no reward function scored (all NaN), or "" if there is none."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()
-        if len(nobody) and scored.rewards.shape[1]:  # zero columns mean that the run has no reward functions
+        if len(nobody) and scored.rewards.shape[1]:  # zero columns: the run has no reward functions
             row = {name: value for name, value in scored.group.example.items() if name != "prompt"}
             return (
                 f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "

@@ -59,7 +59,7 @@ class InScoring:
 
     def __post_init__(self) -> None:
         journal = self.stages.journal
-        # Groups with rewards but without advantages, by position.
+        # Groups that have rewards but no advantages yet, by position.
         self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
 
@@ -119,10 +119,10 @@ class Stages:
 
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # yields one group per prompt, in any order
     begin_score: BeginScore
-    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # Group, rewards [G, R] -> advantages.
-    # Returns the values that reward functions logged for the scored group at a position.
+    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # (group, rewards [G, R]) -> advantages.
+    # Function from a scored group's position to the values that reward functions logged for the group.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
     take_turns: Callable[[Group], Group] | None = None  # Adds the rewards of single turns to a group.
     journal: RolloutStore | None = None
     checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
-    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class; an extension may use a subclass.
+    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.

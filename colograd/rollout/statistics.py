@@ -27,14 +27,14 @@ class RolloutStatistics:
 
     lengths: list[int] = field(default_factory=list)  # Number of sampled tokens of each completion.
     ended: list[bool] = field(default_factory=list)  # Per completion: True if it ended by itself, False if truncated.
-    rewards: list[list[float]] = field(default_factory=list)  # Indexed [completion][reward function].
+    rewards: list[list[float]] = field(default_factory=list)  # Rewards, indexed [completion][reward function].
     totals: list[float] = field(default_factory=list)  # Weighted sum of each completion's rewards. NaN: no rewards.
     flat_groups: list[bool] = field(default_factory=list)  # Per group: whether all its completions have equal rewards.
     prompt_tokens: int = 0
     loss_tokens: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # Metric name -> value to sum over ranks.
-    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # Metric -> (sum, number) of logged values.
-    maxima: dict[str, float] = field(default_factory=dict)  # Metric name -> value; ranks are joined by the maximum.
+    counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks, by name.
+    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # User's metric -> (sum, number of values).
+    maxima: dict[str, float] = field(default_factory=dict)  # Metrics to take the maximum of over ranks, by name.
     distinct: int = 0  # Number of different completions, counted within each group.
     notes: list[Any] = field(default_factory=list)  # Data of each rank for the HTML report.
 
@@ -43,7 +43,7 @@ class RolloutStatistics:
         """Count a rank's scored groups. ``combine`` sums reward functions: [G, R] -> [G], NaN where all are NaN."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # a copy, because a subclass's `combine` may change the tensor
+            totals = combine(group.rewards.clone())  # a user's `combine` may change the copy in place
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)

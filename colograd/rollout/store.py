@@ -38,7 +38,7 @@ from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_exam
 from .group_table import NOTES, SHOWN, keep_shown, reduced
 from .record_file import Record, RecordFile, read_records
 
-FOLDER = "_journal"  # transformers doesn't push folders with a leading underscore to the Hub.
+FOLDER = "_journal"  # Folder of the rollout log. Transformers doesn't push names with an underscore to the Hub.
 UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.
 RECIPE = "recipe.yaml"
 # Names of two recorded settings: the reward functions' names, and digests of the reward functions' source code.
@@ -94,10 +94,10 @@ class RolloutStore:
         self._round: Path | None = None  # Folder of the groups sampled with the current weights.
         self._open_files: dict[str, _OpenFile] = {}  # Open files by the evaluation's name; "" is the training's file.
         self._newest = ""  # Key in `_open_files` of the file that `add` writes.
-        self._beside: dict[Any, Any] = {}  # Open files of extensions, by class.
+        self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
         self._place: tuple[Path, dict[str, Any]] | None = None  # Folder and `About` of the current groups.
-        self._pruned = 0  # Recorded groups of all optimizer steps before this step are deleted.
-        self._unsafe = threading.Event()  # Set while written records aren't flushed to the disk.
+        self._pruned = 0  # Groups recorded before this optimizer step were deleted already.
+        self._unsafe = threading.Event()  # Set if written records must be flushed to the disk.
         self._closing = threading.Lock()  # Held while files are flushed and closed.
         self._safety: threading.Thread | None = None
 
@@ -191,7 +191,7 @@ class RolloutStore:
         self._found.clear()
         self._unscored.clear()
         problem, self.problem, self.warning = self.problem, "", ""
-        self.seconds = 0.0  # drop the seconds of an evaluation
+        self.seconds = 0.0
         about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
         own: set[int] = set()
@@ -408,7 +408,7 @@ class RolloutStore:
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
         if found.step != now.step:
-            raise JournalError(f"{path} holds step {found.step}, but lies in step {now.step}'s folder: move it away.")
+            raise JournalError(f"{path} is of step {found.step}, but its folder is of step {now.step}. Move it away.")
         if found.weights and now.weights and found.weights != now.weights:
             if self._weights_are_read:
                 raise JournalError(
@@ -448,7 +448,7 @@ def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, Abo
     """Yield (path, `About`, other records) for each rank's file in a folder. Skip files without a complete `About`."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
         records = read_records(path, lambda position: position >= ABOUT)
-        with contextlib.suppress(FileNotFoundError):  # another rank deleted it
+        with contextlib.suppress(FileNotFoundError):  # a different rank deleted the file
             if (head := next(records, None)) is not None:
                 yield path, _about(head, path), records
 
@@ -459,4 +459,4 @@ def _about(record: Record, path: Path) -> About:
         found = json.loads(record.content)
         return About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
     except NONSENSE as error:
-        raise JournalError(f"{path} is no file of this journal ({error!r}): move it away.") from None
+        raise JournalError(f"{path} is no file of this journal ({error!r}). Move the file away.") from None

@@ -206,7 +206,7 @@ class AdamWSplit(torch.optim.Optimizer):
     def _load(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
         if missing := {"step", *MOMENTS} - saved.keys():
             raise ValueError(
-                f"The saved optimizer state has {', '.join(saved)}, but `optim: adamw_split` also needs "
+                f"The saved optimizer state ({', '.join(saved)}) lacks values that `optim: adamw_split` needs: "
                 f"{', '.join(sorted(missing))}. Resume with the `optim` that the checkpoint was written with."
             )
         state = self.state[parameter]
@@ -271,7 +271,7 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
         foreign = list(optimizer.state)
     found = [p for p in foreign if "remainder" in optimizer.state[p]]
     for parameter in found:
-        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast the int16 to float32 exactly
+        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast it to float32, without loss
         if parameter.dtype == torch.float32:
             parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
     if not found or isinstance(optimizer, AdamWSplit):
@@ -306,8 +306,8 @@ def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[st
     text = (args.optim_args or "").replace(" ", "").lower()
     if text not in ("", "compiled=true", "compiled=false"):
         raise ValueError(
-            f"optim_args is {args.optim_args!r}, but {args.optim} takes `compiled=true` or `compiled=false` only. "
-            "Learning rate, betas, epsilon and decay are separate settings. Remove them from `optim_args`."
+            f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`. "
+            "Set learning rate, betas, epsilon and decay with their settings, not with `optim_args`."
         )
     compiled = text == "compiled=true" if text else None
     if args.on_cpu and compiled:

@@ -43,9 +43,9 @@ from .prompts import Prompts, longest_completion, proof_prompts, without_templat
 class Assembly:
     """The parts of a run that need the GPU: vLLM engine, weight sync, memory plan, and reference or teacher models."""
 
-    engine: Engine | None  # None in a replay of recorded groups, because nothing is sampled.
-    weights: WeightSync | None  # Copies or shares the policy's weights with the engine.
-    device_turns: DeviceTurns | None  # Schedules the GPU memory between engine and training.
+    engine: Engine | None  # The vLLM engine, or None in a replay of recorded groups.
+    weights: WeightSync | None  # Copies the policy's weights into the engine, or lets both share the weights.
+    device_turns: DeviceTurns | None  # Switches GPU memory between sampling and training.
     memory: MemoryPlan
     second_models: SecondModels
 
@@ -128,7 +128,7 @@ def assemble(
             tower_prompt=next(iter(proof_prompts(prepared.prompts, policy, prepared.feature)), None),
         )
     if config.on_cpu:
-        process.give_back_freed_memory()  # the weight sync freed the policy's first copy
+        process.give_back_freed_memory()
     with on_all_ranks("the second models"):
         others = second_models(prepared.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
@@ -144,7 +144,7 @@ def engine_alone(
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
     given = dict(config.model_init_kwargs or {}).get("dtype", "auto")  # type: ignore[arg-type]
     dtype = dtype if given == "auto" else getattr(torch, str(given).removeprefix("torch."))
-    kv_bytes = 0  # on a GPU vLLM sizes its KV cache by `gpu_memory_utilization`
+    kv_bytes = 0  # on a GPU, vLLM chooses the size of the KV cache
     with on_all_ranks("the engine"):
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size

@@ -32,7 +32,7 @@ class CheckpointConfig:
                 token, end = getattr(self._tokenizer, name, None), self._tokenizer.eos_token_id
                 stands_in = token is None or (name == "pad_token_id" and token == end)
                 if not stands_in and token not in (value if isinstance(value, list) else [value]):
-                    continue  # the saved model needs the tokenizer's new token
+                    continue  # the tokenizer has a new special token, which the saved model needs
                 if value is MISSING:
                     vars(config).pop(name, None)
                 else:

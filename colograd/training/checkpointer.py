@@ -42,9 +42,9 @@ from ..sharding.weight_files import float32_weights, load_renamed, load_whole, s
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
-OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # Parameter group's settings from the recipe.
-RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that continue from the checkpoint's learning rate.
-PATIENCE = 10.0  # Seconds that a save may take before the next save, which waits until then, is skipped.
+OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # Optimizer settings that the recipe sets.
+RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that continue with the checkpoint's learning rate.
+PATIENCE = 10.0  # If a save takes longer than this number of seconds, the next save is skipped.
 
 
 class Checkpointer(TrainerCallback):
@@ -69,7 +69,7 @@ class Checkpointer(TrainerCallback):
         self._host_files = HostFiles(self.args.device)
         self._in_background = False  # Whether a thread will write the present checkpoint.
         self._why_in_foreground = ""  # Last printed reason why training waits for a save.
-        self._is_due = False  # Whether a save must wait until all steps that one generation serves are trained.
+        self._is_due = False  # Whether a requested save is postponed until the last step before the next generation.
         self._failures = 0  # Number of failed saves in a row.
         self._best_before: str | None = None  # Folder of the best checkpoint before the present save.
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
@@ -105,7 +105,7 @@ class Checkpointer(TrainerCallback):
             ValueError: the checkpoint doesn't exist, or is damaged.
         """
         with on_all_ranks("the search for a checkpoint"):
-            if self.args.should_save:  # `sweep` restores a checkpoint that was being replaced
+            if self.args.should_save:
                 folders.sweep(self.args.output_dir)
         self._is_due, self._failures = False, 0
         found, self._damaged = search(
@@ -271,7 +271,7 @@ class Checkpointer(TrainerCallback):
         try:
             with on_all_ranks("saving"):
                 save = self._assemble()
-        except Exception as error:  # e.g. a full disk; `on_all_ranks` raises on all ranks
+        except Exception as error:  # a failed save, e.g. by a full disk, doesn't end training
             self._fail(state.global_step, f"{type(error).__name__}: {error}".splitlines()[0])
             return False
         finally:
@@ -345,7 +345,7 @@ class Checkpointer(TrainerCallback):
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
                 name = type(callback).__name__
-                if isinstance(state.stateful_callbacks[name], list):  # a list means several callbacks of one class
+                if isinstance(state.stateful_callbacks[name], list):  # several callbacks of one class share a list
                     state.stateful_callbacks[name].append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()
@@ -453,7 +453,7 @@ class Checkpointer(TrainerCallback):
         if unknown is None:
             self._tidy(save.aside.parent)
         else:
-            self._host_files = HostFiles(self.args.device)  # the thread still reads the old buffers
+            self._host_files = HostFiles(self.args.device)  # the writing thread still reads the old buffers
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
         if error:
             self._fail(save.step, error)
@@ -465,7 +465,7 @@ class Checkpointer(TrainerCallback):
     @staticmethod
     def _tidy(aside: Path) -> None:
         shutil.rmtree(aside / f"rank-{rank()}", ignore_errors=True)
-        with contextlib.suppress(OSError):  # the folder isn't empty until all ranks have tidied
+        with contextlib.suppress(OSError):
             aside.rmdir()
 
     def finish_alone(self) -> None:
@@ -480,9 +480,9 @@ class Checkpointer(TrainerCallback):
         most = self.args.save_failures
         if self._failures >= most:
             raise RuntimeError(
-                f"The last {self._failures} checkpoints couldn't be written (checkpoint-{step}: {error}), and the run "
-                f"ends (save_failures: {most}). Earlier checkpoints are complete: free disk space, and resume with "
-                "resume_from_checkpoint: auto."
+                f"The run ends, because {self._failures} checkpoints in a row couldn't be written (step {step}: {error}, "
+                f"save_failures: {most}). All earlier checkpoints are complete. Free disk space, and resume with "
+                "`resume_from_checkpoint: auto`."
             )
         self.trainer.console.warn(
             f"checkpoints: checkpoint-{step} couldn't be written ({error}): training goes on without it "

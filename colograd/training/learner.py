@@ -54,7 +54,7 @@ class Learner:
         self.pending: list[StepBatch] = []  # Packed optimizer steps that aren't trained yet.
         self.metrics: dict[str, float] = {}  # Metrics of the last trained step, over all ranks.
         self.figures: dict[str, float] = {}  # Loss and gradient norm of the present step.
-        self.pack: Callable[..., StepBatch] = step_batch  # Packs a step's groups. An extension may replace it.
+        self.pack: Callable[..., StepBatch] = step_batch  # Function that packs a step's groups into rows.
         self._alloc_retries = AllocRetries(self.config.device)
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
@@ -75,8 +75,8 @@ class Learner:
                     for number, step in enumerate(scheduled)
                     if any(r.policy_version != step.version for scored in step.groups for r in scored.group.rollouts)
                 ]
-                # Compute old log-probabilities before the first step, with the weights that sampled the rollouts.
-                rows = dict[int, tuple[PackedRow, ...]]()  # keyed by the step's index among the sampled steps
+                # Compute the old log-probabilities of all steps now, while the policy has the weights that sampled.
+                rows = dict[int, tuple[PackedRow, ...]]()  # Packed rows with old log-probabilities, by step index.
                 with on_all_ranks("the old log-probabilities"):
                     for number in off_policy:
                         if (place := number % len(steps)) not in rows:
@@ -138,7 +138,7 @@ class Learner:
 
     def clip(self) -> float:
         """Clip the gradient to `max_grad_norm`. Return the norm before clipping; raise an error if it isn't finite."""
-        most = self.config.max_grad_norm or 0.0  # `max_grad_norm: null` means no clipping, as in transformers
+        most = self.config.max_grad_norm or 0.0  # None means no clipping
         with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
         self.figures["grad_norm"] = norm
@@ -198,7 +198,7 @@ class Learner:
                 self.sharding.backward(loss)
 
         with self.events.times.phase("measure"):
-            optimizer = self.hooks.optimizer  # torch allocates optimizer state at the first step
+            optimizer = self.hooks.optimizer
             pending = optimizer_bytes(self.model, config.optim) // self.sharding.parts
             pending = 0 if optimizer is not None and optimizer.state else pending
             pending = left_on_device().state(pending) if config.streams_optimizer else pending

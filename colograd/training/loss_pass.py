@@ -43,7 +43,7 @@ def loss_pass(
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
-    losses: list[torch.Tensor] = []  # read after the last micro-batch, so that the host waits only once
+    losses: list[torch.Tensor] = []  # read after the last micro-batch, so that the host waits for the GPU once
     for index, row in enumerate(step.rows[step.trained :], start=step.trained):
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
@@ -52,7 +52,7 @@ def loss_pass(
         losses.append(output.loss)
         if sharding is not None:
             with agree("training"):
-                sharding.backward(loss)  # `loss` is the graph's only reference, so an error frees it
+                sharding.backward(loss)  # nothing else refers to the autograd graph, so an error frees it
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(sum(part.num_tokens for part in row.parts))
@@ -75,14 +75,14 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
     """Return the output of a user's ``compute_loss``, or raise a ValueError if it is no `LossOutput` with a scalar."""
     if not isinstance(output, LossOutput):
         raise ValueError(
-            f"compute_loss returned {shown(output)}, but must return a colograd.batch.LossOutput(loss, sums, minima, "
-            "maxima). Return `dataclasses.replace(super().compute_loss(...), loss=...)` to keep the metrics."
+            f"compute_loss returned {shown(output)}. `compute_loss` must return a colograd.batch.LossOutput (loss, "
+            "sums, minima, maxima). `dataclasses.replace(super().compute_loss(...), loss=...)` keeps the metrics."
         )
     loss: Any = output.loss
     if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):
         detached = " without a graph" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
         raise ValueError(
-            f"compute_loss returned a loss that is {shown(loss)}{detached}, but must return a differentiable scalar: "
+            f"compute_loss returned a loss that is {shown(loss)}{detached}. The loss must be a differentiable scalar: "
             "the SUM over the micro-batch's tokens. The trainer divides the gradients by the step's denominator."
         )
     return output

@@ -101,10 +101,10 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        for check in registry.hooks("evaluation_check"):  # (config, rewards, prompts, adds metrics) -> None
+        for check in registry.hooks("evaluation_check"):
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream is checked at its first rows
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # streams are checked while they are read
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
@@ -114,8 +114,8 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
-            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own, which has "
-            "further fields: from colograd import GRPOConfig."
+            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig, "
+            "which has more fields than TRL's: from colograd import GRPOConfig."
         )
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -136,6 +136,6 @@ def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunctio
     if not own:
         return resolve_rewards(given, args.reward_weights)
     weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
-    if len(weights) == len(given):  # `resolve_rewards` raises an error if the numbers differ
+    if len(weights) == len(given):  # else `resolve_rewards` raises an error about `reward_weights`
         given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
     return resolve_rewards(given, weights)

@@ -23,7 +23,7 @@ class StreamedPrompts(Protocol):
 
     An extension's hook ``prompt_stream`` makes such an object: (dataset, rules, config) -> `StreamedPrompts`."""
 
-    choice: Any  # see `PromptDataset.choice`
+    choice: Any  # Position in the stream, as `PromptDataset.choice`.
     dataset: Any
     longest: int  # upper bound of a prompt's number of tokens
 
@@ -68,7 +68,7 @@ def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: Sour
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in names:
-        check_columns(dataset, name, policy.processor is not None)  # check before columns are removed
+        check_columns(dataset, name, policy.processor is not None)
         used = [*IMAGES, *feature.columns, *(each for hook in registry.hooks("prompt_columns") for each in hook(args))]
         return dataset.select_columns(["prompt", *(column for column in used if column in names)])
     return dataset
@@ -82,7 +82,7 @@ def prompt_rules(
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
         raise ValueError(
-            f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
+            f"max_completion_length is {completion}, but the context has {most} tokens, so no room is left for a "
             "prompt. Lower `max_completion_length` or raise `vllm_max_model_length`."
         )
     return PromptRules(

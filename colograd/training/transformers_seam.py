@@ -64,7 +64,7 @@ class SeamTrainer(Trainer):
     eval_prompts: Any
     engine: Any
     feature: Any
-    _tokenised: tuple[Any, Any]  # datasets that `train_prompts` and `eval_prompts` were made from
+    _tokenised: tuple[Any, Any]  # the datasets that `train_prompts` and `eval_prompts` come from
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class SeamTrainer(Trainer):
         self.recorder: NoRecord = next(filter(None, made), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # a notebook shows `RewardTable` in place of it
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # show Colograd's table in notebooks
             from ..reporting.notebook import RewardTable
 
             self.add_callback(RewardTable())
@@ -162,7 +162,7 @@ class SeamTrainer(Trainer):
         if prompts is None:
             raise ValueError("`evaluate` needs prompts: pass an `eval_dataset` to `evaluate` or to the trainer.")
         if not self.is_in_train and self.engine is not None:
-            self.engine.invalidate()  # the user may have changed the weights since the last step
+            self.engine.invalidate()  # user code may have changed the policy's weights
         metrics: dict[str, float] = {}
         for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
             full = f"{prefix}_{name}" if name else prefix
@@ -226,7 +226,7 @@ class SeamTrainer(Trainer):
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
             journal = self.journal
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # each rank holds a part only
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "" if ranks hold parts
             problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
@@ -301,7 +301,7 @@ class SeamTrainer(Trainer):
 
         The order in which prompts go to vLLM depends on the lengths of earlier completions."""
         super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:  # the engine's first rank, which holds the groups
+        if self.args.layout.engine_place == 0:
             self.lengths.save(output_dir, self.args.layout.data_rank)
             self.round.save(output_dir)
 
@@ -316,11 +316,11 @@ class SeamTrainer(Trainer):
         """Raise a ValueError if a checkpoint's files lack parameters of the model."""
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # tied tensors are saved once
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # the checkpoint has tied tensors once
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
-                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
-                "another model, or a file is missing. Give a complete checkpoint of this model."
+                f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "
+                "to a different model, or a file is missing. Use a complete checkpoint of this model."
             )
         super()._issue_warnings_after_load(load_result)
 
@@ -354,14 +354,14 @@ class SeamTrainer(Trainer):
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         """Create the Hub repository as transformers does. Turn failures into one ValueError that names the remedies."""
         try:
-            super().init_hf_repo(token, **options)  # transformers >= 5.24 passes `private`
+            super().init_hf_repo(token, **options)  # `options` is `private` in transformers >= 5.24
         except (OSError, ValueError, HTTPError) as error:
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
-                f"push_to_hub is true, but {name!r} can't be made on the Hub ({why}). The Hub needs a connection and a "
-                "token with write access (`hf auth login`, or HF_TOKEN). Or set `push_to_hub: false`, and push later "
-                f"with `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
+                f"push_to_hub is true, but {name!r} can't be made on the Hub ({why}). To push, you need a connection "
+                "and a token with write access (`hf auth login`, or HF_TOKEN). Or set `push_to_hub: false`, and push "
+                f"later: `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
             ) from None
 
     def create_model_card(

@@ -51,7 +51,7 @@ def test_whole_groups_go_through_in_the_order_in_which_they_come() -> None:
         ([dataclasses.replace(group(), rollouts=("a",))], "rollout 0 is a str, but must be a colograd.batch.Rollout"),
         ([group(completion_ids=())], "rollout 1 has no tokens"),
         ([group(sampler_logprobs=torch.zeros(2))], r"sampler_logprobs of rollout 1 is a tensor of shape \[2\]"),
-        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but `sampler_logprobs` and"),
+        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but a rollout's `sampler_logprobs` and"),
         ([group(input=())], "rollout 1 has no tokens"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_loss_is_a_differentiable_scalar_with_its_metrics() -> None:
     loss = torch.zeros((), requires_grad=True)
     assert checked_loss(LossOutput(loss, {}, {}, {})).loss is loss
     assert checked_loss(LossOutput(loss.detach(), {}, {}, {}), differentiable=False)
-    with pytest.raises(ValueError, match=r"compute_loss returned a tensor of shape \[\], but must return a colograd"):
+    with pytest.raises(ValueError, match=r"compute_loss returned a tensor of shape \[\]\. `compute_loss` must return"):
         checked_loss(loss)
     for wrong, shown in (
         (loss.detach(), r"shape \[\] without a graph"),
