@@ -156,7 +156,7 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     """Read a checkpoint's state of the prompts: the position in a streamed dataset, or a curriculum's record. If the
-    file is missing, raise a ValueError that says "a dataset that ``otherwise``", e.g. "wasn't streamed"."""
+    file is missing, raise a ValueError with the words "a dataset that ``otherwise``", e.g. "wasn't streamed"."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(

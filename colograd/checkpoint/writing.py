@@ -120,7 +120,7 @@ class Writer:
 
     def _run(self, save: Save, number: int) -> None:
         try:
-            if save.leads:  # delete what failed saves have left
+            if save.leads:  # delete the remains of failed saves
                 for folder in save.aside.parent.glob("checkpoint-*"):
                     if folder != save.aside:
                         shutil.rmtree(folder, ignore_errors=True)
@@ -187,8 +187,8 @@ def _store() -> Any:
 
 
 def _longest() -> float:
-    """Return the maximum seconds to wait for a save. The time is shorter than the limit of the collective that follows,
-    in which other ranks wait for this rank."""
+    """Return the maximum seconds to wait for a save. The time is shorter than a collective's time limit, because the
+    other ranks wait for this rank in the next collective."""
     return min(LONGEST, time_limit().total_seconds() / 2) if world_size() > 1 else LONGEST
 
 

@@ -114,8 +114,8 @@ def balance(
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
-    """Send groups between ranks as ``assignment`` says: for each rank, which groups of which ranks it trains. Return
-    the groups for this rank. A collective call; ``assignment`` must be equal on all ranks."""
+    """Send groups between ranks, and return the groups that this rank trains. A collective call. ``assignment``, equal
+    on all ranks, lists the groups for each rank: (rank that sampled the group, index among this rank's groups)."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

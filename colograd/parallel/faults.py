@@ -346,7 +346,7 @@ class FailureDetector:
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """What rank 0 knows about the connection of one of the other ranks."""
+    """The state that rank 0 keeps for the connection of each other rank."""
 
     connection: socket.socket
     rank: int = -1  # Index of the connected rank, or -1 before the first message.

@@ -16,7 +16,7 @@ from .layout import RankLayout
 
 
 class Lockstep:
-    """The channel on which the first rank of a vLLM engine (leader) sends messages to the engine's other ranks. All
+    """A channel for messages from the first rank of a vLLM engine (leader) to the engine's other ranks (followers). All
     ranks must construct it together. Followers wait up to ``patience`` seconds for a message."""
 
     def __init__(self, layout: RankLayout, patience: float) -> None:

@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each box along `axis`, the dimension in which the boxes are concatenated."""
+        """Size of each box along `axis` (boxes are concatenated along this dimension)."""
         return [box[self.axis][1] - box[self.axis][0] for box in self.boxes] if self.shape else [1]
 
     @property

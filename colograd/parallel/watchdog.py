@@ -23,7 +23,7 @@ LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, becau
 TICK = 2.0  # Maximum seconds between two checks of the progress.
 LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
 STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.
-# Names of modules in which a rank waits for a different rank, or for the Hub, and therefore doesn't hang.
+# Names of modules that wait for a different rank, or for the Hub. A rank that runs their code doesn't hang.
 WAITING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
@@ -109,7 +109,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Context manager: watch the calling thread while the body runs. Outside of it, e.g. at a notebook's prompt,
+        """Context manager: watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt,
         the thread may rest."""
         progress(what)
         if self._watched is not None:

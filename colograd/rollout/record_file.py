@@ -74,8 +74,8 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield a file's records up to the first incomplete or damaged record. Skip records with more than ``largest``
-    uncompressed bytes, and records at positions for which ``wanted(position)`` is false."""
+    """Yield a file's records up to the first incomplete or damaged record. Skip a record if ``wanted(position)`` is
+    false, or if the record has more than ``largest`` uncompressed bytes."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in _heads(file):

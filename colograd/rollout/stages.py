@@ -55,7 +55,7 @@ class InScoring:
     """The groups of some prompts while they are scored: groups read from the rollout log, and groups in scoring."""
 
     stages: Stages
-    prompts: Sequence[Prompt]  # prompts of which recorded groups are read from the rollout log
+    prompts: Sequence[Prompt]  # all prompts to score; some may have recorded groups
 
     def __post_init__(self) -> None:
         journal = self.stages.journal

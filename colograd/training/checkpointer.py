@@ -414,7 +414,7 @@ class Checkpointer(TrainerCallback):
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def saving_model(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which the model's ``save_pretrained`` writes weights with `write_tensors`."""
+        """Context manager that makes the model's ``save_pretrained`` write weights with `write_tensors`."""
         return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
 
     def save_optimizer(self, folder: str, usual: Callable[[], None]) -> None:
@@ -480,9 +480,9 @@ class Checkpointer(TrainerCallback):
         most = self.args.save_failures
         if self._failures >= most:
             raise RuntimeError(
-                f"The run ends, because {self._failures} checkpoints in a row couldn't be written (step {step}: {error}, "
-                f"save_failures: {most}). All earlier checkpoints are complete. Free disk space, and resume with "
-                "`resume_from_checkpoint: auto`."
+                f"The run ends, because {self._failures} checkpoints in a row couldn't be written (step {step}: "
+                f"{error}; save_failures: {most}). All earlier checkpoints are complete. Free disk space, and resume "
+                "with `resume_from_checkpoint: auto`."
             )
         self.trainer.console.warn(
             f"checkpoints: checkpoint-{step} couldn't be written ({error}): training goes on without it "

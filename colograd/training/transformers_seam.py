@@ -299,7 +299,7 @@ class SeamTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the random state as transformers does, the completions' lengths, and the sampler's state.
 
-        The order in which prompts go to vLLM depends on the lengths of earlier completions."""
+        The lengths of earlier completions decide the order of prompts in vLLM's queue."""
         super()._save_rng_state(output_dir)
         if self.args.layout.engine_place == 0:
             self.lengths.save(output_dir, self.args.layout.data_rank)
