@@ -69,7 +69,7 @@ def look(checkpoint: str | Path) -> None:
                 with safe_open(path, framework="pt", device="cpu") as tensors:
                     if path.name.startswith("optimizer-"):
                         json.loads((tensors.metadata() or {})["param_groups"])
-            else:  # a small torch file could fill the memory if compressed, or if its sizes are false
+            else:  # a small torch file that is compressed, or has false sizes, could fill the memory
                 with zipfile.ZipFile(path) as file:
                     entries = file.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -90,14 +90,14 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
         for name in COUNTS:
             value = getattr(state, name)
             if type(value) is not int or not 0 <= value < 2**53:
-                raise TypeError(f"{name} is {value!r:.50}, but must be a count")
+                raise TypeError(f"{name} ({value!r:.50}) must be a count")
         for name in ("epoch", "total_flos", "best_metric"):
             value = getattr(state, name)
             is_number = type(value) in (int, float) and (name == "best_metric" or math.isfinite(value))
             if value is not None and not is_number:
-                raise TypeError(f"{name} is {value!r:.50}, but must be a number")
+                raise TypeError(f"{name} ({value!r:.50}) must be a number")
         if state.best_global_step is not None and type(state.best_global_step) is not int:
-            raise TypeError(f"best_global_step is {state.best_global_step!r:.50}, but must be a step")
+            raise TypeError(f"best_global_step ({state.best_global_step!r:.50}) must be a step")
         if not isinstance(state.best_model_checkpoint, str | None):
             raise TypeError("best_model_checkpoint must be a path")
         if not (isinstance(state.log_history, list) and all(isinstance(entry, dict) for entry in state.log_history)):

@@ -81,7 +81,7 @@ def search(
             return checkpoint, damaged
         if not is_search(wanted):
             raise ValueError(
-                f"resume_from_checkpoint can't be used: {checkpoint!r} is damaged: {damage}. Use another checkpoint."
+                f"resume_from_checkpoint is {checkpoint!r}, a damaged checkpoint ({damage}). Use another checkpoint."
             )
         console.warn(f"checkpoints: {os.path.relpath(checkpoint)} is damaged and isn't taken: {damage}")
         damaged.add(step_of(checkpoint))

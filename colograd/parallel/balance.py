@@ -104,7 +104,7 @@ def balance(
     """Send scored groups between ranks, so that each rank gets the groups that it trains. A collective call.
 
     Unless ``between_engines`` is true, a group is trained by ranks of the engine that sampled it. Return the groups
-    that this rank trains, and how many of these groups were moved from engines of other ranks."""
+    that this rank trains, and how many of these groups were sampled by engines of other ranks."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]

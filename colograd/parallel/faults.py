@@ -201,7 +201,7 @@ class FailureDetector:
                 self._inside = ""
 
     def report(self, what: str, error: BaseException) -> None:
-        """Send an error of this rank to all other ranks, because they wait for this rank in the section ``what``."""
+        """Send an error of this rank to all other ranks. ``what`` names the code that raised, such as "training"."""
         text = f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
         self._send_fault(Fault(self.rank, self._section, text))
 
@@ -214,7 +214,8 @@ class FailureDetector:
                 self._send(stop=name, seconds=seconds)
 
     def _fault(self) -> Fault | None:
-        """Return the first failure of a rank that has left the present section, has ended, or makes no progress."""
+        """Return the first failure of a rank that this rank waits for: the failed rank has left the present section
+        (code that all ranks run together), has ended, or makes no progress."""
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def _cause(self, error: BaseException) -> Fault | None:
@@ -256,8 +257,8 @@ class FailureDetector:
     # Methods that other threads of this process call.
 
     def _receive(self, fault: Fault) -> None:
-        """Record the failure of a different rank. If the present section needs the failed rank, start a thread that
-        ends this process after the grace period."""
+        """Record the failure of a different rank. If this rank waits for the failed rank, start a thread that ends this
+        process after the grace period."""
         with self._changed:
             self._faults.append(fault)
             self._changed.notify_all()
@@ -266,7 +267,8 @@ class FailureDetector:
             threading.Thread(target=self._end, args=(fault, section), name="colograd-ranks-end", daemon=True).start()
 
     def _end(self, fault: Fault, section: str) -> None:
-        """Wait for the grace period. Then end the process by force, unless it has left the section ``section``."""
+        """Wait for the grace period. Then end this process by force, unless it has finished ``section``, the code in
+        which it waits for the failed rank."""
         time.sleep(min(self.grace, GRACE_OF_HANGING) if fault.hangs else self.grace)
         with self._changed:
             waits = self._inside if self._section == section else ""
@@ -283,7 +285,8 @@ class FailureDetector:
 
     def _exchange_signs(self, passed: float) -> None:
         """Send a sign of life (a short message), and check when other ranks sent a sign of life last. Time (``passed``
-        seconds since the last call) counts only inside a section, because only there ranks wait for each other."""
+        seconds since the last call) counts only in code that all ranks run together, where ranks wait for each
+        other."""
         passed = passed if self._inside else 0.0
         if self._hub is not None:
             for lost in self._hub.exchange_signs(passed):

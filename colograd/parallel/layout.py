@@ -116,7 +116,8 @@ class Place:
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Raise a ValueError unless all nodes have equally many, consecutive ranks, and no two ranks have the same GPU."""
+    """Raise a ValueError if nodes have different numbers of ranks, a node's ranks aren't consecutive, or two ranks have
+    one GPU."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}

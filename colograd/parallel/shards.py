@@ -16,7 +16,8 @@ from .layout import RankLayout
 from .ranks import time_limit
 
 T = TypeVar("T")
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # Torch 2.13 has a new name.
+# Torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Box = tuple[tuple[int, int], ...]  # Part of a tensor: (first index, last index + 1) of each dimension.
 
 

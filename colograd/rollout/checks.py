@@ -1,4 +1,5 @@
-"""Check the return values of a user's `generate`, `score` and `compute_advantages`; a wrong value is a ValueError."""
+"""Check the return values of a user's `generate`, `score` and `compute_advantages`. A wrong value raises a
+ValueError."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """Check a user's rewards: shape [completions, reward functions], none infinite. Return them as float32."""
+    """Check that a user's rewards have the shape [completions, reward functions] and aren't infinite. Return
+    float32."""
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
@@ -73,7 +75,7 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
 
 
 def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """Check a user's advantages: finite, one per completion or one per completion token. Return them as float32."""
+    """Check that a user's advantages are finite, one per completion or one per completion token. Return float32."""
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):

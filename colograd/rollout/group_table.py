@@ -62,7 +62,7 @@ def _first_tokens(group: bytes, tokens: int) -> pa.RecordBatch:
 
 
 def keep_shown(path: Path) -> None:
-    """Copy the groups that the report shows, with their notes, from a record file to a `.shown` file, if it has any."""
+    """Copy the groups that the report shows from a record file to a `.shown` file. If there are none, write nothing."""
     notes = list(read_records(path, lambda position: position <= NOTES))
     if not notes:
         return

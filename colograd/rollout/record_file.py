@@ -51,7 +51,7 @@ class RecordFile:
             raise ValueError(f"A record is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
         if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
-            packed = record.content  # equal lengths mean that a record isn't compressed
+            packed = record.content  # readers detect an uncompressed record by its equal lengths
         start = self._file.tell()
         try:
             self._file.write(_head(record.position, packed, len(record.content)) + packed)
@@ -88,7 +88,7 @@ def read_records(
                 content = packed
                 if size != len(packed):
                     content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
-            except (pa.ArrowException, OSError, ValueError):  # damaged or foreign content
+            except (pa.ArrowException, OSError, ValueError):
                 return
             yield Record(position, content)
 

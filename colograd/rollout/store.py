@@ -53,7 +53,7 @@ class About:
     """The first record of a rollout log's file: the weights that sampled its groups, and the run's settings."""
 
     step: int  # Optimizer step of the weights that sampled the groups.
-    weights: str  # Digest of the weights that sampled the groups. Empty for a sharded policy.
+    weights: str  # Digest of these weights, or "" for a sharded policy.
     settings: Mapping[str, Any]
 
 
@@ -93,12 +93,12 @@ class RolloutStore:
         self._unscored: dict[int, bytes] = {}  # Recorded groups to score again, by position.
         self._round: Path | None = None  # Folder of the groups sampled with the current weights.
         self._open_files: dict[str, _OpenFile] = {}  # Open files by the evaluation's name; "" is the training's file.
-        self._newest = ""  # Key in `_open_files` of the file that `add` writes.
+        self._newest = ""  # Name (key in `_open_files`) of the file that `add` writes.
         self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
-        self._place: tuple[Path, dict[str, Any]] | None = None  # Folder and `About` of the current groups.
-        self._pruned = 0  # Groups recorded before this optimizer step were deleted already.
-        self._unsafe = threading.Event()  # Set if written records must be flushed to the disk.
-        self._closing = threading.Lock()  # Held while files are flushed and closed.
+        self._place: tuple[Path, dict[str, Any]] | None = None  # Folder and `About` of the newest open file.
+        self._pruned = 0  # Optimizer step. Groups recorded before this step are deleted.
+        self._unsafe = threading.Event()  # Event that is set if written records must be flushed to the disk.
+        self._closing = threading.Lock()  # Lock that is held while files are flushed and closed.
         self._safety: threading.Thread | None = None
 
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
@@ -459,4 +459,4 @@ def _about(record: Record, path: Path) -> About:
         found = json.loads(record.content)
         return About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
     except NONSENSE as error:
-        raise JournalError(f"{path} is no file of this journal ({error!r}). Move the file away.") from None
+        raise JournalError(f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder.") from None

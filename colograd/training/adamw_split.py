@@ -88,7 +88,7 @@ Steps = Callable[[Sequence[Piece]], None]
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) on float32 master weights that are split into bfloat16 parameter and int16 remainder.
 
-    A step joins a few million master weights (`CPU_PIECE`, `GPU_PIECE`), runs torch's AdamW on them, and splits them
+    A step joins `CPU_PIECE` or `GPU_PIECE` master weights at one time, runs torch's AdamW on them, and splits them
     again, so a float32 copy of the whole model never exists. On a GPU, torch's multi-tensor kernels run. The compiled
     step is one pass over each tensor, with equal results up to rounding. Parameters are written in place, so they may
     be views of larger tensors. The state is an int16 remainder and two float32 moments (10 bytes per weight), and a
@@ -249,8 +249,8 @@ def _torch_step(bucket: Sequence[Piece], group: dict[str, Any], foreach: bool) -
 
 
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Set the optimizer's bfloat16 parameters and remainders to the exact values of a float32 checkpoint (``masters``).
-    Call this function after the model and the optimizer state are loaded."""
+    """Set an AdamWSplit's bfloat16 parameters and int16 remainders to the exact weights of a float32 checkpoint
+    (``masters``). Call this function after the model and the optimizer state are loaded."""
     wanted: dict[str, list[Owned]] = {}
     for piece in owned:
         if piece.part.dtype == torch.bfloat16:

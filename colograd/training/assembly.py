@@ -144,7 +144,7 @@ def engine_alone(
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
     given = dict(config.model_init_kwargs or {}).get("dtype", "auto")  # type: ignore[arg-type]
     dtype = dtype if given == "auto" else getattr(torch, str(given).removeprefix("torch."))
-    kv_bytes = 0  # on a GPU, vLLM chooses the size of the KV cache
+    kv_bytes = 0  # 0 lets vLLM choose the size of the KV cache on a GPU
     with on_all_ranks("the engine"):
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size

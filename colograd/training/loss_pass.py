@@ -82,7 +82,7 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
     if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):
         detached = " without a graph" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
         raise ValueError(
-            f"compute_loss returned a loss that is {shown(loss)}{detached}. The loss must be a differentiable scalar: "
-            "the SUM over the micro-batch's tokens. The trainer divides the gradients by the step's denominator."
+            f"compute_loss returned {shown(loss)}{detached} as the loss. The loss must be a differentiable scalar: the "
+            "SUM over the micro-batch's tokens. The trainer divides the gradients by the step's denominator."
         )
     return output

@@ -242,7 +242,8 @@ class SeamTrainer(Trainer):
         super().log(logs, start_time)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate as transformers does. If the metrics lack `metric_for_best_model`, warn where transformers fails."""
+        """Evaluate as transformers does. If the metrics lack `metric_for_best_model`, warn. (Transformers would
+        fail.)"""
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if self.args.metric_for_best_model is None:
             return metrics
@@ -359,9 +360,9 @@ class SeamTrainer(Trainer):
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
-                f"push_to_hub is true, but {name!r} can't be made on the Hub ({why}). To push, you need a connection "
-                "and a token with write access (`hf auth login`, or HF_TOKEN). Or set `push_to_hub: false`, and push "
-                f"later: `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
+                f"push_to_hub needs a repository on the Hub, but making {name!r} failed ({why}). To push, you need a "
+                "connection and a token with write access (`hf auth login`, or HF_TOKEN). Or set `push_to_hub: false`, "
+                f"and push later: `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
             ) from None
 
     def create_model_card(

@@ -107,7 +107,7 @@ def test_a_loss_is_a_differentiable_scalar_with_its_metrics() -> None:
         (torch.zeros(3, requires_grad=True), r"\[3\]"),
         (0.5, "a float"),
     ):
-        with pytest.raises(ValueError, match=f"a loss that is .*{shown}.*the SUM over"):
+        with pytest.raises(ValueError, match=f"compute_loss returned .*{shown} as the loss.*the SUM over"):
             checked_loss(LossOutput(wrong, {}, {}, {}))
 
 
