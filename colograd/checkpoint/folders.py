@@ -63,10 +63,10 @@ def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: b
             flush(aside / name)
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
-    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # flush folders, too
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):
         flush(path)
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
-    if final.exists():  # e.g. if a step is saved twice
+    if final.exists():  # e.g. a step that is saved twice
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old)  # if the process dies before the next line, `sweep` renames `old` back
     os.rename(aside, final)
@@ -112,7 +112,7 @@ def rotate(
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
     ordered = [folder for folder in checkpoints if step_of(folder) not in damaged]
     if newest is not None:
-        ordered.sort(key=lambda folder: step_of(folder) <= newest)  # checkpoints of later steps first
+        ordered.sort(key=lambda folder: step_of(folder) <= newest)
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
     for folder in ordered[:-keep]:
         if best is None or folder.resolve() != Path(best).resolve():
@@ -126,7 +126,7 @@ def step_of(folder: str | Path) -> int:
 def complete_steps(run_dir: str) -> list[int]:
     """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json`."""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    last_files = (MANIFEST, "trainer_state.json")  # every complete checkpoint has one of these
+    last_files = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
 
 
@@ -138,7 +138,7 @@ def check(folder: str | Path) -> bool:
         if files is not None:
             manifest.check(Path(folder), files)
     except Damaged as error:
-        raise ValueError(f"{folder} is damaged: {error}. Use another checkpoint, or a copy of this one.") from None
+        raise ValueError(f"{folder} is damaged: {error}. Use another checkpoint, or a copy.") from None
     return files is not None
 
 
@@ -166,7 +166,7 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     with reading(checkpoint, PROMPTS):
         state: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(state, dict):
-            raise TypeError(f"the file has a JSON {type(state).__name__}, but must have a JSON object")
+            raise TypeError(f"the file must have a JSON object (not a {type(state).__name__})")
     return state
 
 
@@ -174,7 +174,7 @@ def open_to_readers(folder: str | Path) -> None:
     """Give the safetensors files in a folder the default permissions. The library makes them readable by the owner
     only."""
     probe = Path(folder, f".mode-{os.getpid()}")
-    probe.touch()  # find the default mode without changing the umask of all threads
+    probe.touch()  # a new file shows the default mode; reading the umask would change it for all threads
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(probe.stat().st_mode)
     probe.unlink()

@@ -42,7 +42,7 @@ class Image:
                 offsets[name], end = end, end + tensors[name].nbytes
                 entries[name] = {**layout[name], "data_offsets": [offsets[name], end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
-        first = -(-(8 + len(text)) // ALIGNED) * ALIGNED  # blanks pad the header
+        first = -(-(8 + len(text)) // ALIGNED) * ALIGNED
         self.size = first + end
         self._buffer = host_pages(self.size, device)
         self._buffer[:first] = (first - 8).to_bytes(8, "little") + text.ljust(first - 8)
@@ -112,7 +112,7 @@ def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterato
     """Context manager that changes ``model.save_pretrained`` in two ways. Every rank that calls it writes files,
     because nodes may have separate folders (in transformers only rank 0 writes). ``write`` replaces
     `safetensors.torch.save_file`."""
-    original = getattr(modeling_utils, "safe_save_file", None)  # None if transformers has no such function
+    original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack `safe_save_file`
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     if write is not None and original is not None:
         modeling_utils.safe_save_file = write

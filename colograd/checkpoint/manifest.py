@@ -29,7 +29,7 @@ class Damaged(ValueError):
 
 class Entry(NamedTuple):
     size: int
-    checksum: str  # XXH3 with 128 bits, in hexadecimal
+    checksum: str  # XXH3 checksum of the file (128 bits), in hexadecimal
 
 
 Manifest = Mapping[str, Entry]  # relative path in the checkpoint's folder, with slashes -> size and checksum
@@ -106,7 +106,7 @@ def shares(files: Iterable[str], rank: int, ranks: int, ranks_per_node: int, apa
     """Return the files of a checkpoint that this rank must verify. Ranks of a node divide the files in the node's
     folder (``apart``: every node has a folder). In a shared folder, a rank verifies the files that belong to it (e.g.
     optimizer shards), and each node verifies all files that belong to no rank."""
-    first = rank - rank % ranks_per_node  # first rank of this rank's node
+    first = rank - rank % ranks_per_node
     names = []
     for index, name in enumerate(sorted(files)):
         match = None if apart else OF_A_RANK.fullmatch(name)

@@ -114,7 +114,7 @@ def _check_json(path: Path) -> None:
         raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
-        raise TypeError(f"the file has a JSON {type(content).__name__}, but must have a JSON object")
+        raise TypeError(f"the file must have a JSON object (not a {type(content).__name__})")
     if path.name == "model.safetensors.index.json":
         for name in content["weight_map"].values():
             if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:

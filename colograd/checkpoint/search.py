@@ -42,7 +42,7 @@ def model_folder(folder: str) -> str | None:
     (With ``load_best_model_at_end`` the model in the run's folder is the best one.)"""
     saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
     steps = complete_steps(folder)
-    if saved and steps:  # a finished run that was resumed may have newer checkpoints
+    if saved and steps:  # if a finished run was resumed, its checkpoints may be newer than its model
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             saved = json.loads(Path(folder, reading.STATE_FILE).read_text())["global_step"] >= max(steps)
     return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None

@@ -147,7 +147,7 @@ class Writer:
                 if isinstance(note, str):
                     raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
             files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
-            manifest.check(save.aside, files, to_read=())  # fails if a file of another node isn't visible
+            manifest.check(save.aside, files, to_read=())  # fails if files of other nodes aren't visible
             folders.commit(save.aside, save.final, files, save.keeps_old)
         except Exception as error:
             self._leave(f"{number}/committed", _text(error))

@@ -228,7 +228,7 @@ class FailureDetector:
 
     def leave(self) -> None:
         """Close the connection after telling rank 0 that this rank ends: as planned, or by an uncaught exception."""
-        error = getattr(sys, "last_value", None)  # Python sets `last_value` to an uncaught exception
+        error = getattr(sys, "last_value", None)
         if error is not None:
             self._send_fault(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
         self._has_left = True
@@ -317,7 +317,7 @@ class FailureDetector:
             for line in self._connection.makefile("rb"):
                 message = json.loads(line)
                 if "bye" in message:
-                    self._signs = 0  # rank 0 sends no more signs of life
+                    self._signs = 0  # rank 0 has left, and sends no more messages
                     return
                 if "stage" in message:
                     self._last_stage = message["stage"]
@@ -406,7 +406,7 @@ class _Coordinator:
                 self._send(caller, stage=watchdog.stage())
                 if caller.signs and caller.silence.is_silent(caller.signs, passed):
                     lost.append(_silent(caller.rank, caller.silence.seconds, caller.stage))
-                    caller.signs = 0  # report a rank's failure only once
+                    caller.signs = 0
         return lost
 
     def close(self) -> None:
@@ -422,7 +422,7 @@ class _Coordinator:
         self._receive(fault)
 
     def _send_fault(self, caller: _Caller, fault: Fault) -> None:
-        if caller.rank != fault.rank or fault.hangs:  # a hanging rank may read it later
+        if caller.rank != fault.rank or fault.hangs:  # a hanging rank may go on
             self._send(caller, **asdict(fault))
 
     def _send(self, caller: _Caller, **message: Any) -> None:
@@ -530,7 +530,7 @@ def _notice_silence(connection: socket.socket, seconds: int) -> None:
     pause = max(1, seconds // 6)
     options = {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
     for option, value in options.items():
-        if hasattr(socket, option):  # not every system has all options
+        if hasattr(socket, option):  # some systems lack some of these socket options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 

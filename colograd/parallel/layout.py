@@ -132,9 +132,9 @@ def check_places(places: Sequence[Place]) -> None:
         first = rank - rank % size
         if place.local_rank != rank % size or place.host != places[first].host:
             raise ValueError(
-                f"Rank {rank} is local rank {place.local_rank} on {place.host}, but a node's {size} ranks "
-                f"(LOCAL_WORLD_SIZE) must be consecutive, here {first} to {first + size - 1} on {places[first].host}. "
-                "Set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does. With `srun`, use `--distribution=block`."
+                f"Rank {rank} is local rank {place.local_rank} on {place.host}. The {size} ranks of a node "
+                f"(LOCAL_WORLD_SIZE) must be consecutive: {first} to {first + size - 1} on {places[first].host}. Set "
+                "RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does. With `srun`, use `--distribution=block`."
             )
     rank_of_device: dict[str, int] = {}
     for rank, place in enumerate(places):
@@ -154,7 +154,7 @@ def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
         if len({(rank // on_node, place.host) for rank, place in enumerate(engine_places, start=first)}) > 1:
             hosts = sorted({place.host for place in engine_places})
             raise ValueError(
-                f"vllm_tensor_parallel_size is {size}, but the ranks {first} to {first + size - 1} of one engine are "
-                f"on different machines ({', '.join(hosts)}). Start a multiple of {size} consecutive ranks on each "
-                "machine."
+                f"vllm_tensor_parallel_size is {size}, but the ranks {first} to {first + size - 1} of one vLLM engine "
+                f"are on different machines ({', '.join(hosts)}). Start a multiple of {size} ranks, with consecutive "
+                "numbers, on each machine."
             )

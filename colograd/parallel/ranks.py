@@ -68,7 +68,7 @@ def time_limit() -> timedelta:
     """Return the time limit of a collective, which the setting `ddp_timeout` defines."""
     group = dist.group.WORLD
     device = torch.device("cpu") if _has_gloo() else group._device_types[0]
-    options = getattr(group._get_backend(device), "options", None)  # MPI groups have no options
+    options = getattr(group._get_backend(device), "options", None)  # MPI process groups have no options
     limit: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return limit
 
@@ -107,7 +107,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
         shared = next((kind for kind in SHARED if isinstance(failure, kind)), None)
         try:
             reports = gather(None if failure is None else (shared, f"{type(failure).__name__}: {failure}"))
-        except RuntimeError as lost:  # a rank is gone: this rank's exception is the better message
+        except RuntimeError as lost:  # a rank's process is gone: raise this rank's exception if there is one
             raise (failure or lost) from None
         failures = [(other, *report) for other, report in enumerate(reports) if report is not None]
         faults = [f"Rank {other} failed in {what}: {text}" for other, kind, text in failures if kind is None]
@@ -144,7 +144,7 @@ def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
     }
     lengths = {to: torch.tensor([len(packed)]) for to, packed in outgoing.items()}
     incoming = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
-    for tag in (0, 1):  # 0 sends the lengths of the messages, 1 sends the messages
+    for tag in (0, 1):  # exchange the messages' lengths (0), then the messages (1)
         sent = outgoing if tag else lengths
         if tag:
             incoming = {sender: torch.empty(int(length), dtype=torch.uint8) for sender, length in incoming.items()}

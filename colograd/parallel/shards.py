@@ -27,7 +27,7 @@ class Shard:
     Gate and up projections of a mixture's experts, halves of one tensor, need two boxes; all other tensors need one
     box."""
 
-    shape: tuple[int, ...]  # shape of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor (not of the part)
     boxes: tuple[Box, ...]
     axis: int = 0
 

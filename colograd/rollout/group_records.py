@@ -40,7 +40,7 @@ class RewardedGroup:
     """A group with its rewards, before advantages are computed."""
 
     group: Group
-    rewards: torch.Tensor  # float32 [completions, reward functions]
+    rewards: torch.Tensor  # rewards of the group, float32 [completions, reward functions]
     logged: Logged
 
 

@@ -29,8 +29,8 @@ TABLE = pa.schema(
         ("sampled", pa.list_(pa.bool_())),  # For each completion token, whether the model sampled it. Null means: all.
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
-        ("messages", pa.string()),  # Messages as JSON.
-        ("columns", pa.string()),  # Columns for reward functions as JSON.
+        ("messages", pa.string()),  # Chat messages of a completion, as JSON.
+        ("columns", pa.string()),  # Arguments of reward functions for a completion, as JSON.
         ("rewards", pa.list_(pa.float32())),
         ("example", pa.string()),  # Digest of the prompt's dataset row.
         ("logged", pa.string()),  # Values of the whole group as JSON, in the first row. Other rows have "".

@@ -48,7 +48,7 @@ class RecordFile:
     def append(self, record: Record) -> int:
         """Write a record, so that it survives a crash of this process. Return the number of bytes written."""
         if len(record.content) > LARGEST:
-            raise ValueError(f"A record is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
+            raise ValueError(f"A recorded group is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
         if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
             packed = record.content  # readers detect an uncompressed record by its equal lengths

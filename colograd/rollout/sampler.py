@@ -43,7 +43,7 @@ class SampledRound:
     """This rank's scored groups and their statistics, for each optimizer step that one phase of sampling serves."""
 
     steps: tuple[SampledStep, ...]
-    statistics: tuple[RolloutStatistics, ...]  # one entry per optimizer step
+    statistics: tuple[RolloutStatistics, ...]  # statistics of the groups, one entry per optimizer step
 
 
 @dataclass(eq=False)
@@ -63,11 +63,11 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.purpose = Purpose.TRAINING
-        self.round = PlainRound(self.events.times)  # the trainer replaces this default by `round_of(trainer)`
+        self.round = PlainRound(self.events.times)  # default, which the trainer replaces by `round_of(trainer)`
         self._scales_steps = self.estimator.step_scores is not None
         offers = (offer(self) for offer in registry.hooks("stages"))
         self._changes: list[Callable[[Stages], Stages]] = [change for change in offers if change is not None]
-        if self.engine is not None:  # a replay has no engine, and sets `on_leader` elsewhere
+        if self.engine is not None:  # a replay of recorded groups has no engine
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
     def collect(self, prompts: Steps) -> SampledRound:
@@ -107,7 +107,7 @@ class Sampler:
                     part.counts[name] += number / len(among)  # type: ignore[assignment]
             self.events.recorder.note(steps, statistics, combine)
         if any(math.isnan(total) for part in statistics for total in part.totals):
-            self.events.warn_once("unscored", unscored(steps))  # about rank 0's groups
+            self.events.warn_once("unscored", unscored(steps))
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
@@ -136,7 +136,7 @@ class Sampler:
         extension isn't in use."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
-        if self.purpose is Purpose.EVALUATION:  # evaluations compute advantages later, if they need them for the loss
+        if self.purpose is Purpose.EVALUATION:  # an evaluation computes advantages later, and only for the loss
             compute_advantages = _no_advantages
         stages = Stages(
             generate=hooks.generate if "generate" in replaced else self.generate,

@@ -47,7 +47,7 @@ class PendingRewards(Protocol):
         """Wait for the rewards. Return float32 [completions, reward functions], NaN where a function abstained."""
 
 
-BeginScore = Callable[[Sequence[Group]], PendingRewards]  # starts one scoring call for several groups
+BeginScore = Callable[[Sequence[Group]], PendingRewards]  # function that starts to score several groups in one call
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class InScoring:
     """The groups of some prompts while they are scored: groups read from the rollout log, and groups in scoring."""
 
     stages: Stages
-    prompts: Sequence[Prompt]  # all prompts to score; some may have recorded groups
+    prompts: Sequence[Prompt]  # all prompts of this phase of sampling
 
     def __post_init__(self) -> None:
         journal = self.stages.journal
@@ -117,12 +117,12 @@ class InScoring:
 class Stages:
     """The functions that generate, score and record groups, in training or in an evaluation."""
 
-    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # yields one group per prompt, in any order
+    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # function that yields one group per prompt, in any order
     begin_score: BeginScore
     compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # (group, rewards [G, R]) -> advantages.
     # Function from a scored group's position to the values that reward functions logged for the group.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
-    take_turns: Callable[[Group], Group] | None = None  # Adds the rewards of single turns to a group.
+    take_turns: Callable[[Group], Group] | None = None  # Function that adds rewards of single turns to a group.
     journal: RolloutStore | None = None
     checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
     scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.

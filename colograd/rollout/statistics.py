@@ -43,7 +43,7 @@ class RolloutStatistics:
         """Count a rank's scored groups. ``combine`` sums reward functions: [G, R] -> [G], NaN where all are NaN."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # a user's `combine` may change the copy in place
+            totals = combine(group.rewards.clone())  # copied, because a user's `combine` may change the rewards
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)
@@ -101,7 +101,7 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # `seconds` and `idle` are sums over ranks
+        if seconds:  # sums over ranks
             result["rollout/idle_share"] = idle / seconds
         if "tools/calls" in self.counts:
             calls = self.counts["tools/calls"]

@@ -234,7 +234,7 @@ class RolloutStore:
             position = recorded.group.position
             content = group_bytes(recorded, file.digests.get(position, ""))
             self.bytes += file.records.append(Record(position, content))
-        except Exception as error:  # training goes on with a group that can't be recorded
+        except Exception as error:  # a group that can't be recorded is still trained on
             self.problem = _problem(file.records.path, error)
             return
         file.positions.add(recorded.group.position)
@@ -263,7 +263,8 @@ class RolloutStore:
             alone.append(record)
 
     def note_beside(self, write: Callable[[Path], None]) -> None:
-        """Call ``write`` with the folder of the current weights' recorded groups. An error only sets `problem`."""
+        """Call ``write`` with the folder of the groups that are being recorded. An error isn't raised, but sets
+        `problem`."""
         if self._round is not None:
             try:
                 write(self._round)
@@ -408,7 +409,7 @@ class RolloutStore:
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
         if found.step != now.step:
-            raise JournalError(f"{path} is of step {found.step}, but its folder is of step {now.step}. Move it away.")
+            raise JournalError(f"{path} is of step {found.step}, but lies in the folder of step {now.step}: move it.")
         if found.weights and now.weights and found.weights != now.weights:
             if self._weights_are_read:
                 raise JournalError(

@@ -57,8 +57,8 @@ class Piece(NamedTuple):
     grad: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    remainder: torch.Tensor | None  # Int16, see `join_master`. None for a float32 parameter.
-    step: torch.Tensor  # Shape () float32, step count of the whole parameter.
+    remainder: torch.Tensor | None  # Int16 remainder of the float32 master weight. None for a float32 parameter.
+    step: torch.Tensor  # Number of optimizer steps of the parameter, float32 of shape ().
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self[:5] if tensor is not None]
@@ -271,7 +271,7 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
         foreign = list(optimizer.state)
     found = [p for p in foreign if "remainder" in optimizer.state[p]]
     for parameter in found:
-        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast it to float32, without loss
+        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast the int16 remainder to float32
         if parameter.dtype == torch.float32:
             parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
     if not found or isinstance(optimizer, AdamWSplit):

@@ -132,7 +132,7 @@ class Checkpointer(TrainerCallback):
             )
 
     def _compare_settings(self, checkpoint: str) -> None:
-        """Print the settings that differ from the checkpoint's. They hold from the next step on.
+        """Print the settings that differ between this run and the checkpoint. This run's values apply from now on.
 
         Raises:
             ValueError: a changed setting can't be applied.
@@ -345,7 +345,7 @@ class Checkpointer(TrainerCallback):
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
                 name = type(callback).__name__
-                if isinstance(state.stateful_callbacks[name], list):  # several callbacks of one class share a list
+                if isinstance(state.stateful_callbacks[name], list):  # callbacks of one class share a list of states
                     state.stateful_callbacks[name].append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()

@@ -138,7 +138,7 @@ class Learner:
 
     def clip(self) -> float:
         """Clip the gradient to `max_grad_norm`. Return the norm before clipping; raise an error if it isn't finite."""
-        most = self.config.max_grad_norm or 0.0  # as in transformers, None means no clipping
+        most = self.config.max_grad_norm or 0.0  # as in transformers, `max_grad_norm: null` turns clipping off
         with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
         self.figures["grad_norm"] = norm

@@ -43,7 +43,7 @@ def loss_pass(
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
-    losses: list[torch.Tensor] = []  # read after the last micro-batch, so that the host waits for the GPU once
+    losses: list[torch.Tensor] = []  # losses are read at the end, so that the host waits for the GPU only once
     for index, row in enumerate(step.rows[step.trained :], start=step.trained):
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():

@@ -104,7 +104,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         for check in registry.hooks("evaluation_check"):
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # streams are checked while they are read
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # streamed datasets are checked later
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
@@ -136,6 +136,6 @@ def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunctio
     if not own:
         return resolve_rewards(given, args.reward_weights)
     weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
-    if len(weights) == len(given):  # else `resolve_rewards` raises an error about `reward_weights`
+    if len(weights) == len(given):  # otherwise `resolve_rewards` raises an error
         given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
     return resolve_rewards(given, weights)

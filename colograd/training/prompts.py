@@ -23,7 +23,7 @@ class StreamedPrompts(Protocol):
 
     An extension's hook ``prompt_stream`` makes such an object: (dataset, rules, config) -> `StreamedPrompts`."""
 
-    choice: Any  # Position in the stream, as `PromptDataset.choice`.
+    choice: Any  # a curriculum or a streamed dataset's position, or None
     dataset: Any
     longest: int  # upper bound of a prompt's number of tokens
 

@@ -86,7 +86,7 @@ class SeamTrainer(Trainer):
         self.recorder: NoRecord = next(filter(None, made), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # show Colograd's table in notebooks
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # notebooks show Colograd's table of rewards
             from ..reporting.notebook import RewardTable
 
             self.add_callback(RewardTable())
@@ -226,7 +226,7 @@ class SeamTrainer(Trainer):
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
             journal = self.journal
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "" if ranks hold parts
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)
             problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
@@ -317,7 +317,7 @@ class SeamTrainer(Trainer):
         """Raise a ValueError if a checkpoint's files lack parameters of the model."""
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # the checkpoint has tied tensors once
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # of tied tensors, a file has one
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "
@@ -355,7 +355,7 @@ class SeamTrainer(Trainer):
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         """Create the Hub repository as transformers does. Turn failures into one ValueError that names the remedies."""
         try:
-            super().init_hf_repo(token, **options)  # `options` is `private` in transformers >= 5.24
+            super().init_hf_repo(token, **options)
         except (OSError, ValueError, HTTPError) as error:
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
