@@ -37,7 +37,7 @@ STATE = (
 
 # Folder that earlier runs' files are moved to. Transformers doesn't push folders with a leading underscore to the Hub.
 EARLIER = "_earlier"
-# Entries that a run writes into its folder. recipe.yaml isn't listed, because it may be the user's file.
+# Entries that a run writes into its folder. recipe.yaml isn't listed: it may be the user's, and `_journal` has a copy.
 RECORDS = ("_journal", "_report", "completions", "report.html", "README.md", "reward.png", "trainer_state.json")
 CHECKPOINTS = ("checkpoint-*", "refused-checkpoint-*")
 OF_MODEL = (
@@ -45,7 +45,7 @@ OF_MODEL = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
     "*processor_config.json", "training_args.bin",
 )  # fmt: skip
-SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that only a run writes
+SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that prove an earlier run
 
 
 def aside_folder(run_dir: str | Path) -> Path:
@@ -63,7 +63,7 @@ def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: b
             flush(aside / name)
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
-    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # folders store file names
         flush(path)
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
     if final.exists():  # e.g. a step that is saved twice
@@ -124,7 +124,8 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json`."""
+    """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json` if an
+    older version wrote them. (Transformers may leave half-deleted checkpoints.)"""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
     last_files = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]

@@ -42,7 +42,7 @@ class Image:
                 offsets[name], end = end, end + tensors[name].nbytes
                 entries[name] = {**layout[name], "data_offsets": [offsets[name], end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
-        first = -(-(8 + len(text)) // ALIGNED) * ALIGNED
+        first = -(-(8 + len(text)) // ALIGNED) * ALIGNED  # safetensors allows blanks behind the header
         self.size = first + end
         self._buffer = host_pages(self.size, device)
         self._buffer[:first] = (first - 8).to_bytes(8, "little") + text.ljust(first - 8)

@@ -45,7 +45,7 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
     falling cost, each to the team with the least cost so far. A team may have several engines. ``costs`` has a list per
     rank: the cost of each group that the rank sampled. Return a list per team: (rank that sampled the group, index
     among this rank's groups) of each group."""
-    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row
+    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # number of teams that share engines
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
     for owner, row in enumerate(costs):

@@ -228,7 +228,7 @@ class FailureDetector:
 
     def leave(self) -> None:
         """Close the connection after telling rank 0 that this rank ends: as planned, or by an uncaught exception."""
-        error = getattr(sys, "last_value", None)
+        error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
         if error is not None:
             self._send_fault(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
         self._has_left = True
@@ -297,7 +297,7 @@ class FailureDetector:
             self._send(stage=watchdog.stage())
         if self._signs and self._since_sign.is_silent(self._signs, passed):
             lost = _silent(0, self._since_sign.seconds, self._last_stage)
-            self._signs = 0
+            self._signs = 0  # the failure of rank 0 is reported only once
             with contextlib.suppress(OSError):  # a stopped rank 0 reads the message when its process continues
                 self._send(**asdict(lost))
             self._receive(lost)
@@ -406,7 +406,7 @@ class _Coordinator:
                 self._send(caller, stage=watchdog.stage())
                 if caller.signs and caller.silence.is_silent(caller.signs, passed):
                     lost.append(_silent(caller.rank, caller.silence.seconds, caller.stage))
-                    caller.signs = 0
+                    caller.signs = 0  # a rank's failure is reported only once
         return lost
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ def sum_over_ranks(
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # no copy, because a copy may take gigabytes
         parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
         flat = parts[0] if alone else torch.cat(parts)
         if among is None:

@@ -136,7 +136,8 @@ def gather(value: T) -> list[T]:
 def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
     """Send ``messages`` (receiver's rank -> message), and return the messages that ``senders`` sent to this rank.
 
-    A collective call, through host memory. In contrast to `gather`, a rank receives only the messages addressed to it.
+    A collective call, through host memory. In contrast to `gather`, a rank receives only the messages addressed to it,
+    so that the bytes don't grow with the number of ranks.
     """
     group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
     outgoing = {

@@ -1,4 +1,4 @@
-"""Write and read JSON lines files with one line per optimizer step, e.g. each step's loss and gradient norm.
+"""Write and read JSON lines files with a line per optimizer step, e.g. its exact loss and gradient norm.
 
 A file lies in the folder of recorded rollouts that the steps train. A killed run may leave an incomplete last line.
 """

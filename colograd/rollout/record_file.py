@@ -88,7 +88,7 @@ def read_records(
                 content = packed
                 if size != len(packed):
                     content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
-            except (pa.ArrowException, OSError, ValueError):
+            except (pa.ArrowException, OSError, ValueError):  # content that no `RecordFile` has written
                 return
             yield Record(position, content)
 

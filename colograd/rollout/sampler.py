@@ -107,7 +107,7 @@ class Sampler:
                     part.counts[name] += number / len(among)  # type: ignore[assignment]
             self.events.recorder.note(steps, statistics, combine)
         if any(math.isnan(total) for part in statistics for total in part.totals):
-            self.events.warn_once("unscored", unscored(steps))
+            self.events.warn_once("unscored", unscored(steps))  # about rank 0's completions only
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:

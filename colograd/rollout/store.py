@@ -191,7 +191,7 @@ class RolloutStore:
         self._found.clear()
         self._unscored.clear()
         problem, self.problem, self.warning = self.problem, "", ""
-        self.seconds = 0.0
+        self.seconds = 0.0  # the seconds of an evaluation don't count for training
         about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
         own: set[int] = set()

@@ -44,7 +44,7 @@ from .recorded_settings import run_settings
 
 OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # Optimizer settings that the recipe sets.
 RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that continue with the checkpoint's learning rate.
-PATIENCE = 10.0  # If a save takes longer than this number of seconds, the next save is skipped.
+PATIENCE = 10.0  # Seconds from a save's start. If the save still runs then, the next save is skipped.
 
 
 class Checkpointer(TrainerCallback):
@@ -105,7 +105,7 @@ class Checkpointer(TrainerCallback):
             ValueError: the checkpoint doesn't exist, or is damaged.
         """
         with on_all_ranks("the search for a checkpoint"):
-            if self.args.should_save:
+            if self.args.should_save:  # sweep before searching, to restore a checkpoint that was being replaced
                 folders.sweep(self.args.output_dir)
         self._is_due, self._failures = False, 0
         found, self._damaged = search(
@@ -465,7 +465,7 @@ class Checkpointer(TrainerCallback):
     @staticmethod
     def _tidy(aside: Path) -> None:
         shutil.rmtree(aside / f"rank-{rank()}", ignore_errors=True)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the folder isn't empty while other ranks' folders are in it
             aside.rmdir()
 
     def finish_alone(self) -> None:

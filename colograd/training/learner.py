@@ -198,7 +198,7 @@ class Learner:
                 self.sharding.backward(loss)
 
         with self.events.times.phase("measure"):
-            optimizer = self.hooks.optimizer
+            optimizer = self.hooks.optimizer  # the optimizer's state may not be allocated yet
             pending = optimizer_bytes(self.model, config.optim) // self.sharding.parts
             pending = 0 if optimizer is not None and optimizer.state else pending
             pending = left_on_device().state(pending) if config.streams_optimizer else pending

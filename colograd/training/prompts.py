@@ -68,7 +68,7 @@ def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: Sour
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in names:
-        check_columns(dataset, name, policy.processor is not None)
+        check_columns(dataset, name, policy.processor is not None)  # check before columns are removed
         used = [*IMAGES, *feature.columns, *(each for hook in registry.hooks("prompt_columns") for each in hook(args))]
         return dataset.select_columns(["prompt", *(column for column in used if column in names)])
     return dataset

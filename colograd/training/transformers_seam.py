@@ -226,7 +226,7 @@ class SeamTrainer(Trainer):
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
             journal = self.journal
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # no digest of a rank's part
             problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
@@ -302,7 +302,7 @@ class SeamTrainer(Trainer):
 
         The lengths of earlier completions decide the order of prompts in vLLM's queue."""
         super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:
+        if self.args.layout.engine_place == 0:  # only the first rank of a vLLM engine samples groups
             self.lengths.save(output_dir, self.args.layout.data_rank)
             self.round.save(output_dir)
 
@@ -355,7 +355,7 @@ class SeamTrainer(Trainer):
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         """Create the Hub repository as transformers does. Turn failures into one ValueError that names the remedies."""
         try:
-            super().init_hf_repo(token, **options)
+            super().init_hf_repo(token, **options)  # transformers >= 5.24 passes `private`
         except (OSError, ValueError, HTTPError) as error:
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
