@@ -99,7 +99,7 @@ def unscored(steps: Sequence[SampledStep]) -> str:
     """Return a warning about the first completion that no reward function scored (all NaN), or "" if there is none."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()
-        if len(nobody) and scored.rewards.shape[1]:  # without reward functions there are no columns
+        if len(nobody) and scored.rewards.shape[1]:  # false if the run has no reward functions
             row = {name: value for name, value in scored.group.example.items() if name != "prompt"}
             return (
                 f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "

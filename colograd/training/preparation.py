@@ -101,7 +101,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        for check in registry.hooks("evaluation_check"):  # takes (config, rewards, prompts, whether code adds metrics)
+        for check in registry.hooks("evaluation_check"):  # arguments: config, rewards, prompts, adds_metrics
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
         if needs_columns and isinstance(train_prompts, PromptDataset):  # streamed datasets are checked later
