@@ -1,6 +1,6 @@
-"""Checkpoints on disk: written whole or not at all, in parallel to training, and checked before they are loaded.
+"""Write checkpoints to the disk, completely or not at all, while training continues. Check their files before loading.
 
-`search` finds the checkpoint to resume from. `manifest` and `reading` check its files. `folders` commits and deletes
-whole folders, and knows the files of an earlier run. `writing` writes files from memory (`host_files`) in a thread, if
-it may. `stop_signal` handles SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C.
+`search` finds the checkpoint to resume from. `manifest` and `reading` check a checkpoint's files. `folders` renames and
+deletes checkpoint folders, and moves an earlier run's files away. `writing` writes the files, if possible in a thread
+and from copies in memory (`host_files`). `stop_signal` handles SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C.
 """

@@ -1,7 +1,7 @@
-"""Folders of checkpoints: written under another name, flushed, and renamed when complete.
+"""Commit, delete and check checkpoint folders, and handle the output folder of a run.
 
-So a folder ``checkpoint-N`` that is written here is always complete. Also the folder of a run: an earlier run's files
-in it, and whether nodes share it.
+A checkpoint is written to a temporary folder, flushed to the disk, and renamed to ``checkpoint-N`` at the end. So a
+folder ``checkpoint-N`` is always complete.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ STATE = (
     "lengths_*.json", "in_flight_*.records", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
 )  # fmt: skip
 
-# Folder of earlier runs' files. transformers doesn't push folders with such a name to the Hub.
+# Folder that earlier runs' files are moved to. Transformers doesn't push folders with a leading underscore to the Hub.
 EARLIER = "_earlier"
-# Entries that a run writes into its folder, except recipe.yaml: it may be the user's, and `_journal` has a copy.
+# Entries that a run writes into its folder. recipe.yaml isn't listed: it may be the user's, and `_journal` has a copy.
 RECORDS = ("_journal", "_report", "completions", "report.html", "README.md", "reward.png", "trainer_state.json")
 CHECKPOINTS = ("checkpoint-*", "refused-checkpoint-*")
 OF_MODEL = (
@@ -45,30 +45,30 @@ OF_MODEL = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
     "*processor_config.json", "training_args.bin",
 )  # fmt: skip
-SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that show an earlier run
+SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that prove an earlier run
 
 
 def aside_folder(run_dir: str | Path) -> Path:
-    """Return the folder of incomplete checkpoints. It is on the same file system, so that renaming is atomic."""
+    """Return the folder for incomplete checkpoints. It lies in the run's folder, so that renaming is atomic."""
     return Path(run_dir) / ASIDE
 
 
 def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:
-    """Rename the finished folder ``aside`` to the checkpoint ``final``, so that it survives a crash of the machine.
-    ``files`` are entries of the manifest if all files are flushed already. With ``keeps_old`` a damaged folder
-    ``final`` is kept under another name."""
+    """Write the manifest, flush all files to the disk, and rename the folder ``aside`` to the checkpoint ``final``. If
+    all files are flushed already, ``files`` has the manifest's entries. A folder ``final`` that exists is deleted, or
+    with ``keeps_old`` (for a damaged folder) renamed."""
     if files is None:
         files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
         for name in files:
             flush(aside / name)
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
-    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # file names are stored in folders
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # folders store file names
         flush(path)
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
-    if final.exists():  # the same step saved twice (a save on request after a scheduled one)
+    if final.exists():  # e.g. a step that is saved twice
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)  # if the process dies before the next line, `sweep` renames it back
+        os.rename(final, old)  # if the process dies before the next line, `sweep` renames `old` back
     os.rename(aside, final)
     flush(final.parent)
     if not keeps_old:
@@ -76,7 +76,7 @@ def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: b
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint under another name, so that a half-deleted one never looks complete."""
+    """Rename a checkpoint folder, then delete it, so that a half-deleted checkpoint never looks complete."""
     discarded = folder.with_name(f"{DISCARDED}-{folder.name}")
     shutil.rmtree(discarded, ignore_errors=True)
     os.rename(folder, discarded)
@@ -84,7 +84,7 @@ def discard(folder: Path) -> None:
 
 
 def sweep(run_dir: str | Path) -> None:
-    """Remove the remains of interrupted saves and deletions, and restore a checkpoint that wasn't replaced yet."""
+    """Delete the remains of interrupted saves and deletions. Restore a checkpoint that a save had begun to replace."""
     for replaced in Path(run_dir).glob(f"{REPLACED}-*"):
         final = replaced.with_name(replaced.name.removeprefix(f"{REPLACED}-"))
         if final.exists():
@@ -103,15 +103,16 @@ def rotate(
     newest: int | None = None,
     damaged: Collection[int] = (),
 ) -> None:
-    """Delete checkpoints except the newest ``limit`` ones and the ``best`` one; None or 0: keep all. Checkpoints of
-    later steps than the ``newest``, which was just written, are from before the run resumed at an earlier step: they go
-    first. ``damaged`` ones don't count, and stay so that the damage can be examined."""
+    """Delete all checkpoints except the newest ``limit`` checkpoints and the ``best`` checkpoint. A limit of None or 0
+    keeps all. ``newest`` is the step that was just saved. Checkpoints of later steps were written before the run
+    resumed at an earlier step, so they are deleted first. ``damaged`` checkpoints don't count and are never deleted, so
+    that the damage can be examined."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
     ordered = [folder for folder in checkpoints if step_of(folder) not in damaged]
     if newest is not None:
-        ordered.sort(key=lambda folder: step_of(folder) <= newest)  # stable: keeps the order within both groups
+        ordered.sort(key=lambda folder: step_of(folder) <= newest)
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
     for folder in ordered[:-keep]:
         if best is None or folder.resolve() != Path(best).resolve():
@@ -123,15 +124,16 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """Return the steps of the complete checkpoints: they have a manifest, or the last file of older versions."""
+    """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json` if an
+    older version wrote them. (Transformers may leave half-deleted checkpoints.)"""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    last_files = (MANIFEST, "trainer_state.json")  # transformers may leave half-deleted checkpoints
+    last_files = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
 
 
 def check(folder: str | Path) -> bool:
-    """Compare all files of a checkpoint with its manifest, and raise ValueError if one differs. Return False if it has
-    none (from an older version)."""
+    """Compare all files of a checkpoint with its manifest (sizes and checksums). Raise a ValueError if a file differs.
+    Return False if the checkpoint has no manifest, because an older version wrote it."""
     try:
         files = manifest.read(Path(folder))
         if files is not None:
@@ -142,9 +144,10 @@ def check(folder: str | Path) -> bool:
 
 
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (value in the checkpoint, present value) by name, for settings that differ. Empty: none are saved."""
+    """Compare the run's settings with a checkpoint's. Return name -> (value in the checkpoint, present value) for each
+    difference, or {} if the checkpoint has no settings."""
     path = Path(checkpoint) / SETTINGS
-    if not path.is_file():  # an older version wrote it
+    if not path.is_file():  # an older version wrote the checkpoint
         return {}
     with reading(checkpoint, SETTINGS):
         saved = dict(json.loads(path.read_text()))
@@ -153,25 +156,26 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 
 
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
-    """Read the state of the prompts: the position in a streamed dataset, or a curriculum's record. ``otherwise`` ends a
-    sentence about the dataset, for the error if there is none: ``wasn't streamed``."""
+    """Read a checkpoint's state of the prompts: the position in a streamed dataset, or a curriculum's record. If the
+    file is missing, raise a ValueError with the words "a dataset that ``otherwise``", e.g. "wasn't streamed"."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint!r} is from a run with a dataset that {otherwise}: its prompts had another order, so this run "
-            "can't continue there. Choose prompts as that run did, or set ignore_data_skip: true."
+            f"{checkpoint!r} is from a run with a dataset that {otherwise}. That run's prompts had a different order, "
+            "so this run can't continue there. Use that run's dataset settings, or set `ignore_data_skip: true`."
         )
     with reading(checkpoint, PROMPTS):
         state: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(state, dict):
-            raise TypeError(f"it is a {type(state).__name__}, not an object")
+            raise TypeError(f"the file must have a JSON object (not a {type(state).__name__})")
     return state
 
 
 def open_to_readers(folder: str | Path) -> None:
-    """Give a folder's safetensors files the mode of a usual new file. The library lets only their owner read them."""
+    """Give the safetensors files in a folder the default permissions. The library makes them readable by the owner
+    only."""
     probe = Path(folder, f".mode-{os.getpid()}")
-    probe.touch()  # the umask itself can't be read without changing it for all threads
+    probe.touch()  # a new file shows the default mode; reading the umask would change it for all threads
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(probe.stat().st_mode)
     probe.unlink()
@@ -185,12 +189,9 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# -- an earlier run in the folder of a new one: moved as a whole, so that no reader mixes two runs
-
-
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move an earlier run's files, except the ``model`` that the new run starts from, to a new folder in `EARLIER`.
-    Return that folder; None: there is no earlier run."""
+    """Move all files of an earlier run to a new folder in `_earlier`, so that no reader mixes two runs. The folder
+    ``model``, which the new run starts from, stays. Return the new folder, or None if there was no earlier run."""
     folder = Path(run_dir)
     if not any([*folder.glob(sign)] for sign in SIGNS):
         return None
@@ -201,7 +202,7 @@ def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
 
 
 def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
-    """Move entries of a run's folder to a new folder in `EARLIER`, named by the time. Return the new folder."""
+    """Move files and folders in a run's folder to a new folder in `_earlier`, named by the time. Return this folder."""
     run_dir = Path(run_dir)
     name, number = time.strftime("%Y-%m-%d_%H%M%S"), 1
     while (aside := run_dir / EARLIER / (name if number == 1 else f"{name}-{number}")).exists():
@@ -213,11 +214,8 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
     return aside
 
 
-# -- the file system of a run's folder
-
-
 def check_file_system(run_dir: str | Path) -> None:
-    """Check that a run's folder allows what checkpoints and the rollout log need. Mounted buckets often don't.
+    """Check that the file system of a run's folder can rename folders and append to files. Mounted buckets often can't.
 
     Raises:
         ValueError: the file system can't rename folders, or can't change or lengthen an existing file.
@@ -237,23 +235,21 @@ def check_file_system(run_dir: str | Path) -> None:
         with open(renamed / "file", "ab") as file:
             file.write(b"d")
         if (renamed / "file").read_bytes() != b"acd":
-            raise OSError("the file has other bytes than were written")
+            raise OSError("the file's bytes differ from the written bytes")
     except OSError as error:
         raise ValueError(
             f"output_dir is {str(run_dir)!r}, where {need} ({error.strerror or error}). Checkpoints and the rollout "
-            "log need both. Set output_dir to a local folder, and copy checkpoints to a bucket from there."
+            "log need a file system that can rename folders and append to files. Set `output_dir` to a local folder, "
+            "and copy checkpoints to a bucket from there."
         ) from None
     finally:
         for path in (trial, renamed):
             shutil.rmtree(path, ignore_errors=True)
 
 
-# -- folders of several nodes
-
-
 def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
-    """Return whether each node has a separate folder of this name. A collective. ValueError: only some nodes share
-    one."""
+    """Return whether the path ``run_dir`` is a separate folder on each node (False: all nodes share the folder). A
+    collective call. If only some nodes share the folder, a ValueError is raised."""
     if layout.nodes == 1:
         return False
     trial = gather(uuid.uuid4().hex)[0]
@@ -276,6 +272,6 @@ def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
         return True
     sharing = "; ".join(f"node {n} sees files of nodes {visible[n * layout.ranks_per_node]}" for n in all_nodes)
     raise ValueError(
-        f"output_dir is {str(run_dir)!r}, which some nodes share and others don't ({sharing}). Set it to a folder that "
-        "all nodes share, or to one that is local on each node."
+        f"output_dir is {str(run_dir)!r}. Some nodes share this folder, but not all nodes do ({sharing}). Set "
+        "`output_dir` to a folder that all nodes share, or to a folder that is local on each node."
     )

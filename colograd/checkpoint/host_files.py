@@ -1,8 +1,8 @@
-"""Images of files in host memory. A thread writes a checkpoint from them while training continues.
+"""Copy tensors into safetensors files in host memory (`Image`). A thread writes these files while training continues.
 
-The image of a safetensors file is its header, followed by its tensors. Training only waits for the copies of tensors
-into the image. Buffers are kept from save to save, because fresh pages cost more than the copy. For a GPU they are
-page-locked: all its copies are queued, with one wait at the end.
+An image is the header of a safetensors file, followed by the tensors. Training waits only while tensors are copied into
+images. Buffers are reused for the next save, because allocating memory takes longer than copying. For a GPU the buffers
+are page-locked: all copies are queued, and training waits once at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import modeling_utils
 from ..runtime.page_locked import host_pages
 from .manifest import CHUNK, Entry
 
-ALIGNED = 64  # the first tensor begins at a multiple of so many bytes
+ALIGNED = 64  # the first tensor in a file begins at a multiple of this number of bytes
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -29,8 +29,8 @@ NAMES = {
 
 
 class Image:
-    """The bytes of one safetensors file. ``layout`` is the header without offsets; tensors with the same layout fit
-    into the image. For a GPU ``device`` the memory is page-locked."""
+    """The bytes of one safetensors file in host memory, page-locked if ``device`` is a GPU. ``layout`` is the file's
+    header without offsets. Tensors with an equal layout can be copied into the image."""
 
     def __init__(
         self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -42,7 +42,7 @@ class Image:
                 offsets[name], end = end, end + tensors[name].nbytes
                 entries[name] = {**layout[name], "data_offsets": [offsets[name], end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
-        first = -(-(8 + len(text)) // ALIGNED) * ALIGNED  # the format allows blanks after the header
+        first = -(-(8 + len(text)) // ALIGNED) * ALIGNED  # safetensors allows blanks behind the header
         self.size = first + end
         self._buffer = host_pages(self.size, device)
         self._buffer[:first] = (first - 8).to_bytes(8, "little") + text.ljust(first - 8)
@@ -54,8 +54,8 @@ class Image:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the present values of tensors, unless one is a view of this image. `HostFiles.take` waits for a GPU's
-        copies."""
+        """Copy tensors into the image, except tensors that are views of the image. Copies from a GPU are asynchronous:
+        `HostFiles.take` waits for them."""
         for name, place in self.tensors.items():
             if place.numel() and tensors[name].data_ptr() != place.data_ptr():
                 place.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -66,19 +66,20 @@ class Image:
 
 
 class HostFiles:
-    """The images of one rank's files, by name, of tensors on ``device``."""
+    """The safetensors files of one rank in host memory, by file name. The tensors come from ``device``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.kept: dict[str, Image] = {}
         self._device = device
-        self._present: dict[Path, Image] = {}  # images since the last `take`
-        self._queued = False  # whether copies from a GPU may still be queued
+        self._present: dict[Path, Image] = {}  # Files written since the last `take`, by path.
+        self._queued = False  # Whether copies from a GPU may still be queued.
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """Save tensors as `safetensors.torch.save_file` does, but in memory. `take` waits for copies from a GPU."""
+        """Save tensors as `safetensors.torch.save_file` does, but in host memory. `take` waits for copies from a
+        GPU."""
         path = Path(path)
         layout: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        # Wide elements first, so that each tensor begins at a multiple of its element's size.
+        # Order tensors by falling element size, so that every tensor's offset is a multiple of its element size.
         for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
             layout[name] = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape)}
         image = self.kept.get(path.name)
@@ -89,7 +90,7 @@ class HostFiles:
         self._present[path] = image
 
     def take(self) -> dict[Path, Image]:
-        """Wait for copies from a GPU, and return the images since the last call."""
+        """Wait for copies from a GPU. Return the files that were written since the last call, as path -> `Image`."""
         if self._queued:
             torch.cuda.synchronize()
             self._queued = False
@@ -97,7 +98,8 @@ class HostFiles:
         return images
 
     def places(self, name: str) -> Mapping[str, torch.Tensor]:
-        """Return the tensors in a file's image, from its last `put`. Values written there need no copy in `put`."""
+        """Return the tensors of a file in host memory, from the last `put` of this name. Tensors that are written into
+        these views need no copy in the next `put`."""
         return self.kept[name].tensors if name in self.kept else {}
 
     @property
@@ -107,10 +109,10 @@ class HostFiles:
 
 @contextlib.contextmanager
 def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Change ``model.save_pretrained`` in two ways that it has no arguments for. Each rank that calls it writes,
-    because nodes may have separate folders (transformers lets only rank 0). ``write`` replaces
+    """Context manager that changes ``model.save_pretrained`` in two ways. Every rank that calls it writes files,
+    because nodes may have separate folders (in transformers only rank 0 writes). ``write`` replaces
     `safetensors.torch.save_file`."""
-    original = getattr(modeling_utils, "safe_save_file", None)  # None in some versions, which then write files
+    original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack `safe_save_file`
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     if write is not None and original is not None:
         modeling_utils.safe_save_file = write
@@ -123,7 +125,7 @@ def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterato
 
 
 def write_bytes(content: bytes | memoryview, path: Path) -> Entry:
-    """Write a file and flush it to the disk. Return its entry for the manifest."""
+    """Write a file and flush it to the disk. Return its size and checksum, for the manifest."""
     digest = xxhash.xxh3_128()
     with path.open("wb", buffering=0) as file:
         done = 0

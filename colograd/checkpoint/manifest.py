@@ -1,7 +1,8 @@
-"""A checkpoint's manifest: size and checksum of each file, written last and checked before any file is read.
+"""The manifest of a checkpoint (`manifest.json`): size and checksum of each file.
 
-The checksum is XXH3 (128 bits). It detects changes by disks, networks and copies, at the speed of memory. It isn't a
-signature: a process that can write into the folder can also write a matching manifest.
+The manifest is written after all files, and checked before a file is read. The checksum is XXH3 (128 bits): it detects
+damage by disks, networks and copies at the speed of memory. It is no signature, because a program that can change the
+files can also change the manifest.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import xxhash
 
 MANIFEST = "manifest.json"
 VERSION = 1
-LARGEST = 2**24  # most bytes of a manifest, enough for a hundred thousand files
-CHUNK = 2**24  # bytes per read
+LARGEST = 2**24  # Maximum bytes of a manifest, enough for a hundred thousand files.
+CHUNK = 2**24  # Number of bytes that are read or written at one time.
 OF_A_RANK = re.compile(r"(?:optimizer-(\d+)-of-\d+|rng_state_(\d+)|lengths_(\d+)|in_flight_(\d+))\.\w+")
 
 
 class Damaged(ValueError):
-    """A checkpoint's files aren't the written ones. The text names the first such file and the reason, in one line."""
+    """A checkpoint's files differ from the files that were written. The text names the first wrong file and why."""
 
 
 class Entry(NamedTuple):
     size: int
-    checksum: str  # hexadecimal
+    checksum: str  # XXH3 checksum of the file (128 bits), in hexadecimal
 
 
-Manifest = Mapping[str, Entry]  # by path in the folder, with slashes
+Manifest = Mapping[str, Entry]  # relative path in the checkpoint's folder, with slashes -> size and checksum
 
 
 def entry_of(path: Path) -> Entry:
@@ -44,7 +45,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the relative paths of all files below a folder, except its manifest."""
+    """Return the relative paths of all files below a folder, sorted, without the manifest."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != MANIFEST)
 
@@ -55,28 +56,28 @@ def as_text(files: Manifest) -> str:
 
 
 def read(folder: Path) -> Manifest | None:
-    """Read a checkpoint's manifest. Return None if it has none (from an older version). Damaged: it is unreadable, or
-    names a file outside of the folder."""
+    """Read a checkpoint's manifest. Return None if the file is missing, because an older version wrote the checkpoint.
+    Raise `Damaged` if the manifest can't be read, or if it names a file outside of the checkpoint's folder."""
     path = folder / MANIFEST
     if not path.exists():
         return None
     try:
         if path.stat().st_size > LARGEST:
-            raise Damaged(f"{MANIFEST} has {path.stat().st_size:,} bytes, more than any checkpoint's")
+            raise Damaged(f"{MANIFEST} has {path.stat().st_size:,} bytes, more than any manifest needs")
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-            raise Damaged(f"{MANIFEST} has no list of files")
+            raise Damaged(f"{MANIFEST} has no object `files`, which lists the checkpoint's files")
         if content.get("version") != VERSION:
             version = content.get("version")
-            raise Damaged(f"{MANIFEST} has version {version!r}, but this Colograd reads version {VERSION}")
+            raise Damaged(f"{MANIFEST} has version {version!r}, but this Colograd reads manifests of version {VERSION}")
         files = {}
         for name, value in content["files"].items():
             inside = PurePosixPath(name)
             if not name or "\0" in name or inside.is_absolute() or ".." in inside.parts or inside.as_posix() != name:
-                raise Damaged(f"{MANIFEST} names {name!r}, which isn't a file in the folder")
+                raise Damaged(f"{MANIFEST} names {name!r}, but may name only files in the checkpoint's folder")
             size, checksum = (value.get("size"), value.get("xxh3_128")) if isinstance(value, dict) else (None, None)
             if type(size) is not int or size < 0 or not isinstance(checksum, str):
-                raise Damaged(f"{MANIFEST} has no size and checksum of {name}")
+                raise Damaged(f"{MANIFEST} has no size and checksum of the file {name}")
             files[name] = Entry(size, checksum)
         return files
     except (OSError, ValueError, RecursionError) as error:
@@ -84,8 +85,8 @@ def read(folder: Path) -> Manifest | None:
 
 
 def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -> None:
-    """Raise Damaged if a folder differs from its manifest: the sizes of all files, the checksums of ``to_read`` (None:
-    all)."""
+    """Raise `Damaged` if a checkpoint's files differ from the manifest's entries ``files``. Compare the sizes of all
+    files, and the checksums of the files in ``to_read`` (None means all files)."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
@@ -102,9 +103,10 @@ def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -
 
 
 def shares(files: Iterable[str], rank: int, ranks: int, ranks_per_node: int, apart: bool) -> list[str]:
-    """Return the files of a checkpoint that this rank compares, so that each node reads its ranks' files once. If the
-    nodes' folders are ``apart``, each has the files of its ranks."""
-    first = rank - rank % ranks_per_node  # the node's first rank
+    """Return the files of a checkpoint that this rank must verify. Ranks of a node divide the files in the node's
+    folder (``apart``: every node has a folder). In a shared folder, a rank verifies the files that belong to it (e.g.
+    optimizer shards), and each node verifies all files that belong to no rank."""
+    first = rank - rank % ranks_per_node
     names = []
     for index, name in enumerate(sorted(files)):
         match = None if apart else OF_A_RANK.fullmatch(name)

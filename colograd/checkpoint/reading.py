@@ -1,8 +1,7 @@
-"""Validation of a checkpoint's files before they are loaded, with one clear error and bounded memory.
+"""Validate a checkpoint's files before they are loaded. A damaged file causes one error that names the file.
 
-Checkpoints are untrusted input: a matching manifest only shows that the files are unchanged, not who wrote them. Only
-torch's containers are unpickled, with ``weights_only``, and only after their sizes are checked. If a loader fails
-anyway, the error names the file.
+Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files of `torch.save` are
+unpickled, with ``weights_only`` and after their sizes were checked, so that a small file can't fill the memory.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from transformers import TrainerState
 from ..parallel.ranks import RankError, on_all_ranks
 
 STATE_FILE = "trainer_state.json"
-LARGEST_JSON = 2**30  # most bytes of a JSON file; a log of many thousand steps has a few million
+LARGEST_JSON = 2**30  # maximum bytes of a JSON file; the log of many thousand steps needs a few million bytes
 PICKLED = ("rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt")
 JSON = (STATE_FILE, "prompts.json", "lengths_*.json", "model.safetensors.index.json", "adapter_config.json")
-COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # integer fields of the trainer's state
+COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # fields of `trainer_state.json` that are counts
 
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Run a body that reads ``what`` of a checkpoint, so that the ValueError if it fails names both. ValueErrors of the
-    body are passed on unchanged."""
+    """Context manager for code that reads a file ``what`` of a checkpoint. Most errors of the code become a ValueError
+    that names the file and the checkpoint. A ValueError of the code isn't changed."""
     try:
         yield
     except (RankError, torch.OutOfMemoryError, OSError):
@@ -43,7 +42,8 @@ def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
-    """Run a body that loads ``part`` of a checkpoint on all ranks (`on_all_ranks`), with the errors of `reading`."""
+    """Context manager for code that loads ``part`` of a checkpoint on all ranks. If it fails on one rank, all ranks
+    raise an error that names the part and the checkpoint."""
     with on_all_ranks(f"loading {part}"), reading(checkpoint, part):
         yield
 
@@ -58,8 +58,8 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check the format of each file that a resumed run reads, without loading tensors. ValueError: one has another
-    format."""
+    """Check the format of each checkpoint file that a resumed run reads, without loading tensors. Raise a ValueError if
+    a file's format is wrong."""
     folder = Path(checkpoint)
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:
@@ -69,40 +69,41 @@ def look(checkpoint: str | Path) -> None:
                 with safe_open(path, framework="pt", device="cpu") as tensors:
                     if path.name.startswith("optimizer-"):
                         json.loads((tensors.metadata() or {})["param_groups"])
-            else:  # torch's container must not be compressed, and have true sizes: else a small file could fill memory
+            else:  # a small torch file that is compressed, or has false sizes, could fill the memory
                 with zipfile.ZipFile(path) as file:
                     entries = file.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                    raise TypeError("it is compressed, which torch.save doesn't do")
+                    raise TypeError("it is compressed, but torch.save doesn't compress files")
                 if sum(entry.file_size for entry in entries) > path.stat().st_size:
-                    raise TypeError("its entries claim more bytes than the file has")
+                    raise TypeError("the entries in the file claim more bytes than the file has")
         except (Exception, RecursionError) as error:
             raise unreadable(checkpoint, path.name, error) from error
     trainer_state(checkpoint)
 
 
 def trainer_state(checkpoint: str | Path) -> TrainerState:
-    """Read transformers' state of a run and check the types of its values. ValueError: it is missing or wrong."""
+    """Read a checkpoint's `trainer_state.json` and check the types of its values. Raise a ValueError if the file is
+    missing or a value is wrong."""
     path = Path(checkpoint) / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(path))
         for name in COUNTS:
             value = getattr(state, name)
             if type(value) is not int or not 0 <= value < 2**53:
-                raise TypeError(f"{name} is {value!r:.50}, not a count")
+                raise TypeError(f"{name} ({value!r:.50}) must be a count")
         for name in ("epoch", "total_flos", "best_metric"):
             value = getattr(state, name)
             is_number = type(value) in (int, float) and (name == "best_metric" or math.isfinite(value))
             if value is not None and not is_number:
-                raise TypeError(f"{name} is {value!r:.50}, not a number")
+                raise TypeError(f"{name} ({value!r:.50}) must be a number")
         if state.best_global_step is not None and type(state.best_global_step) is not int:
-            raise TypeError(f"best_global_step is {state.best_global_step!r:.50}, not a step")
+            raise TypeError(f"best_global_step ({state.best_global_step!r:.50}) must be a step")
         if not isinstance(state.best_model_checkpoint, str | None):
-            raise TypeError("best_model_checkpoint isn't a path")
+            raise TypeError("best_model_checkpoint must be a path")
         if not (isinstance(state.log_history, list) and all(isinstance(entry, dict) for entry in state.log_history)):
-            raise TypeError("log_history isn't a list of entries")
+            raise TypeError("log_history must be a list of objects")
         if not isinstance(state.stateful_callbacks, dict):
-            raise TypeError("stateful_callbacks isn't an object")
+            raise TypeError("stateful_callbacks must be an object")
     except (Exception, RecursionError) as error:
         raise unreadable(checkpoint, STATE_FILE, error) from error
     return state
@@ -113,10 +114,10 @@ def _check_json(path: Path) -> None:
         raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
-        raise TypeError(f"it is a {type(content).__name__}, not an object")
+        raise TypeError(f"the file must have a JSON object (not a {type(content).__name__})")
     if path.name == "model.safetensors.index.json":
         for name in content["weight_map"].values():
             if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
-                raise ValueError(f"it names {name!r:.100}, which isn't a file in that folder")
+                raise ValueError(f"it names {name!r:.100}, but may name only files in the checkpoint's folder")
     if path.name.startswith("lengths_") and not all(type(value) in (int, float) for value in content.values()):
-        raise TypeError("a length isn't a number")
+        raise TypeError("every length must be a number")

@@ -1,4 +1,4 @@
-"""The search for the checkpoint to resume from: the last complete, undamaged one, or the one in the settings."""
+"""Find the checkpoint to resume from: the last complete and undamaged checkpoint, or the folder that the user set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_wanted(wanted: str | bool | None) -> bool:
 
 
 def is_search(wanted: str | bool | None) -> bool:
-    """Return whether ``resume_from_checkpoint`` requests the last checkpoint, not a certain one."""
+    """Return whether ``resume_from_checkpoint`` is `true` or `auto` (use the last checkpoint), not a folder."""
     return str(wanted).lower() in ("true", "auto")
 
 
@@ -37,21 +37,21 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
 
 
 def model_folder(folder: str) -> str | None:
-    """The folder of a run's model: the run's own if the model there isn't older than the newest checkpoint (it is the
-    best one with ``load_best_model_at_end``), else that checkpoint; None: there is neither. A model's folder is itself.
-    """
+    """Return the folder with a run's newest model: the run's folder if its model isn't older than the last checkpoint,
+    otherwise the last checkpoint, or None if there are no models. For the folder of a plain model, return this folder.
+    (With ``load_best_model_at_end`` the model in the run's folder is the best one.)"""
     saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
     steps = complete_steps(folder)
-    if saved and steps:  # a run that goes on after it had ended leaves an older model there
+    if saved and steps:  # if a finished run was resumed, its checkpoints may be newer than its model
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             saved = json.loads(Path(folder, reading.STATE_FILE).read_text())["global_step"] >= max(steps)
     return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
-    """Return the last checkpoint of a run that has trained ``max_steps`` and saved its model; None if it hasn't."""
+    """Return the last checkpoint of a run that has finished (trained ``max_steps`` and saved the model), else None."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes it after the model
+        state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes this file after the model
         if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
             return os.path.join(run_dir, f"checkpoint-{state['global_step']}")
     return None
@@ -60,12 +60,12 @@ def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int)
 def search(
     wanted: str | bool | None, run_dir: str, layout: RankLayout, nodes_are_apart: bool, console: Console
 ) -> tuple[str | None, set[int]]:
-    """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective.
+    """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective call: all ranks take part.
 
-    In a search for the last checkpoint, damaged ones are skipped with a warning. If nodes don't share a file system, it
-    finds the last checkpoint that all nodes have. Return its folder, or None for a new start; and the steps of damaged
-    checkpoints. ValueError: the requested checkpoint is missing or damaged, or all are damaged.
-    """
+    If the last checkpoint is requested (`true`, `auto`), damaged checkpoints are skipped with a warning. If the nodes
+    share no file system, the last checkpoint that all nodes have is used. Return the checkpoint's folder (None for a
+    new start), and the steps of damaged checkpoints. Raise a ValueError if the requested checkpoint is missing or
+    damaged, or if all checkpoints are damaged."""
     damaged: set[int] = set()
     with on_all_ranks("the search for a checkpoint"):
         steps = complete_steps(run_dir)
@@ -74,14 +74,14 @@ def search(
     while True:
         with on_all_ranks("the search for a checkpoint"):
             checkpoint = find_resume(wanted, run_dir, node_steps, damaged)
-        # Ranks may see different folders for a moment on a shared file system: rank 0 decides.
+        # Use rank 0's result, because on a shared file system ranks may see different folders for a moment.
         checkpoint = checkpoint if nodes_are_apart else gather(checkpoint)[0]
         damage = None if checkpoint is None else find_damage(checkpoint, layout, nodes_are_apart, console)
         if checkpoint is None or damage is None:
             return checkpoint, damaged
         if not is_search(wanted):
             raise ValueError(
-                f"resume_from_checkpoint is {checkpoint!r}, which is damaged: {damage}. Use another checkpoint."
+                f"resume_from_checkpoint is {checkpoint!r}, a damaged checkpoint ({damage}). Use another checkpoint."
             )
         console.warn(f"checkpoints: {os.path.relpath(checkpoint)} is damaged and isn't taken: {damage}")
         damaged.add(step_of(checkpoint))
@@ -93,9 +93,9 @@ def find_resume(
     steps: Sequence[Sequence[int]] | None = None,
     damaged: Collection[int] = (),
 ) -> str | None:
-    """Return the folder of the checkpoint that ``resume_from_checkpoint`` requests, or raise ValueError if there is
-    none. ``steps`` are of the complete checkpoints of each node (default: in ``run_dir``), ``damaged`` those to
-    skip."""
+    """Return the folder of the checkpoint that ``resume_from_checkpoint`` (``wanted``) requests, or None for a new
+    start. Raise a ValueError if the requested checkpoint doesn't exist. ``steps`` are the steps of complete checkpoints
+    on each node (default: in ``run_dir``). Checkpoints of the steps ``damaged`` are skipped."""
     if not is_wanted(wanted):
         return None
     text = str(wanted)
@@ -103,7 +103,7 @@ def find_resume(
         if not os.path.isfile(os.path.join(text, reading.STATE_FILE)):
             raise ValueError(
                 f"resume_from_checkpoint is {text!r}, which isn't a complete checkpoint (trainer_state.json is "
-                "missing). Set it to a checkpoint-N folder, `true`, or `auto`."
+                "missing). Set `resume_from_checkpoint` to a checkpoint-N folder, `true`, or `auto`."
             )
         return text
     folders = [complete_steps(run_dir)] if steps is None else steps
@@ -111,20 +111,21 @@ def find_resume(
         return os.path.join(run_dir, f"checkpoint-{max(common)}")
     if damaged:
         raise ValueError(
-            f"resume_from_checkpoint is {text.lower()}, but each checkpoint in {run_dir!r} is damaged (steps "
-            f"{', '.join(map(str, sorted(damaged)))}). Restore one from a copy, or start anew with another output_dir."
+            f"resume_from_checkpoint is {text.lower()}, but all checkpoints are damaged ({run_dir!r}, steps "
+            f"{', '.join(map(str, sorted(damaged)))}). Restore a checkpoint from a copy, or set a new `output_dir`."
         )
     if text.lower() == "true":
         on_nodes = f" that all {len(folders)} nodes have (steps per node: {folders})" if len(folders) > 1 else ""
         raise ValueError(
-            f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint{on_nodes}. Use `auto` to "
-            "start anew in that case."
+            f"resume_from_checkpoint: true needs a checkpoint, but {run_dir!r} holds no complete checkpoint{on_nodes}. "
+            "Use `auto` to start anew if there is no checkpoint."
         )
     return None
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """Return a description of a checkpoint's damage; None if it is undamaged. A collective: ranks divide the files."""
+    """Verify a checkpoint's files, divided among the ranks. Return a description of the first damage, or None. A
+    collective call: all ranks take part."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)

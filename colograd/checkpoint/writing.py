@@ -1,8 +1,8 @@
-"""The writer of checkpoints in parallel to training: one at a time, and complete on all ranks or on none.
+"""Write checkpoints in a thread while training continues. A checkpoint is complete on all ranks, or it doesn't exist.
 
-A thread of each rank writes the rank's files, from images in memory or from temporary files. The leading rank (of the
-run, or of each node) waits for the notes of the others, then writes the manifest and renames the folder. Ranks exchange
-the result at the end of a step, where they exchange anyway.
+A thread of each rank writes the rank's files, from copies in memory or from temporary files. A leading rank (rank 0, or
+one rank per node if nodes share no file system) waits until all ranks have reported, writes the manifest, and renames
+the folder. Ranks report through the process group's store, and exchange the final result at the end of a step.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from . import folders, manifest
 from .host_files import Image, write_bytes
 from .manifest import Entry
 
-ALONE = 5.0  # seconds to wait for other ranks' parts when this rank ends by an error
-LONGEST = 900.0  # most seconds that the end of a run waits for a save
-EVERY = 30.0  # seconds between two lines about waiting for a save
-POLL = 0.05  # seconds between two looks for another rank's note
-SPARE = 0.8  # largest share of the free host memory for the copies
+ALONE = 5.0  # Seconds that a rank which ends by an error waits for the other ranks' files.
+LONGEST = 900.0  # Maximum seconds that the end of a run waits for a checkpoint to be written.
+EVERY = 30.0  # Seconds between two messages about waiting for a save.
+POLL = 0.05  # Seconds between two checks for a different rank's report in the store.
+SPARE = 0.8  # Maximum fraction of the free host memory for copies of a checkpoint's tensors.
 
-_numbers = itertools.count(1)  # one per `Writer`; all ranks create them in the same order
+_numbers = itertools.count(1)  # all ranks create the `Writer` objects in equal order, so their numbers agree
 
-Source = Image | bytes | Path  # a file's content, or a file that is moved
+Source = Image | bytes | Path  # the content of a checkpoint's file, or the path of a file to move
 
 
 class PartFailed(RuntimeError):
-    """A rank couldn't write its part. The text is the rank's error."""
+    """A rank couldn't write its files of a checkpoint. The text is the rank's error message."""
 
 
 @dataclass
 class Save:
     step: int
-    final: Path  # the checkpoint's folder
-    aside: Path  # the folder that files are written into
-    sources: Mapping[str, Source]  # this rank's files, by path in the checkpoint
-    leads: bool  # whether this rank completes the folder
-    leaders: Sequence[int]  # ranks that complete a folder; several if nodes don't share a file system
-    members: Sequence[int]  # ranks that write files into this folder
-    afterwards: Callable[[], None]  # is called in the thread of a leading rank when every folder is complete
-    keeps_old: bool = False  # the present folder ``final`` is damaged, and is kept under another name
+    final: Path  # Folder that the complete checkpoint gets (`checkpoint-N`).
+    aside: Path  # Temporary folder that the files are written into.
+    sources: Mapping[str, Source]  # Path in the checkpoint -> content, for the files that this rank writes.
+    leads: bool  # Whether this rank writes the manifest and renames the folder.
+    leaders: Sequence[int]  # Ranks that rename a folder: rank 0, or one rank per node if nodes share no file system.
+    members: Sequence[int]  # Ranks that write files into this folder.
+    afterwards: Callable[[], None]  # Called in a leading rank's thread when the folders of all nodes are complete.
+    keeps_old: bool = False  # Whether to keep an existing, damaged folder ``final`` under a new name.
     started: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
     ended: float = 0.0
-    error: str = ""  # empty: no error
+    error: str = ""  # Error message of this rank's save, or "".
 
     @property
     def seconds(self) -> float:
@@ -67,21 +67,21 @@ class Save:
 
 
 class Writer:
-    """The writer of a run's checkpoints, with at most one save at a time."""
+    """Writes a run's checkpoints, at most one at a time, in the background or while training waits."""
 
     def __init__(self) -> None:
         self.present: Save | None = None
         self._name = f"colograd/notes/{next(_numbers)}"
-        self._notes: dict[str, Any] = {}  # the notes of a run with one rank
-        self.number = 1  # the number of the next save, for names that belong to it
-        self._subjects: list[str] = []  # subjects of this rank's notes
-        self._deadline = float("inf")  # time at which waiting for other ranks' notes ends
+        self._notes: dict[str, Any] = {}  # Reports of this rank in a run with one rank, which has no store.
+        self.number = 1  # Number of the next save, a part of folder names and keys.
+        self._subjects: list[str] = []  # Keys of this rank's reports in the store.
+        self._deadline = float("inf")  # Time until which this rank waits for reports of other ranks.
 
     def begin(self, save: Save, in_background: bool) -> None:
         number, self.number = self.number, self.number + 1
         self.present, self._deadline = save, float("inf")
         if world_size() > 1:
-            for subject in self._subjects:  # all ranks have read these notes, or never will
+            for subject in self._subjects:  # no rank reads the last save's reports any more
                 _store().delete_key(f"{self._name}/{subject}/{rank()}")
         self._subjects = []
         self._notes.clear()
@@ -91,13 +91,14 @@ class Writer:
             self._run(save, number)
 
     def state(self) -> str | None:
-        """Return the result of this rank's part of the present save: an error, "" if it succeeded, None if it runs."""
+        """Return this rank's result of the present save: an error message, "" if it succeeded, None if it runs."""
         if self.present is None:
             return ""
         return self.present.error if self.present.done.is_set() else None
 
     def wait(self, say: Callable[[str], None], limit: float | None = None) -> None:
-        """Wait up to ``limit`` seconds for the end of this rank's part; default: the limit at the end of a run."""
+        """Wait until this rank's files of the present save are written, for at most ``limit`` seconds (default: as long
+        as the end of a run waits). ``say`` prints messages."""
         save = self.present
         until = time.monotonic() + (_longest() if limit is None else limit)
         while save is not None and not save.done.wait(max(0.0, min(EVERY, until - time.monotonic()))):
@@ -106,8 +107,8 @@ class Writer:
             say(f"checkpoints: {save.final.name} is still being written, after {save.seconds:.0f} s: waiting for it")
 
     def finish_alone(self) -> bool:
-        """Finish the present save when other ranks may be gone: write this rank's part, and wait briefly for theirs.
-        Return False if the save doesn't end in time."""
+        """Finish the present save although other ranks may have died: write this rank's files, and wait `ALONE` seconds
+        for the reports of other ranks. Return False if the save doesn't end in time."""
         if self.present is None:
             return True
         self._deadline = time.monotonic() + ALONE
@@ -115,11 +116,11 @@ class Writer:
         self.present = None
         return done
 
-    # -- the thread
+    # Methods that run in the thread that writes the files.
 
     def _run(self, save: Save, number: int) -> None:
         try:
-            if save.leads:  # delete the folders of failed saves: their ranks may have written later
+            if save.leads:  # delete the remains of failed saves
                 for folder in save.aside.parent.glob("checkpoint-*"):
                     if folder != save.aside:
                         shutil.rmtree(folder, ignore_errors=True)
@@ -139,14 +140,14 @@ class Writer:
             save.done.set()
 
     def _complete(self, save: Save, number: int) -> None:
-        """Wait for all ranks' parts, commit the folder, and wait for the other folders, on a leading rank."""
+        """On a leading rank: wait for all ranks' reports, commit the folder, and wait for the other nodes' folders."""
         try:
             notes = [self._read(f"{number}/written", other) for other in range(world_size())]
             for other, note in enumerate(notes):
                 if isinstance(note, str):
                     raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
             files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
-            manifest.check(save.aside, files, to_read=())  # another node's files may not be visible here
+            manifest.check(save.aside, files, to_read=())  # fails if files of other nodes aren't visible
             folders.commit(save.aside, save.final, files, save.keeps_old)
         except Exception as error:
             self._leave(f"{number}/committed", _text(error))
@@ -159,8 +160,8 @@ class Writer:
         save.afterwards()
 
     def _leave(self, subject: str, note: Any) -> None:
-        """Leave a note (a JSON value) in the process group's store: this thread can't take part in collectives of
-        training."""
+        """Write a report (a JSON value) for the other ranks to the process group's store, because this thread must not
+        take part in the training thread's collectives."""
         self._subjects.append(subject)
         if world_size() == 1:
             self._notes[subject] = note
@@ -168,14 +169,15 @@ class Writer:
             _store().set(f"{self._name}/{subject}/{rank()}", json.dumps(note))
 
     def _read(self, subject: str, of: int) -> Any:
-        """Wait for the note of rank ``of``, up to the deadline or `ddp_timeout`."""
+        """Wait for the report of rank ``of`` on ``subject``, up to the deadline or `ddp_timeout`, and return the
+        report."""
         if world_size() == 1:
             return self._notes[subject]
         store, key, until = _store(), f"{self._name}/{subject}/{of}", time.monotonic() + time_limit().total_seconds()
-        while not store.check([key]):  # not `get`, which would block the store for the training thread
+        while not store.check([key]):  # `get` would block the store for the training thread
             if time.monotonic() > min(until, self._deadline):
                 reason = "this one ends by an error" if self._deadline < until else "ddp_timeout has passed"
-                raise RuntimeError(f"rank {of} hasn't reported that its part is written: {reason}")
+                raise RuntimeError(f"rank {of} hasn't reported that its files are written: {reason}")
             time.sleep(POLL)
         return json.loads(store.get(key))
 
@@ -185,7 +187,8 @@ def _store() -> Any:
 
 
 def _longest() -> float:
-    """Return how many seconds to wait for a save: less than other ranks wait in the collective that follows."""
+    """Return the maximum seconds to wait for a save. The time is shorter than a collective's time limit, because the
+    other ranks wait for this rank in the next collective."""
     return min(LONGEST, time_limit().total_seconds() / 2) if world_size() > 1 else LONGEST
 
 
@@ -205,8 +208,8 @@ def _text(error: BaseException) -> str:
 
 
 def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
-    """Return the reason why training must wait while a checkpoint is written; empty if it needn't wait. ``copies`` are
-    the bytes of this rank's part, of which an earlier save has allocated ``held``."""
+    """Return the reason why training must wait while a checkpoint is written, or "" if a thread can write it.
+    ``copies`` is the bytes of this rank's tensors. Buffers of ``held`` bytes exist already, from an earlier save."""
     if not config.save_in_background:
         return "save_in_background is false"
     if config.push_to_hub and config.hub_strategy != HubStrategy.END:
@@ -226,7 +229,7 @@ def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut
 def _reads_files(callback: TrainerCallback) -> bool:
     name = type(callback).__name__
     if getattr(type(callback), "on_save", None) is TrainerCallback.on_save or name == "TrackioCallback":
-        return False  # Trackio's does nothing
+        return False  # `TrackioCallback.on_save` does nothing
     switches = {"WandbCallback": "_log_model", "MLflowCallback": "_log_artifacts", "CometCallback": "_log_checkpoints"}
     switch = getattr(callback, switches[name], True) if name in switches else True
     return getattr(switch, "value", switch) == "checkpoint" if name == "WandbCallback" else bool(switch)

@@ -1,6 +1,7 @@
-"""Several ranks: their layout, their agreements, and their exchanges.
+"""Communication between ranks: who shares what, joint errors, failure detection, sums of gradients, load balancing.
 
-`layout` defines which ranks share an engine, a shard of the weights, or a node. `ranks` makes ranks fail together;
-`faults` also ends ranks that wait for a failed one; `watchdog` detects a rank that makes no progress. `gradients` sums
-gradients; `balance` moves groups from slow ranks to fast ones. `lockstep` lets one rank of an engine lead the others.
+`layout` defines which ranks share a vLLM engine, a shard of the weights, or a node. `ranks` raises a rank's error on
+all ranks. `faults` ends ranks that wait in a collective for a failed rank. `watchdog` detects a rank that makes no
+progress. `gradients` sums gradients. `balance` moves groups from slow ranks to fast ranks. With `lockstep`, the first
+rank of an engine decides and the engine's other ranks follow.
 """

@@ -1,8 +1,8 @@
-"""Assignment of groups to the ranks that train them. The ranks of one engine divide its groups. Ranks that train each
-row together, with parts of the policy or of the row, are a team and count as one. Groups move from slow teams to fast.
+"""Assign scored groups to the ranks that train them, so that all ranks take about equally long.
 
-A step is as slow as its slowest rank, and lengths differ by luck. The denominators are global and gradients are summed,
-so moving a group to another rank changes only rounding.
+A step is as slow as its slowest rank, and completion lengths differ between ranks. Denominators are global and
+gradients are summed, so training a group on a different rank changes only rounding. Ranks that train each row together
+(tensor or sequence parallel) are a team: they get equal groups and count as one rank.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from ..batch import ScoredGroup
 from ..runtime.sizes import size_of
 from .ranks import deliver, gather, rank
 
-Place = tuple[int, int]  # (the rank that sampled a group, its index there)
-MIN_GAIN = 0.1  # least saving that justifies moves, as a fraction of the slowest team's cost
+Place = tuple[int, int]  # Identifies a group: (rank that sampled the group, index among this rank's groups).
+MIN_GAIN = 0.1  # Groups move only if this saves more than this fraction of the slowest team's cost.
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Return the cost of one query-key pair (4 * heads * head_dim FLOPs per layer), in tokens (2 per parameter)."""
+    """Return the attention cost of one query-key pair, in units of the cost of one token in all matrix products. (A
+    pair takes 4 * heads * head_dim FLOPs per layer, a token 2 FLOPs per parameter.)"""
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
     size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
 
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
-    """Return the cost of training a group, in tokens: its tokens, plus ``pair`` (see `pair_cost`) for each query-key
-    pair. With ``share_prompts`` a prompt is computed once per group, not once per completion."""
+    """Return the cost of training a group, in tokens: the number of tokens, plus ``pair`` (the cost of a query-key
+    pair, see `pair_cost`) for each pair. With ``share_prompts`` a prompt counts once per group, not once per
+    completion."""
     rollouts = group.group.rollouts
     sizes = [(p, b.length) for r in rollouts for p, b in zip(r.context_lengths, r.tree, strict=True)]
     if not share_prompts:
@@ -39,10 +41,11 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Divide each engine's groups among the teams of its ranks: the costliest first, each to the least loaded team. A
-    team may have several engines. ``costs`` has the cost of each group, per rank that sampled it. Return the places of
-    each team's groups."""
-    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # teams that share engines
+    """Assign groups to teams (ranks that train rows together), without moves between vLLM engines: in the order of
+    falling cost, each to the team with the least cost so far. A team may have several engines. ``costs`` has a list per
+    rank: the cost of each group that the rank sampled. Return a list per team: (rank that sampled the group, index
+    among this rank's groups) of each group."""
+    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # number of teams that share engines
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
     for owner, row in enumerate(costs):
@@ -55,8 +58,9 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Divide groups as `share_out` does, then move and swap groups between the slowest and the fastest team until none
-    narrows the gap. All moves are dropped if the slowest team gains no more than `MIN_GAIN`."""
+    """Assign groups as `share_out` does. Then move or swap groups between the slowest and the fastest team (ranks that
+    train rows together) until no move narrows the gap. If the slowest team saves less than `MIN_GAIN`, undo all moves.
+    """
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
     assigned = [list(row) for row in initial]
 
@@ -68,7 +72,8 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_
     for _ in range(sum(len(row) for row in costs)):
         slow, fast = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[slow] - loads[fast]
-        # Moving `give` for `take` narrows the gap by twice their difference.
+        # A swap of group `give` (slow team) for group `take` (fast team) narrows the gap by twice their cost
+        # difference.
         options: list[tuple[float, Place, Place | None]] = [
             (cost_of(give) - (cost_of(take) if take else 0.0), give, take)
             for give in assigned[slow]
@@ -96,9 +101,10 @@ def balance(
     between_engines: bool = True,
     ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:
-    """Exchange the groups that ranks sampled so that each has the groups that it trains. A collective. Unless
-    ``between_engines``, groups stay with the engines of a team. Return this rank's groups, and how many of them came
-    from engines outside its team."""
+    """Send scored groups between ranks, so that each rank gets the groups that it trains. A collective call.
+
+    Unless ``between_engines`` is true, a group is trained by ranks of the engine that sampled it. Return the groups
+    that this rank trains, and how many of these groups were sampled by engines of other ranks."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
@@ -108,7 +114,8 @@ def balance(
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
-    """Return the groups that the assignment, the same on all ranks, has for this rank. A collective."""
+    """Send groups between ranks, and return the groups that this rank trains. A collective call. ``assignment``, equal
+    on all ranks, lists the groups for each rank: (rank that sampled the group, index among this rank's groups)."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

@@ -1,5 +1,5 @@
-"""Sums of gradients over ranks, in buckets, once per optimizer step. (DistributedDataParallel rejects float32 gradients
-on bfloat16 parameters, and would reduce once per micro-batch.)"""
+"""Sum gradients over ranks once per optimizer step, several tensors in one collective. (DistributedDataParallel rejects
+float32 gradients of bfloat16 parameters, and would sum after each micro-batch.)"""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from .shards import RankGroup
 
 T = TypeVar("T")
 
-BUCKET = 64 * 2**20  # bytes per collective
+BUCKET = 64 * 2**20  # maximum bytes of several gradients that are summed in one collective
 
 
 def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors over ranks (None: all), in place. Return the bytes of the collectives, which run on ``device`` if the
-    tensors are elsewhere. Tensors must have the same order on all ranks."""
+    """Sum tensors in place over the ranks in ``among`` (None means all ranks). Return the number of bytes summed.
+
+    The tensors must have equal order on all ranks. Tensors on a different device are copied to ``device`` to be summed.
+    """
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # a copy of the embedding's would take gigabytes
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # no copy, because a copy may take gigabytes
         parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
         flat = parts[0] if alone else torch.cat(parts)
         if among is None:
@@ -44,7 +46,8 @@ def sum_over_ranks(
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Set missing gradients to zeros, so that momentum and weight decay act on these parameters as well."""
+    """Set gradients that are None to zeros, so that the optimizer applies momentum and weight decay to all
+    parameters."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
@@ -52,7 +55,7 @@ def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def in_buckets(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of consecutive items with a total size of at most ``limit``. A larger item has its own list."""
+    """Yield lists of consecutive items with a total size of at most ``limit``. A larger item gets a list for itself."""
     bucket: list[T] = []
     filled = 0
     for item in items:

@@ -1,4 +1,5 @@
-"""The layout of ranks: the prompts of each rank, and the ranks that share an engine, a shard of weights, or a node."""
+"""The layout of ranks: which prompts a rank gets, and which ranks share a vLLM engine, a shard of weights, or a
+node."""
 
 from __future__ import annotations
 
@@ -14,29 +15,27 @@ from ..runtime import process
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The place of one rank. Ranks that share an engine are consecutive and take the same prompts.
+    """The position of one rank among all ranks. Ranks of one vLLM engine are consecutive, and sample the same prompts.
 
-    Example, 8 ranks on 2 nodes with engines of 2 ranks each:
+    Example: 8 ranks on 2 nodes, with vLLM engines of 2 ranks (tensor parallel):
 
         rank           0 1 2 3 | 4 5 6 7
-        data_rank      0 0 1 1 | 2 2 3 3    index among the data_size = 4 shares of each step's prompts
-        engine_place   0 1 0 1 | 0 1 0 1    index of the engine's part
-        shard_group    (0 2 4 6), (1 3 5 7)  the ranks of a group have the same part of the weights, and divide it
+        data_rank      0 0 1 1 | 2 2 3 3    index of the engine; each engine samples 1 / data_size of a step's prompts
+        engine_place   0 1 0 1 | 0 1 0 1    index of the rank in its engine
+        shard_group    (0 2 4 6), (1 3 5 7)  ranks with equal parts of the weights, which they divide among them
         node           0 0 0 0 | 1 1 1 1
 
-    With `policy_parts` 2 and `ranks_per_sequence` 2, so that 4 ranks train each row:
+    With `policy_parts` 2 (tensor parallel) and `ranks_per_sequence` 2 (sequence parallel), 4 ranks train each row:
 
-        row_group      (0 1 2 3), (4 5 6 7)  each group trains its own rows
-        sequence_group (0 2), (1 3), (4 6), (5 7)  the ranks of a group have the same part of the policy, and each half
-                       of a row's tokens
-    """
+        row_group      (0 1 2 3), (4 5 6 7)  the ranks that train a row together
+        sequence_group (0 2), (1 3), (4 6), (5 7)  ranks with equal parts of the policy, which divide a row's tokens"""
 
     rank: int = 0
     world_size: int = 1
     ranks_per_engine: int = 1
     ranks_per_node: int = 1
-    ranks_per_sequence: int = 1  # ranks that divide the tokens of a row
-    policy_parts: int = 1  # ranks that hold the policy in parts: 1, or `ranks_per_engine`
+    ranks_per_sequence: int = 1  # Number of ranks that divide the tokens of a row (sequence parallel).
+    policy_parts: int = 1  # Number of ranks that hold parts of the policy (tensor parallel): 1, or `ranks_per_engine`.
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
@@ -50,7 +49,7 @@ class RankLayout:
 
     @property
     def data_size(self) -> int:
-        """Number of engines, which is the number of shares of the prompts."""
+        """Number of vLLM engines. Each engine samples an equal number of a step's prompts."""
         return self.world_size // self.ranks_per_engine
 
     @property
@@ -68,7 +67,8 @@ class RankLayout:
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of consecutive ranks that train each row together, with parts of the policy or of its tokens."""
+        """Number of consecutive ranks that train each row together: they hold parts of the policy or of the row's
+        tokens."""
         return self.ranks_per_sequence * self.policy_parts
 
     @property
@@ -86,28 +86,28 @@ class RankLayout:
 
     @property
     def nodes(self) -> int:
-        """Number of machines. All have the same number of ranks."""
+        """Number of machines. All machines have equally many ranks."""
         return self.world_size // self.ranks_per_node
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank writes the files that each node writes once."""
+        """Whether this rank is the first rank on its machine, and so writes the files that each machine writes once."""
         return self.rank % self.ranks_per_node == 0
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files that a run writes once."""
+        """Whether this rank is rank 0, and so writes the files that a run writes once."""
         return self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place where a rank runs, read from its launcher's variables and its device."""
+    """The machine, local rank and GPU of a rank, read from the launcher's environment variables and the device."""
 
     host: str
     local_rank: int
     ranks_per_node: int
-    device: str = ""  # the GPU's UUID; empty on a CPU
+    device: str = ""  # UUID of the rank's GPU, or "" on a CPU
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
@@ -116,45 +116,45 @@ class Place:
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Raise ValueError unless each node has equally many, consecutive ranks, and each rank has its own device."""
+    """Raise a ValueError if nodes have different numbers of ranks, a node's ranks aren't consecutive, or two ranks have
+    one GPU."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
     if len(sizes) > 1 or len(places) % min(sizes):
         counts = ", ".join(dict.fromkeys(f"{place.ranks_per_node} on {place.host}" for place in places))
         raise ValueError(
-            f"The nodes have different numbers of ranks (LOCAL_WORLD_SIZE: {counts}; {len(places)} in all). Start the "
-            "same number of ranks on every node (`torchrun --nproc-per-node`, `srun --ntasks-per-node`)."
+            f"The nodes have different numbers of ranks (LOCAL_WORLD_SIZE: {counts}; total: {len(places)}). Start "
+            "equally many ranks on every node (`torchrun --nproc-per-node`, `srun --ntasks-per-node`)."
         )
     size = sizes.pop()
     for rank, place in enumerate(places):
         first = rank - rank % size
         if place.local_rank != rank % size or place.host != places[first].host:
             raise ValueError(
-                f"Rank {rank} is local rank {place.local_rank} on {place.host}, but a node's {size} ranks "
-                f"(LOCAL_WORLD_SIZE) must be consecutive, here {first} to {first + size - 1} on "
-                f"{places[first].host}. Set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does (with `srun`: "
-                "`--distribution=block`)."
+                f"Rank {rank} is local rank {place.local_rank} on {place.host}. The {size} ranks of a node "
+                f"(LOCAL_WORLD_SIZE) must be consecutive: {first} to {first + size - 1} on {places[first].host}. Set "
+                "RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does. With `srun`, use `--distribution=block`."
             )
     rank_of_device: dict[str, int] = {}
     for rank, place in enumerate(places):
         other = rank_of_device.setdefault(place.device, rank) if place.device else rank
         if other != rank:
             raise ValueError(
-                f"Ranks {other} and {rank} have the same GPU of {place.host}, but each rank needs its own GPU. "
-                "Start at most as many ranks on a node as it has GPUs, and check CUDA_VISIBLE_DEVICES."
+                f"Ranks {other} and {rank} have the same GPU of {place.host}, but no two ranks may share a GPU. Start "
+                "at most as many ranks on a node as the node has GPUs, and check CUDA_VISIBLE_DEVICES."
             )
 
 
 def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
-    """Raise ValueError, the same on all ranks, unless the ranks of each engine are on one machine."""
+    """Raise a ValueError on all ranks if the ranks of a vLLM engine are on different machines."""
     size, on_node = layout.ranks_per_engine, layout.ranks_per_node
     for first in range(0, layout.world_size if size > 1 else 0, size):
         engine_places = places[first : first + size]
         if len({(rank // on_node, place.host) for rank, place in enumerate(engine_places, start=first)}) > 1:
             hosts = sorted({place.host for place in engine_places})
             raise ValueError(
-                f"vllm_tensor_parallel_size is {size}, but the ranks {first} to {first + size - 1} of one engine are "
-                f"on different machines ({', '.join(hosts)}). Start a multiple of {size} consecutive ranks on each "
-                "machine."
+                f"vllm_tensor_parallel_size is {size}, but the ranks {first} to {first + size - 1} of one vLLM engine "
+                f"are on different machines ({', '.join(hosts)}). Start a multiple of {size} ranks, with consecutive "
+                "numbers, on each machine."
             )

@@ -1,4 +1,4 @@
-"""Agreement of ranks: bodies that fail on all ranks or on none, and values gathered from all ranks."""
+"""Run code so that an error on one rank is raised on all ranks, and gather values from all ranks."""
 
 from __future__ import annotations
 
@@ -20,82 +20,82 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return this process's rank; 0 without a process group."""
+    """Return the rank of this process, or 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 without a process group."""
+    """Return the number of ranks, or 1 if there is no process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def join(limit: timedelta, backend: str = "gloo") -> None:
-    """Create the process group, unless there is one rank only or the group exists. RuntimeError: a rank didn't join
-    within ``limit``, which is also the limit of each collective (`ddp_timeout`)."""
+    """Create torch's process group, unless the run has a single rank or the group exists. ``limit`` (`ddp_timeout`) is
+    the time limit of every collective. If a rank doesn't join within ``limit``, a RuntimeError is raised."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized():
         return
     try:
         store, place, size = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        # A store of torchrun's own process may contain addresses of processes that have ended.
+        # After a restart, torchrun's store may contain addresses of processes that have ended. Use a new prefix.
         store = dist.PrefixStore(f"attempt-{attempt()}", store)
         dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
         raise RuntimeError(
             f"Not all {os.environ['WORLD_SIZE']} ranks joined at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')} within {limit.total_seconds():,.0f} s (ddp_timeout), or they can't reach "
-            f"each other. Check the other ranks' output and MASTER_ADDR, and set GLOO_SOCKET_IFNAME to the network "
-            f"interface. ({error})"
+            f"{os.environ.get('MASTER_PORT')} within {limit.total_seconds():,.0f} s (ddp_timeout), or the ranks can't "
+            "reach each other. Check the other ranks' output and MASTER_ADDR, and set GLOO_SOCKET_IFNAME to the "
+            f"network interface. ({error})"
         ) from error
 
 
 def attempt() -> int:
-    """Return how many times torchrun has restarted the ranks (`--max-restarts`) if its store outlives them, else 0.
+    """Return how many times torchrun has restarted the ranks (`--max-restarts`), or 0 if rank 0 hosts the store.
 
-    A node that joins a running job counts from 0, so ranks with a store of their own mustn't use the count.
-    """
+    If rank 0 hosts the store, the count is useless: a node that joins a running job counts from 0."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
 
 def part() -> None:
-    """Destroy the process group at the end of the process: gloo's threads may outlive the interpreter, and a successful
-    process would abort (status -6). Not after an exception, because other ranks may still wait."""
+    """Destroy the process group at the end of the process. Otherwise gloo's threads may outlive the interpreter, so
+    that a successful process aborts (status -6). After an exception, do nothing, because other ranks may still wait."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
 
 def time_limit() -> timedelta:
-    """Return how long a collective may take: `ddp_timeout`."""
+    """Return the time limit of a collective, which the setting `ddp_timeout` defines."""
     group = dist.group.WORLD
     device = torch.device("cpu") if _has_gloo() else group._device_types[0]
-    options = getattr(group._get_backend(device), "options", None)  # MPI has none
+    options = getattr(group._get_backend(device), "options", None)  # MPI process groups have no options
     limit: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return limit
 
 
 class RankError(RuntimeError):
-    """The failure of another rank, with that rank's message."""
+    """A different rank failed. The text is the failed rank's error message."""
 
-    says_all = True  # see `process.tell_briefly`
+    says_all = True  # An uncaught error with this attribute is printed as one line, without a traceback.
 
 
 class Stopped(Exception):
-    """The end of a round before its last step: the run's time is over (`stop_within`). All ranks raise it together."""
+    """Sampling or training was interrupted because the run's time is over (`stop_within`). All ranks raise this
+    error."""
 
 
-SHARED = (torch.OutOfMemoryError, Stopped)  # failures of one rank that all ranks raise; the last one goes first
+SHARED = (torch.OutOfMemoryError, Stopped)  # Errors that all ranks raise if one rank does. `Stopped` has priority.
 
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
-    """Run the body ``what`` on all ranks; if it raises on any rank, every rank raises. A collective.
+    """Context manager for code that all ranks run: if the body raises on one rank, all ranks raise. A collective call.
 
-    The body may contain no collective that a failing rank would skip.
+    ``what`` names the body in messages. The body may contain no collective that a failing rank would skip.
 
     Raises:
-        RankError: another rank failed. The failing rank raises its own exception.
-        torch.OutOfMemoryError, Stopped: the ranks' only failures. Every rank raises it, so that all can try again.
+        RankError: a different rank failed. (The failing rank raises its original exception.)
+        torch.OutOfMemoryError, Stopped: raised on every rank if no rank had any other error, so that all can try again.
     """
     failure: BaseException | None = None
     watchdog.progress(what)
@@ -107,7 +107,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
         shared = next((kind for kind in SHARED if isinstance(failure, kind)), None)
         try:
             reports = gather(None if failure is None else (shared, f"{type(failure).__name__}: {failure}"))
-        except RuntimeError as lost:  # another rank has ended; a failure of this rank is the better message
+        except RuntimeError as lost:  # a rank's process is gone: raise this rank's exception if there is one
             raise (failure or lost) from None
         failures = [(other, *report) for other, report in enumerate(reports) if report is not None]
         faults = [f"Rank {other} failed in {what}: {text}" for other, kind, text in failures if kind is None]
@@ -123,7 +123,8 @@ def on_all_ranks(what: str) -> Iterator[None]:
 
 
 def gather(value: T) -> list[T]:
-    """Return all ranks' ``value`` (any picklable object), in the order of ranks, through host memory. A collective."""
+    """Gather a picklable ``value`` from each rank, through host memory. Return a list in rank order. A collective
+    call."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -133,9 +134,10 @@ def gather(value: T) -> list[T]:
 
 
 def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
-    """Send each message to its rank, and return those of the ``senders`` for this rank, through host memory.
+    """Send ``messages`` (receiver's rank -> message), and return the messages that ``senders`` sent to this rank.
 
-    A collective. A rank receives its own messages only, so that its bytes don't grow with the number of ranks.
+    A collective call, through host memory. In contrast to `gather`, a rank receives only the messages addressed to it,
+    so that the bytes don't grow with the number of ranks.
     """
     group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
     outgoing = {
@@ -143,7 +145,7 @@ def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
     }
     lengths = {to: torch.tensor([len(packed)]) for to, packed in outgoing.items()}
     incoming = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
-    for tag in (0, 1):  # first the lengths
+    for tag in (0, 1):  # exchange the messages' lengths (0), then the messages (1)
         sent = outgoing if tag else lengths
         if tag:
             incoming = {sender: torch.empty(int(length), dtype=torch.uint8) for sender, length in incoming.items()}
@@ -161,5 +163,5 @@ def _has_gloo() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _gloo_group(group: Any) -> Any:
-    """Create a gloo group of all ranks, once. All ranks create it in the same collective."""
+    """Create a gloo process group of all ranks at the first call. A collective call: all ranks take part."""
     return dist.new_group(backend="gloo", timeout=time_limit())

@@ -1,4 +1,4 @@
-"""Parts of tensors that an engine's ranks hold (`Shard`), and the groups of ranks that exchange them (`RankGroup`)."""
+"""`Shard`: the part of a tensor that a tensor-parallel rank holds. `RankGroup`: ranks that exchange tensors."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from .layout import RankLayout
 from .ranks import time_limit
 
 T = TypeVar("T")
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has a new name
-Box = tuple[tuple[int, int], ...]  # per dimension: first index, last index + 1
+# Torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Box = tuple[tuple[int, int], ...]  # Part of a tensor: (first index, last index + 1) of each dimension.
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a tensor: boxes, concatenated along ``axis``. There are two for the gate and up projections of a
-    mixture's experts, which are halves of one tensor; every other tensor has one box."""
+    """A rank's part of a tensor: one box (index range per dimension), or several boxes concatenated along ``axis``.
+    Gate and up projections of a mixture's experts, halves of one tensor, need two boxes; all other tensors need one
+    box."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor (not of the part)
     boxes: tuple[Box, ...]
     axis: int = 0
 
     @classmethod
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[tuple[slice, ...]]) -> Shard:
-        """Return the part that index expressions select."""
+        """Make a `Shard` from the shape of a whole tensor and the slices that select this rank's part."""
         boxes = []
         for cut in cuts:
             ranges = [index.indices(size)[:2] for index, size in zip(cut, shape, strict=False)]
@@ -51,7 +53,7 @@ class Shard:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each box along the axis."""
+        """Size of each box along `axis` (boxes are concatenated along this dimension)."""
         return [box[self.axis][1] - box[self.axis][0] for box in self.boxes] if self.shape else [1]
 
     @property
@@ -67,19 +69,19 @@ class Shard:
 
     @property
     def begin(self) -> int | None:
-        """Index of the part's first element in the flattened tensor; None if the part isn't one range of elements."""
+        """Index of the part's first element in the flattened whole tensor. None if the part isn't contiguous there."""
         rows, *others = self.boxes[0] or ((0, 1),)
         if len(self.boxes) > 1 or any(stop - start != size for (start, stop), size in zip(others, self.shape[1:])):  # noqa: B905
             return None
         return rows[0] * math.prod(self.shape[1:])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the part of a whole tensor: a view, or a copy if there are several boxes."""
+        """Return this rank's part of a whole tensor, as a view, or as a copy if the part has several boxes."""
         parts = [whole[tuple(slice(*ends) for ends in box)] for box in self.boxes]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy the part into its place in a whole tensor."""
+        """Copy ``local``, this rank's part, to its position in the tensor ``whole``."""
         parts = local.split(self.sizes, self.axis) if local.dim() else [local]
         for box, part in zip(self.boxes, parts, strict=True):
             whole[tuple(slice(*ends) for ends in box)].copy_(part)
@@ -87,13 +89,13 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that exchange tensors. A deep copy of a model keeps the same group."""
+    """Ranks that exchange tensors, with their torch process groups. Deep copies of a model share one `RankGroup`."""
 
     ranks: tuple[int, ...]
-    place: int  # index of this rank in `ranks`
+    place: int  # Index of this rank in `ranks`.
     group: Any
-    on_host: Any = None  # the gloo group of the same ranks, for `meets` and `gather`
-    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # number of exchanges on the device
+    on_host: Any = None  # Gloo process group of `ranks`, which `meets` and `gather` need.
+    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # Number of collectives on the GPU.
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         return self
@@ -115,8 +117,8 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks call this within so many seconds, after the same number of exchanges: NCCL would
-        pair an exchange of a rank that is one behind with the next one of the others."""
+        """Return whether all ranks of the group call `meets` within ``seconds``, after equally many collectives on the
+        GPU. If one rank were a collective behind, NCCL would pair its collective with the wrong one."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -128,7 +130,8 @@ class RankGroup:
         return most == -least
 
     def gather(self, value: T) -> tuple[T, ...]:
-        """Return every rank's ``value`` (any picklable object), through host memory. Needs a group with ``meets``."""
+        """Gather a picklable ``value`` from each rank of the group, through host memory. Needs the gloo group
+        `on_host`."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -136,22 +139,22 @@ class RankGroup:
         return tuple(values)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' tensors ``(n, ...)`` to one ``(size * n, ...)``."""
+        """Gather a tensor ``(n, ...)`` from each rank of the group, concatenated to ``(size * n, ...)``."""
         gathered = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
         all_gather(gathered, tensor.contiguous(), group=self.group)
         self.exchanged[0] += 1
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send ``sent[i]`` rows of a tensor ``(sum(sent), ...)`` to the i-th rank, and return the rows from all ranks,
-        ``(sum(received), ...)``."""
+        """Send the rows of a tensor ``(sum(sent), ...)`` to the group's ranks: ``sent[i]`` rows to the i-th rank.
+        Return the rows from all ranks, ``(sum(received), ...)``, with ``received[i]`` rows from the i-th rank."""
         rows = tensor.new_empty(sum(received), *tensor.shape[1:])
         dist.all_to_all_single(rows, tensor.contiguous(), [*received], [*sent], group=self.group)
         self.exchanged[0] += 1
         return rows
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Copy the tensor of the rank at index ``source`` into the tensors of the others."""
+        """Copy a tensor from the rank at index ``source`` of the group to all ranks of the group, in place."""
         if self.size > 1:
             dist.broadcast(tensor, self.ranks[source], group=self.group)
         return tensor
@@ -160,9 +163,9 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """Create this rank's group. A collective: every rank creates every group, in the same order. With ``meets`` it has
-    a gloo group, for `RankGroup.meets` and `RankGroup.gather`. Without ``exchanges`` gloo takes the device's exchanges
-    too."""
+    """Create the `RankGroup` of this rank. A collective call: every rank creates all groups in equal order. With
+    ``meets`` there is a gloo group, which `RankGroup.meets` and `RankGroup.gather` need. Without ``exchanges`` there is
+    no group of the device's backend (NCCL), and all collectives use the gloo group."""
     world = range(layout.world_size)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)
@@ -173,6 +176,7 @@ def group_of(
 
 
 def parts_of(model: Any) -> Any:
-    """Return the model's parts on the ranks of an engine, from its attribute ``tensor_parts``: ``engine`` (the ranks),
-    ``shards`` (this rank's part of each parameter, by name), ``elements`` (of the whole model). None: it isn't cut."""
+    """Return a tensor-parallel model's attribute ``tensor_parts``, or None for any other model. The attribute has
+    ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number in the whole
+    model)."""
     return getattr(model, "tensor_parts", None)

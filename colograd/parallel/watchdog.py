@@ -1,9 +1,9 @@
-"""Detection of ranks that hang: the training thread marks its progress here, and a second thread checks the marks.
+"""Detect ranks that hang: the training thread calls `progress`, and a watchdog thread checks that calls keep coming.
 
-A rank that waits for others doesn't hang. The watchdog recognises waiting by the stack: every collective of torch,
-transformers and vLLM passes through the same few modules. A process that runs none of its threads is detected by other
-ranks, from its missing signs of life (see `faults`). Time is counted in ticks of the watchdog's thread, so that no time
-passes while the process is stopped.
+A rank that waits for other ranks doesn't hang. The watchdog recognises waiting by the call stack, because all
+collectives of torch, transformers and vLLM pass through a few modules (`WAITING`). A process that runs no thread at all
+is detected by other ranks, because it sends them no signs of life (see `faults`). Time counts in ticks of the watchdog
+thread, so that no time passes while the process is stopped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import FrameType
 
 import torch.distributed as dist
 
-LIMIT = 1500.0  # seconds without progress; below the 1,800 of a collective: its error doesn't name the missing rank
-TICK = 2.0  # most seconds between two checks
-LEAST_SILENCE = 5.0  # least seconds without a sign of life that count as silence
-STDERR = 2  # the file descriptor, because a notebook's sys.stderr has none
-# Modules in which a rank waits for another rank, or for the Hub, which has its own time limits.
+LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, because a collective's error names no rank.
+TICK = 2.0  # Maximum seconds between two checks of the progress.
+LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
+STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.
+# Names of modules that wait for a different rank, or for the Hub. A rank that runs their code doesn't hang.
 WAITING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
@@ -39,7 +39,7 @@ _count = 0
 
 
 def set_limit(seconds: float | None) -> None:
-    """Set how long a rank may make no progress (`rank_timeout`); None: without limit."""
+    """Set how many seconds a rank may make no progress (`rank_timeout`). None means that there is no limit."""
     global _limit
     _limit = seconds
 
@@ -53,47 +53,48 @@ def stage() -> str:
 
 
 def progress(stage: str = "") -> None:
-    """Mark progress of the training thread, and set its stage unless ``stage`` is empty. Costs next to nothing."""
+    """Report progress of the training thread to the watchdog. ``stage`` describes the present work for messages."""
     global _stage, _count
     _stage = stage or _stage
     _count += 1
 
 
 def finish(work: dist.Work) -> None:
-    """Wait for a collective. The watchdog knows that the rank waits for others here."""
+    """Wait for an asynchronous collective. The watchdog doesn't count this time, because the rank waits for others."""
     work.wait()
     progress()
 
 
 class Idle:
-    """A timer of how long a count has stayed the same, by the caller's clock."""
+    """Measures for how many seconds a counter has not changed, by the caller's clock."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._count: int | None = None
 
     def look(self, count: int | None, passed: float) -> float:
-        """Return how many seconds the count has stayed the same, ``passed`` seconds after the last call. None always
-        counts as a change."""
+        """Return for how many seconds ``count`` hasn't changed. ``passed`` is the seconds since the last call. A count
+        of None resets the time."""
         is_same = count is not None and count == self._count
         self.seconds = self.seconds + passed if is_same else 0.0
         self._count = count
         return self.seconds
 
     def is_silent(self, count: int | None, passed: float) -> bool:
-        """Return whether the count of a process's signs of life has stayed the same for too long."""
+        """Return whether ``count``, a process's number of signs of life, hasn't changed for longer than
+        `rank_timeout`."""
         silent = self.look(count, passed)
         return _limit is not None and silent > max(_limit, LEAST_SILENCE)
 
 
 class Watchdog:
-    """A thread that checks whether the training thread makes progress. ``end`` ends the process; it gets a description
-    of a hang, with the stacks of all threads in standard error. Each check calls ``each`` with the seconds since the
-    last."""
+    """A thread that checks every few seconds whether the training thread makes progress. If the thread hangs, all
+    stacks are written to standard error, and ``end`` is called with a description to end the process. Each check calls
+    ``each`` with the seconds since the last check."""
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
-        self._watched: int | None = None  # id of the training thread; None outside of `inside`
+        self._watched: int | None = None  # id of the watched thread, or None outside of `inside`
         self._idle = Idle()
         self._is_armed = False
         self._closed = threading.Event()
@@ -108,7 +109,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Watch the calling thread in the body. Outside of bodies it may rest, as at a notebook's prompt."""
+        """Context manager: watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt,
+        the thread may rest."""
         progress(what)
         if self._watched is not None:
             yield
@@ -124,7 +126,8 @@ class Watchdog:
             progress("what follows " + what)
 
     def look(self, passed: float) -> None:
-        """Check the progress, ``passed`` seconds after the last check. End the process after too long without any."""
+        """Check whether the training thread made progress since the last check, ``passed`` seconds ago. End the process
+        if there was no progress for `rank_timeout`."""
         self._each(passed)
         frame = None if self._watched is None else sys._current_frames().get(self._watched)
         is_watched = _limit is not None and frame is not None and not waits(frame)
@@ -136,7 +139,8 @@ class Watchdog:
             self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Let `faulthandler` write the stacks after so many seconds if this thread can't: a call may hold the GIL."""
+        """Make `faulthandler` write all stacks after ``seconds``, because a call that holds the GIL blocks this thread.
+        None cancels it."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:
@@ -147,7 +151,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(tick()):
             now = time.monotonic()
-            # If all processes were stopped for an hour, this rank hasn't hung for an hour.
+            # Limit the time of one check, because the process may have been stopped since the last check.
             self.look(min(now - last, (_limit or LIMIT) / 2))
             last = now
         self._arm(None)
@@ -166,7 +170,8 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def describe(idle: float, frame: FrameType | None) -> str:
-    """Return the message about a rank that made no progress for ``idle`` seconds. ``frame`` is its stack."""
+    """Return an error message for a rank that made no progress for ``idle`` seconds, with calls on its stack
+    ``frame``."""
     calls: list[str] = []
     while frame is not None and len(calls) < 4:
         calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")

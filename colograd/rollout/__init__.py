@@ -1,4 +1,4 @@
-"""From prompts to scored groups: the `Sampler`, and the rollout sources that write completions for it.
+"""Turn prompts into scored groups of completions: `Sampler`, and the rollout sources that generate completions.
 
-prompts -> a rollout source writes groups -> reward functions score them -> ScoredGroup
+prompts -> a rollout source (vLLM, tools, an agent) generates groups -> reward functions score groups -> ScoredGroup
 """

@@ -1,6 +1,6 @@
-"""The choice of a run's round, and the round of dynamic sampling.
+"""Choose how the prompts of a round (all prompts sampled with one set of weights) are sampled: `round_of`.
 
-There groups without a reward difference are replaced by groups of further prompts.
+`DynamicRound` is DAPO's dynamic sampling: a group with equal rewards is replaced by a further prompt's group.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .stages import Stages
 
 
 def round_of(trainer: Any) -> PlainRound:
-    """Choose the round object of a run. A collective. The seam ``tally`` has functions (trainer) -> `Tally`, or None if
-    there is nothing to count."""
+    """Create the run's round object, which samples and scores prompts. A collective call: all ranks take part. An
+    extension's hook ``tally`` is a function (trainer) -> `Tally`, or None to count nothing."""
     config, times = trainer.args, trainer.times
     one_call = config.reward_call == "all"
     chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
@@ -34,11 +34,10 @@ def round_of(trainer: Any) -> PlainRound:
 
 
 class DynamicRound(PlainRound):
-    """A round of dynamic sampling (arXiv 2503.14476, section 3.2).
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
 
-    It keeps only groups with a reward difference and draws further prompts until all steps are full. Steps take kept
-    groups in the order of drawing, so a step may train groups of another step's prompts.
-    """
+    Only groups with a reward difference are trained. Further prompts are sampled until every step has enough groups.
+    Steps take these groups in the order of sampling, so a step may train a group that was sampled for another step."""
 
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
         super().__init__(times, one_call)
@@ -46,21 +45,21 @@ class DynamicRound(PlainRound):
         self.tallies.append(self.counts)
 
     def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Count the prompts drawn and the groups that are trained."""
+        """Return two metrics of dynamic sampling: the number of sampled prompts, and the number of trained groups."""
         return {
             "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
             "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
         }
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """See `PlainRound.draw`."""
+        """Sample and score the prompts of each optimizer step. Replace groups with equal rewards by further groups."""
         prompts = [prompt for step in steps for prompt in step]
         sampled = roll_out(prompts, stages, self.times, self.one_call)
         for _ in range(self.max_rounds):
             found = sum(map(has_signal, sampled))
             if found >= len(prompts):
                 break
-            # The number of prompts that is probably enough, at most ten times the number of missing groups.
+            # Draw as many prompts as the missing groups probably need: at most ten prompts per missing group.
             count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
             more = self.more_prompts(len(sampled) - len(prompts), count)
             sampled += roll_out_until(len(prompts) - found, more, stages, self.times, self.one_call)
@@ -74,16 +73,17 @@ class DynamicRound(PlainRound):
 def roll_out_until(
     enough: int, prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool
 ) -> list[ScoredGroup]:
-    """Sample and score as `roll_out`. Stop after ``enough`` groups with a reward difference, and abort the rest. They
-    are counted in the order of the prompts, not in the order of finishing."""
+    """Sample and score prompts until ``enough`` groups have a reward difference, and abort the later prompts' requests.
+    Groups are counted in the prompts' order, not in the order of finishing. Return all groups up to the last counted
+    group."""
     if one_call:
         groups = roll_out(prompts, stages, times, one_call)
-        before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
+        before = itertools.accumulate((has_signal(group) for group in groups), initial=0)
         return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
     scoring = stages.scoring(stages, prompts)
     missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
-    scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap
-    signals = 0  # groups of `scored` with a reward difference
+    scored: list[ScoredGroup] = []  # Groups of the first prompts, in the order of the prompts.
+    signals = 0  # Number of groups in `scored` with a reward difference.
 
     def extend_scored(wait: bool) -> None:
         nonlocal signals
@@ -97,7 +97,7 @@ def roll_out_until(
         extend_scored(wait=False)
         if missing and signals < enough:
             samples = scoring.sample(missing)
-            # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
+            # Closing `samples` aborts the unfinished requests if there are enough groups or a reward function fails.
             with times.phase("generate"), contextlib.closing(samples):
                 for group in samples:
                     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`SourceFeature`: a way of writing completions (the engine, tools, an agent), chosen by the trainer's arguments."""
+"""`SourceFeature`: how a run generates completions: with vLLM, tools or an agent, as the trainer's arguments choose."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from ..rewards.scoring import Lender
 from ..runtime import registry
 from .stages import RolloutSource
 
-# (advantages [G], group, estimator, weight of each reward function) -> advantages [G], or [sum C] with one per token.
+# Changes a group's advantages: (advantages [G], group, estimator, weight of each reward function) -> advantages of
+# shape [G] (one per completion) or [sum C] (one per completion token).
 AddAdvantages = Callable[[torch.Tensor, Group, AdvantageEstimator, Mapping[str, float]], torch.Tensor]
-# The trainer's arguments that choose a source, and the extension of each.
+# Maps each `GRPOTrainer` argument that changes how completions are generated to the extension that implements it.
 SOURCES = {"tools": "tools", "rollout_func": "custom_rollouts", "environment_factory": "tools", "agent": "agents"}
 
-# Parts of errors for a source that doesn't record a truncated distribution.
+# Parts of error texts for a rollout source that doesn't record the log-probabilities of a truncated distribution.
 TRUNCATED = "top_k (with top_p or min_p) truncates the sampler's distribution, but"
 UNCORRECTED = "remove it, or set vllm_importance_sampling_correction: false."
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """The arguments of a `GRPOTrainer`, and the changes of its subclass."""
+    """The arguments of a `GRPOTrainer`, and which of its methods a subclass overrides."""
 
     model: Any
     reward_funcs: Any
@@ -42,75 +43,74 @@ class TrainerArguments:
     quantization_config: Any
     peft_config: Any
     optimizer: Any
-    sources: Mapping[str, Any]  # by the names in SOURCES
-    samples: bool  # False: groups are read from a record, and no engine is built
-    replaced: frozenset[str]  # stages that a subclass replaces
-    adds_metrics: bool  # whether a subclass or a callback may add metrics to an evaluation
+    sources: Mapping[str, Any]  # Arguments that choose a rollout source. Keys: the names in SOURCES.
+    samples: bool  # False means that recorded groups are read, and no vLLM engine is built.
+    replaced: frozenset[str]  # Names of the trainer's methods that a subclass overrides (`generate`, `score`, ...).
+    adds_metrics: bool  # Whether a subclass or a callback may add metrics to an evaluation.
 
     @property
     def has_images(self) -> bool:
-        """Whether a dataset has a column of images."""
+        """Whether the training dataset or an evaluation dataset has a column of images."""
         evaluations = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         datasets = (each for each in (self.train_dataset, *evaluations) if isinstance(each, Dataset | IterableDataset))
         return any({*IMAGES} & {*columns_of(each)} for each in datasets)
 
 
 class SourceFeature:
-    """A rollout source, and the changes that it needs elsewhere in a run. The base class's source is the engine.
+    """A rollout source (the object that generates completions), and the settings that it changes in a run.
 
-    A subclass has another source. Extensions offer subclasses at the seam ``source``. `of` returns an object for at
-    most one of them, because each refuses the arguments of the others.
-    """
+    The base class generates completions with the vLLM engine. Extensions offer subclasses with other rollout sources at
+    the hook ``source``. `of` returns an object for at most one subclass, because their arguments exclude each other."""
 
-    rewards: Sequence[Any] = ()  # reward functions of its own, with weight 1
-    lender: Lender | None = None  # lends objects to completions until they are scored
-    reserved_tokens = 0  # tokens of a sequence for texts that come during the rollout
-    writes_prompts = False  # whether rows need no prompt
-    columns: Sequence[str] = ()  # further columns that a prompt depends on
-    schemas: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's tools for the chat template
-    may_add_images = False  # whether completions get images that no dataset has
-    adds_columns = False  # whether reward functions get columns that aren't the dataset's
-    adds_metrics = False  # whether `take_counts` of the source may return metrics of any name
-    # Changes the advantages of a group. An extension offers its own at the seam ``add_advantages``, too, for sources of
-    # the user's and for records.
+    rewards: Sequence[Any] = ()  # Reward functions that the rollout source adds, with weight 1.
+    lender: Lender | None = None  # Lends objects, e.g. environments, to completions until the completions are scored.
+    reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
+    writes_prompts = False  # Whether a dataset's rows may lack a prompt.
+    columns: Sequence[str] = ()  # Dataset columns, besides the prompt, that the tokenised prompt depends on.
+    schemas: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Dataset row -> chat template's tools.
+    may_add_images = False  # Whether completions can contain images that aren't in the dataset.
+    adds_columns = False  # Whether reward functions get columns that aren't in the dataset.
+    adds_metrics = False  # Whether the rollout source's `take_counts` may return metrics of any name.
+    # Function that changes the advantages of a group. With a user's rollout source, or with recorded groups, an
+    # extension's function at the hook ``add_advantages`` is used.
     add_advantages: AddAdvantages | None = None
-    notes: Sequence[str] = ()  # lines for the user
-    trl_attributes: Mapping[str, Callable[[], Any]] = {}  # values of TRL's attributes of a trainer
+    notes: Sequence[str] = ()  # Lines to print for the user.
+    trl_attributes: Mapping[str, Callable[[], Any]] = {}  # Name of a TRL trainer attribute -> function for its value.
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Return the feature if the arguments choose it, else None."""
+        """Return an object of this class if the trainer's arguments choose its rollout source, else None."""
         return cls()
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
-        """Raise a ValueError if the policy doesn't fit."""
+        """Raise a ValueError if the rollout source can't generate completions with this policy."""
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return the rows of a run without a dataset."""
-        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+        """Return the dataset to train on if the user passed none. The base class raises a ValueError."""
+        raise ValueError("train_dataset is missing: pass a datasets.Dataset with a column `prompt`.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
-        """Return the source of completions."""
+        """Return the object that generates completions. The base class returns the vLLM engine."""
         return engine
 
     def digests(self) -> dict[str, str]:
-        """Return digests of the user's code, for the settings of a record."""
+        """Return a digest of each piece of user code. The digests are recorded with the rollouts to detect changes."""
         return {}
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:
-        """Call ``record`` with the name, the start and the end of each call of the user's code."""
+        """Make each call of user code report its duration: ``record(name, start, end)``."""
 
     def close(self) -> None:
-        """End processes and threads."""
+        """End the processes and threads that the rollout source started."""
 
 
 def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFeature:
-    """Return the `SourceFeature` that the trainer's arguments choose; by default the base class."""
+    """Return the `SourceFeature` that the trainer's arguments choose, by default the one that samples with vLLM."""
     for name, extension in SOURCES.items():
         if arguments.sources[name]:
             registry.require(extension, name)
     chosen = [feature for kind in registry.hooks("source") if (feature := kind.of(arguments, config))]
     feature = chosen[0] if chosen else SourceFeature()
-    if not arguments.samples:  # a source of the user's may have written the record
+    if not arguments.samples:  # the recorded groups may come from a user's rollout source
         feature.add_advantages = next(iter(registry.hooks("add_advantages")), None)
     return feature

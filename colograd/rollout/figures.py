@@ -1,6 +1,6 @@
-"""Files in a round's folder with a line of JSON per optimizer step; among them the steps' figures, exact to the bit.
+"""Write and read JSON lines files with a line per optimizer step, e.g. its exact loss and gradient norm.
 
-The figures are loss and gradient's norm. A killed run may have torn the last line of a file.
+A file lies in the folder of recorded rollouts that the steps train. A killed run may leave an incomplete last line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "steps.jsonl"
-LARGEST = 2**24  # maximum bytes read of the file
+LARGEST = 2**24  # maximum number of bytes that are read of `steps.jsonl`
 
 
 def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
@@ -19,7 +19,7 @@ def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """Return step -> the figures of the first time that the step was trained."""
+    """Read `steps.jsonl`: optimizer step -> loss and gradient norm. If a step has several lines, the first counts."""
     figures_of = dict[int, dict[str, float]]()
     for step, entry in steps_in(folder / FILE, LARGEST):
         try:
@@ -30,15 +30,15 @@ def read_figures(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def add_step(path: Path, step: int, entry: Mapping[str, Any]) -> None:
-    """Append a step's line to a file. Create the file if it doesn't exist."""
+    """Append the line of an optimizer step to a JSON lines file. Create the file if it doesn't exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        # A newline first: a torn line of a killed run must not spoil this one.
+        # Write the newline before the line, so that an incomplete line of a killed run doesn't damage the new line.
         file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, **entry}))
 
 
 def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the step and entry of each line in the file's first ``largest`` bytes. Skip torn lines."""
+    """Yield (step, values) for each JSON line in the file's first ``largest`` bytes. Skip incomplete lines."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,6 +1,6 @@
-"""A group as the bytes of a record, and back.
+"""Serialize a scored group to bytes for the rollout log, and read the group back.
 
-The record holds a table of the completions, then a table for each kind of riders (`batch.Rider`).
+The bytes are an Arrow table of the completions, then a table per kind of riders (per-token data of extensions).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..riders import Rider, riding
 from ..runtime.registry import hooks
 from .group_table import TABLE, comes
 
-# Errors that reading untrusted bytes may raise.
+# Exceptions that reading damaged or untrusted bytes may raise.
 NONSENSE = (
     AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
     TypeError, ValueError,
@@ -30,22 +30,22 @@ NONSENSE = (
 
 
 class JournalError(ValueError):
-    """The records don't fit this run."""
+    """The recorded groups in the rollout log don't fit this run."""
 
-    says_all = True  # see `process.tell_briefly`
+    says_all = True  # An uncaught error with this attribute is printed as one line, without a traceback.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardedGroup:
-    """A scored group before it gets advantages."""
+    """A group with its rewards, before advantages are computed."""
 
     group: Group
-    rewards: torch.Tensor  # [G, R] float32
+    rewards: torch.Tensor  # rewards of the group, float32 [completions, reward functions]
     logged: Logged
 
 
 def digest_of_example(example: Mapping[str, Any]) -> str:
-    """Return a digest of a dataset's row. A value without a JSON type counts as its type, an image with its pixels."""
+    """Return a digest of a dataset row: JSON values, images' pixels, and the type names of values of other types."""
     text = json.dumps(dict(example), sort_keys=True, default=_named)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -58,14 +58,14 @@ def _named(value: Any) -> str:
 
 
 def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
-    """Write a group as the bytes of a record.
+    """Serialize a scored group to the bytes that the rollout log stores. `group_of` reads the bytes.
 
     Args:
-        example: digest of the dataset's row from before the user's code saw it; empty: compute it now.
+        example: digest of the dataset row, taken before user code could change the row. Empty means: compute it now.
     """
     example = example or digest_of_example(recorded.group.example)
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
-    # The first row's entries for the whole group: logged values, branches of trees, and riders as JSON.
+    # Values of the whole group, stored in the first row: logged values, branches of tree rollouts, riders as JSON.
     of_group: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
     if any(rollout.branches for rollout in rollouts):
         of_group["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
@@ -96,12 +96,12 @@ def _recorded_kinds(rollouts: Sequence[Rollout]) -> list[type[Rider]]:
 
 
 def riders_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """Return the tables of the rollouts' riders, each with its class's mark."""
+    """Serialize the rollouts' riders (per-token data of extensions): a table per class, behind the bytes `MARK`."""
     return b"".join(kind.table(rollouts) for kind in _recorded_kinds(rollouts) if kind.MARK)
 
 
 def with_riders(reader: Any, rollouts: Sequence[Rollout], encoder: Any = None) -> Sequence[Rollout]:
-    """Return the rollouts with the riders of the tables that come next."""
+    """Read the rider tables (per-token data of extensions) from ``reader``. Return the rollouts with these riders."""
     while reader.tell() < reader.size():
         kind = next((kind for kind in hooks("riders") if kind.MARK and comes(reader, kind.MARK)), None)
         assert kind is not None, "unknown content"
@@ -110,7 +110,7 @@ def with_riders(reader: Any, rollouts: Sequence[Rollout], encoder: Any = None) -
 
 
 def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGroup:
-    """Read a group from the bytes that `group_bytes` wrote."""
+    """Read a scored group from the bytes that `group_bytes` returned. Raise JournalError if the bytes are damaged."""
     where = f"the journal's group at position {prompt.position}"
     try:
         reader = pa.BufferReader(content)
@@ -137,8 +137,8 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
         raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
     if example != digest_of_example(prompt.example):
         raise JournalError(
-            f"{where} is of another prompt: the dataset or its order has changed. Put it back, or move the journal "
-            "away to sample anew."
+            f"{where} is of another prompt, because the dataset or its order has changed. Restore the dataset, or move "
+            "the journal (the folder of recorded groups) away to sample anew."
         )
     return RewardedGroup(Group(prompt.example, tuple(rollouts), prompt.position), rewards, Logged(columns, metrics))
 
@@ -170,13 +170,13 @@ def _rollout(batch: pa.RecordBatch, row: int, first: ModelInput, prompt: Prompt)
 
 
 def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
-    """Return rows of numbers as one column, without a Python object per number."""
+    """Convert arrays of numbers to one Arrow list column, without a Python object per number."""
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
 
 
 def _json(value: Any) -> str:
-    """Return a value as JSON. Values of other types become their text, a picture its type and size."""
+    """Convert a value to JSON text. A value that JSON can't hold becomes ``str(value)``, an image its type and size."""
     with contextlib.suppress(TypeError, ValueError):
         return json.dumps(value)
 

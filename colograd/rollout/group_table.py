@@ -1,7 +1,7 @@
-"""A group's record as the report reads it: without torch, and with the training's notes on the group.
+"""Read recorded groups for the HTML report, without importing torch.
 
-Notes are JSON, one record for a few groups of a step. They hold values that the groups' records lack: the trainer's
-log-probabilities, the advantages, and the texts of the tokens.
+Some groups have notes: a JSON record per step with values that training added for the report. Notes hold the trainer's
+log-probabilities, the advantages and the tokens' texts.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import pyarrow.compute as pc
 
 from .record_file import Record, RecordFile, read_records
 
-NOTES = -2  # position of the notes of step 0: the notes of step s are at NOTES - s
-SHOWN = ".shown"  # suffix of a file that has only the groups with notes
-LARGEST = 2**28  # maximum bytes of a shown group; a larger group with experts is shown once `reduced` has dropped them
+NOTES = -2  # The record with the report's notes on optimizer step s has position NOTES - s.
+SHOWN = ".shown"  # Suffix of a file that holds only the groups that the report shows.
+LARGEST = 2**28  # Maximum bytes of a recorded group that the report reads. `reduced` makes a group's record smaller.
 
 TABLE = pa.schema(
     [
-        ("input", pa.list_(pa.int32())),  # null: same as the first row
+        ("input", pa.list_(pa.int32())),  # Prompt ids of a completion. Null means: as in the table's first row.
         ("completion", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
-        ("sampled", pa.list_(pa.bool_())),  # null: all tokens are sampled
+        ("sampled", pa.list_(pa.bool_())),  # For each completion token, whether the model sampled it. Null means: all.
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
-        ("messages", pa.string()),  # JSON
-        ("columns", pa.string()),  # JSON
+        ("messages", pa.string()),  # Chat messages of a completion, as JSON.
+        ("columns", pa.string()),  # Arguments of reward functions for a completion, as JSON.
         ("rewards", pa.list_(pa.float32())),
-        ("example", pa.string()),  # digest of the dataset's row
-        ("logged", pa.string()),  # JSON of the whole group, in the first row
+        ("example", pa.string()),  # Digest of the prompt's dataset row.
+        ("logged", pa.string()),  # Values of the whole group as JSON, in the first row. Other rows have "".
     ]
 )
 
@@ -43,7 +43,7 @@ def steps_of(positions: list[int]) -> set[int]:
 
 
 def reduced(group: bytes, tokens: int) -> bytes:
-    """Return a group's record with the first ``tokens`` of each completion, without prompts, experts and pictures."""
+    """Shorten a recorded group: keep the first ``tokens`` of each completion, drop prompts, router data and images."""
     batch = _first_tokens(group, tokens)
     columns = [pa.nulls(batch.num_rows, field.type) if field.name == "input" else batch[field.name] for field in TABLE]
     return bytes(pa.record_batch(columns, schema=TABLE).serialize().to_pybytes())
@@ -62,7 +62,7 @@ def _first_tokens(group: bytes, tokens: int) -> pa.RecordBatch:
 
 
 def keep_shown(path: Path) -> None:
-    """Copy the groups with notes, and the notes, from a rank's file to a `.shown` file. Without notes write nothing."""
+    """Copy the groups that the report shows from a record file to a `.shown` file. If there are none, write nothing."""
     notes = list(read_records(path, lambda position: position <= NOTES))
     if not notes:
         return
@@ -77,7 +77,7 @@ def keep_shown(path: Path) -> None:
 
 
 def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the completions of a step that a file has notes on, token by token; see `entries`."""
+    """Yield a dict for each completion of an optimizer step that the report shows, read from a record file."""
     all_notes = [json.loads(record.content) for record in read_records(file, lambda at: at == NOTES - step, LARGEST)]
     wanted = {group["position"] for notes in all_notes for group in notes["groups"]}
     groups = {record.position: record.content for record in read_records(file, wanted.__contains__, LARGEST)}
@@ -86,7 +86,8 @@ def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
 
 
 def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the completions of groups with notes, token by token."""
+    """Yield a dict for each completion in ``notes``: tokens as texts, log-probabilities, rewards, advantages. Groups
+    that ``groups`` (position -> recorded group) lacks are skipped."""
     for noted in notes["groups"]:
         if noted["position"] not in groups:
             continue
@@ -112,11 +113,12 @@ def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[d
             }
 
 
-# -- optional tables after a group's own table. Each begins with a mark that differs from any Arrow message
+# Optional tables follow a group's table of completions. Each optional table begins with marker bytes, which differ from
+# the first bytes of any Arrow message.
 
 
 def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
-    """Return the mark, followed by the rows as an Arrow message. Without rows return no bytes."""
+    """Serialize rows to the marker bytes ``mark`` and an Arrow message. Return b"" if there are no rows."""
     if not rows:
         return b""
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]
@@ -124,7 +126,7 @@ def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> byte
 
 
 def comes(reader: Any, mark: bytes) -> bool:
-    """Return whether the table with the mark comes next."""
+    """Return whether the next bytes of ``reader`` are ``mark``, without moving the reader."""
     at = reader.tell()
     is_next = reader.read(len(mark)) == mark
     reader.seek(at)
@@ -132,7 +134,7 @@ def comes(reader: Any, mark: bytes) -> bool:
 
 
 def read_table(reader: Any, mark: bytes, schema: Any) -> Any:
-    """Read and validate the table that comes next."""
+    """Read and validate an Arrow table behind the marker bytes ``mark``, at the reader's position."""
     reader.read(len(mark))
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
     batch.validate(full=True)

@@ -2,8 +2,8 @@
 
     magic | record | record | ...        a record: position, length, unpacked length, CRC-32 of all fields | bytes
 
-A killed process leaves a torn last record, which is dropped. In a damaged file, the records before the damage are read.
-Records are compressed with zstd.
+If a process is killed, the last record may be incomplete. Readers drop an incomplete record. In a damaged file, the
+records before the damage are readable. Records are compressed with zstd.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
-HEAD = struct.Struct("<qIII")  # position, packed bytes, unpacked bytes, CRC-32 of these and of the packed record
-LARGEST = 2**31 - 1  # maximum bytes of a record when unpacked
-GROWTH = 4096  # maximum ratio of unpacked to packed bytes: content that zstd packs tighter isn't packed
+HEAD = struct.Struct("<qIII")  # A record's position, compressed size, uncompressed size, and CRC-32.
+LARGEST = 2**31 - 1  # Maximum bytes of an uncompressed record.
+GROWTH = 4096  # Maximum compression ratio. Content that zstd would compress further is stored uncompressed.
 
 
 class Record(NamedTuple):
@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
 
 class RecordFile:
-    """Appends records to a file behind its last whole record. Only one process at a time may write a file."""
+    """Appends records to a file, after dropping an incomplete record at its end. A file may have only one writer."""
 
     def __init__(self, path: Path) -> None:
         self.path, whole = path, len(MAGIC)
@@ -46,12 +46,12 @@ class RecordFile:
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> int:
-        """Write a record, so that it survives this process. Return the number of bytes written."""
+        """Write a record, so that it survives a crash of this process. Return the number of bytes written."""
         if len(record.content) > LARGEST:
-            raise ValueError(f"A record has {len(record.content):,} bytes, but may have at most {LARGEST:,}.")
+            raise ValueError(f"A recorded group is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
         if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
-            packed = record.content  # equal lengths tell the reader that the record isn't packed
+            packed = record.content  # readers detect an uncompressed record by its equal lengths
         start = self._file.tell()
         try:
             self._file.write(_head(record.position, packed, len(record.content)) + packed)
@@ -64,7 +64,7 @@ class RecordFile:
         return HEAD.size + len(packed)
 
     def flush(self) -> None:
-        """Write the records to the disk, so that they survive a failure of the machine."""
+        """Flush the written records to the disk, so that they survive a failure of the machine."""
         os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield the whole records of a file, up to the first torn or damaged one. A damaged length can't exhaust memory:
-    the file's size bounds the bytes of a record."""
+    """Yield a file's records up to the first incomplete or damaged record. Skip a record if ``wanted(position)`` is
+    false, or if the record has more than ``largest`` uncompressed bytes."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in _heads(file):
@@ -88,13 +88,13 @@ def read_records(
                 content = packed
                 if size != len(packed):
                     content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
-            except (pa.ArrowException, OSError, ValueError):  # not written by a `RecordFile`
+            except (pa.ArrowException, OSError, ValueError):  # content that no `RecordFile` has written
                 return
             yield Record(position, content)
 
 
 def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
-    """Return the positions of the records from byte ``start`` on, and the byte after the last. Checks no contents."""
+    """Return the positions of the records from byte ``start`` on, and the last record's end. Checks no checksums."""
     found, end = [], start
     for position, length, _, _ in _heads(file, start):
         found.append(position)
@@ -103,7 +103,7 @@ def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Return the bytes of a file up to the end of its last whole record, or 0 if it isn't a record file."""
+    """Return the file's bytes up to the end of its last undamaged record, or 0 if it isn't a record file."""
     found = 0
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
@@ -116,7 +116,8 @@ def whole_bytes(path: Path) -> int:
 
 
 def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yield (position, packed bytes, unpacked bytes, raw head) of each record, with the file at the packed bytes."""
+    """Yield (position, compressed bytes, uncompressed bytes, raw header) of each record, with the file positioned at
+    the record's content. A damaged length can't exhaust memory, because the file's size and GROWTH bound lengths."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:

@@ -1,6 +1,7 @@
-"""Rounds: prompts -> scored groups. A group is scored as soon as it is whole, while the engine decodes others.
+"""Sample and score the prompts of a round (all prompts sampled with one set of weights).
 
-A run has one round object, chosen at start by `dynamic.round_of`: `PlainRound`, `DynamicRound`, or an extension's.
+A group is scored as soon as its last completion ends, while vLLM decodes other groups. `dynamic.round_of` chooses the
+run's round object at start: `PlainRound`, `DynamicRound`, or an extension's class.
 """
 
 from __future__ import annotations
@@ -18,65 +19,66 @@ from ..data import extra_prompts
 from ..reporting.metrics import PhaseTimes
 from .stages import Stages
 
-Steps = Sequence[Sequence[Prompt]]  # a round's prompts, a list per optimizer step
-MorePrompts = Callable[[int, int], list[Prompt]]  # (number drawn so far, number wanted) -> further prompts
-Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # a round's groups -> metrics, summed over ranks
+Steps = Sequence[Sequence[Prompt]]  # One list of prompts per optimizer step.
+MorePrompts = Callable[[int, int], list[Prompt]]  # Draws extra prompts: (number drawn so far, number wanted).
+Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # Counts metrics of this rank's sampled steps.
 
 
 class PlainRound:
-    """A round that ends with its last completion and trains all groups. Extensions derive others.
+    """Samples and scores the prompts of several optimizer steps, waits for all completions, and trains all groups.
 
-    An extension offers its round at the seam ``round``: a function (trainer) -> round, or None if it isn't in use.
-    """
+    Extensions derive classes that sample otherwise. An extension's hook ``round`` is a function that takes the trainer
+    and returns such an object, or None if the extension isn't in use."""
 
-    longest_first = True  # whether the engine gets the prompts with the longest completions first
+    longest_first = True  # whether vLLM gets the prompts with the longest expected completions first
 
     def __init__(self, times: PhaseTimes, one_call: bool = False) -> None:
         self.times, self.one_call = times, one_call
-        self.tallies: list[Tally] = []  # add metrics after each round
-        # A context around a round's sampling, entered on all ranks; the first rank of an engine draws inside.
+        self.tallies: list[Tally] = []  # Functions that add metrics after each round of sampling.
+        # Context manager around the sampling of a round. All ranks enter the context, but only the first rank of each
+        # vLLM engine samples inside.
         self.around: Callable[[Steps], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """Sample and score a round on the first rank of an engine, in one queue."""
+        """Sample and score the prompts of all steps as one queue. Called on the first rank of each vLLM engine only."""
         sampled = roll_out([prompt for step in steps for prompt in step], stages, self.times, self.one_call)
         by_position = {scored.group.position: scored for scored in sampled}
         of_steps = [tuple(by_position[prompt.position] for prompt in step) for step in steps]
         return [SampledStep(groups, groups) for groups in of_steps]
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all state that was carried over from earlier sampling. Here: nothing."""
 
     def save(self, checkpoint: str) -> None:
-        """Write the state that the next round continues into a checkpoint, on the first rank of an engine."""
+        """Write state that the next sampling needs, e.g. unfinished completions, to a checkpoint. Here: nothing."""
 
     def load(self, checkpoint: str | Path) -> None:
-        """Read what `save` wrote. A collective."""
+        """Read the state that `save` wrote to a checkpoint folder. A collective call: all ranks take part."""
 
 
 def more_prompts_of(trainer: Any) -> MorePrompts:
-    """Return a function that draws further prompts in the present round."""
+    """Return a function that draws extra prompts from the training dataset: (number drawn so far, number wanted)."""
     return lambda drawn, count: extra_prompts(
         trainer.train_prompts, trainer.args, trainer.state.global_step, drawn, count
     )
 
 
 def roll_out(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool = False) -> list[ScoredGroup]:
-    """Sample and score groups. Return them in the order of the prompts, which have ascending positions.
+    """Sample and score one group per prompt, and return the groups in the order of the prompts.
 
-    Scoring a group begins when its source yields it, while the source continues with the others. Reward functions in
-    this process run between two engine steps. Their time, and the wait for the others, counts as ``reward``.
+    A group's scoring begins when the group is complete, while vLLM generates other groups. Reward functions in this
+    process run between two engine steps. The phase ``reward`` has their time and the wait for pending rewards.
 
     Args:
-        one_call: score all groups in one call, after the last one. The journal then has all groups, or none.
+        one_call: score all groups in one call, after the last group is complete. The rollout log then has all or none.
     """
     scoring = stages.scoring(stages, prompts)
-    waiting = list[Group]()  # groups to score in one call
+    waiting = list[Group]()  # groups that will be scored in one call
     try:
         missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
         if missing:
             groups = scoring.sample(prompts if one_call else missing)
-            # Closing aborts the requests in flight when a reward function fails.
+            # Closing `groups` aborts the unfinished requests if a reward function fails.
             with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
                     if one_call:
@@ -94,10 +96,10 @@ def roll_out(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_c
 
 
 def unscored(steps: Sequence[SampledStep]) -> str:
-    """Return a warning of the first completion that every reward function abstained from, or ""."""
+    """Return a warning about the first completion that no reward function scored (all NaN), or "" if there is none."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()
-        if len(nobody) and scored.rewards.shape[1]:  # else there are no reward functions
+        if len(nobody) and scored.rewards.shape[1]:  # false if the run has no reward functions
             row = {name: value for name, value in scored.group.example.items() if name != "prompt"}
             return (
                 f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "

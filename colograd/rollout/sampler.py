@@ -1,4 +1,4 @@
-"""`Sampler`: prompts in, scored groups out, for training and for evaluation."""
+"""`Sampler`: generate completions for prompts and score them, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .texts import has_parser, with_messages, with_prompt_text
 
 
 class Purpose(enum.StrEnum):
-    """The purpose of sampling. It is part of each request's seed."""
+    """Whether completions are sampled for training or for evaluation. Each request's seed depends on the purpose."""
 
     TRAINING = "train"
     EVALUATION = "eval"
@@ -40,20 +40,19 @@ class Purpose(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledRound:
-    """This rank's scored groups of each optimizer step of a round, with their statistics."""
+    """This rank's scored groups and their statistics, for each optimizer step that one phase of sampling serves."""
 
     steps: tuple[SampledStep, ...]
-    statistics: tuple[RolloutStatistics, ...]  # one per step
+    statistics: tuple[RolloutStatistics, ...]  # statistics of the groups, one entry per optimizer step
 
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples groups, scores each when its last completion ends, and computes advantages.
+    """Samples groups of completions, scores a group when its last completion ends, and computes advantages.
 
-    All ranks of an engine call it. The first rank gets the groups.
-    """
+    All ranks of a vLLM engine must call `collect` together. Only the engine's first rank gets the groups."""
 
-    hooks: Any  # the `GRPOTrainer`: its state, and its stages, which a subclass may replace
+    hooks: Any  # the `GRPOTrainer`: its state, and its methods that a subclass may override (`generate`, `score`, ...)
     config: GRPOConfig
     engine: Engine
     source: RolloutSource
@@ -64,17 +63,15 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.purpose = Purpose.TRAINING
-        self.round = PlainRound(self.events.times)  # the trainer sets the run's own
+        self.round = PlainRound(self.events.times)  # default, which the trainer replaces by `round_of(trainer)`
         self._scales_steps = self.estimator.step_scores is not None
         offers = (offer(self) for offer in registry.hooks("stages"))
         self._changes: list[Callable[[Stages], Stages]] = [change for change in offers if change is not None]
-        if self.engine is not None:  # else a replay, which has its own
+        if self.engine is not None:  # a replay of recorded groups has no engine
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
-    # -- a round, and an evaluation
-
     def collect(self, prompts: Steps) -> SampledRound:
-        """Sample and score a round of this rank's prompts, a list per optimizer step."""
+        """Sample and score this rank's prompts, one list per optimizer step. A collective call: all ranks take part."""
         self.hooks.begin_records()
         times, began = self.events.times, time.perf_counter()
         waited = times.seconds["wait"]
@@ -110,11 +107,11 @@ class Sampler:
                     part.counts[name] += number / len(among)  # type: ignore[assignment]
             self.events.recorder.note(steps, statistics, combine)
         if any(math.isnan(total) for part in statistics for total in part.totals):
-            self.events.warn_once("unscored", unscored(steps))  # of rank 0's completions; the metric counts all ranks'
+            self.events.warn_once("unscored", unscored(steps))  # about rank 0's completions only
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
-        """Sample and score the prompts of the evaluation ``name``. Advantages are zero."""
+        """Sample and score this rank's prompts of the evaluation ``name``. The groups get advantages of zero."""
         self.hooks.begin_records(name)
         times, together = self.events.times, self.config.reward_call == "all"
         self.purpose = Purpose.EVALUATION
@@ -125,23 +122,21 @@ class Sampler:
             self.purpose = Purpose.TRAINING
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums that rewards, tools, the engine and the source counted since the last call."""
+        """Return the counts of reward functions, vLLM and rollout source since the last call, as metric -> number."""
         parts: Any = self.scorer, self.engine, None if self.source is self.engine else self.source
         return {name: n for part in parts if hasattr(part, "take_counts") for name, n in part.take_counts().items()}
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the engine has the device's memory."""
+        """Return a context manager that gives GPU memory to vLLM, and gives it back to training at the end."""
         return self.device_turns.sampling(self.hooks.optimizer)
 
-    # -- the stages
-
     def stages(self) -> Stages:
-        """Return the stages of a round or an evaluation. The trainer may have replaced some. An extension changes them
-        at the seam ``stages``: a function from the sampler to a function (stages) -> stages, or None if the extension
-        isn't in use."""
+        """Return the functions that generate and score groups, including overrides in a trainer's subclass. An
+        extension's hook ``stages`` takes the sampler and returns a function that changes `Stages`, or None if the
+        extension isn't in use."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
-        if self.purpose is Purpose.EVALUATION:  # its loss computes advantages later
+        if self.purpose is Purpose.EVALUATION:  # an evaluation computes advantages later, and only for the loss
             compute_advantages = _no_advantages
         stages = Stages(
             generate=hooks.generate if "generate" in replaced else self.generate,
@@ -156,7 +151,7 @@ class Sampler:
         return stages
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Sample each prompt's group for the current purpose. Yield groups as they finish."""
+        """Generate one group per prompt with the sampling of training or evaluation. Yield each group when it ends."""
         config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
         sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
         bar = self.events.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
@@ -173,7 +168,7 @@ class Sampler:
                 yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
-        """Start to score groups in one call of the reward functions, while the engine continues to decode."""
+        """Start to score groups with one call of each reward function, without waiting for the rewards."""
         read, tokenizer = groups, self.hooks.policy.tokenizer
         if has_parser(tokenizer):
             read = [with_messages(group, tokenizer) for group in read]
@@ -191,7 +186,7 @@ class Sampler:
         return Ready(rewards)
 
     def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
-        """Return an evaluation's groups with advantages, as one step. A collective."""
+        """Compute the advantages of an evaluation's groups, and return the groups as one step. A collective call."""
         with on_all_ranks("the advantages"):
             advantages = [self._checked_advantages(one.group, one.rewards.clone()) for one in groups]
         judged = [dataclasses.replace(one, advantages=own) for one, own in zip(groups, advantages, strict=True)]

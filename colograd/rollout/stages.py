@@ -1,4 +1,4 @@
-"""The stages between prompts and scored groups."""
+"""The functions between prompts and scored groups (`Stages`): generate, score, compute advantages, record."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from .store import RewardedGroup, RolloutStore
 
 
 class RolloutSource(Protocol):
-    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's."""
+    """A rollout source generates completions for prompts. The vLLM engine is a rollout source; users may write one."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield each prompt's `Group` (usually ``sampling.n`` rollouts) when its last rollout ends, in any order.
+        """Yield one `Group` per prompt (usually of ``sampling.n`` rollouts) when its last rollout ends, in any order.
 
-        Closing the generator early aborts the other prompts.
+        Closing the generator early aborts the unfinished prompts.
 
         Args:
-            version: the optimizer step of the weights, recorded in each rollout.
-            seed: the run's seed. Together with ``purpose`` and a prompt's position it seeds the prompt's requests.
+            version: optimizer step of the weights that generate. Every `Rollout` records it as `policy_version`.
+            seed: the run's seed. The seed of a prompt's requests depends on it, on ``purpose`` and on the position.
             purpose: `train` or `eval`.
         """
 
 
 class PendingRewards(Protocol):
-    """Rewards that are being computed: `rewards.Scoring`, or `rewards.Ready`."""
+    """Rewards that are still being computed, like a `concurrent.futures.Future`."""
 
     def done(self) -> bool:
-        """Return whether `result` returns at once."""
+        """Return whether the rewards are ready, so that `result` returns without waiting."""
 
     def cancel(self) -> object:
-        """Cancel the computation, as the result isn't needed any more."""
+        """Cancel the computation of the rewards."""
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained."""
+        """Wait for the rewards. Return float32 [completions, reward functions], NaN where a function abstained."""
 
 
-BeginScore = Callable[[Sequence[Group]], PendingRewards]  # begins to score several groups in one call
+BeginScore = Callable[[Sequence[Group]], PendingRewards]  # function that starts to score several groups in one call
 
 
 @dataclass(eq=False)
 class InScoring:
-    """The rewards of a round's groups: recorded rewards, and pending ones."""
+    """The groups of some prompts while they are scored: groups read from the rollout log, and groups in scoring."""
 
     stages: Stages
-    prompts: Sequence[Prompt]  # the round's; their recorded groups are read
+    prompts: Sequence[Prompt]  # all prompts of this phase of sampling
 
     def __post_init__(self) -> None:
         journal = self.stages.journal
-        # By position, until they get advantages.
+        # Groups that have rewards but no advantages yet, by position.
         self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
-        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
+        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Yield groups to score: first recorded ones that are scored again, then generated ones, in any order."""
+        """Yield groups to score, in any order: first recorded groups that are scored again, then generated groups."""
         journal = self.stages.journal
         recorded = journal.recall_samples(prompts) if journal is not None else []
         yield from recorded
@@ -75,13 +75,14 @@ class InScoring:
                 yield from groups
 
     def score_together(self, groups: Sequence[Group]) -> None:
-        """Score groups in one call, and wait for the rewards."""
+        """Score several groups in one call, wait for the rewards, and write the groups to the rollout log."""
         rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
         self._pending |= {group.position: (group, Ready(own)) for group, own in zip(groups, rewards, strict=True)}
         self.take()
 
     def take(self, group: Group | None = None, position: int | None = None) -> None:
-        """Begin to score a group, if there is one. Write the groups that have their rewards into the journal."""
+        """Start to score ``group``, if it isn't None. Then record all groups with ready rewards in the rollout log. If
+        ``position`` is set, wait for the rewards of the group at this position."""
         stages = self.stages
         if group is not None:
             self._pending[group.position] = (group, stages.begin_score([group]))
@@ -98,30 +99,30 @@ class InScoring:
                     stages.journal.add(self.rewarded[at])
 
     def scored(self, position: int) -> ScoredGroup:
-        """Wait for the rewards of the group at a position. Return the group with its advantages."""
+        """Wait for the rewards of the group at a position. Return the group with rewards and advantages."""
         if position not in self.rewarded:
             self.take(position=position)
         recorded = self.rewarded.pop(position)
-        # A copy of the rewards, as a subclass may change them.
+        # Pass a copy of the rewards, because a trainer's subclass may change the tensor in place.
         advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
         return ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged)
 
     def cancel(self) -> None:
-        """Cancel the pending rewards."""
+        """Cancel all reward computations that haven't finished."""
         for _, pending in self._pending.values():
             pending.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The functions that lead from prompts to scored groups, in training or in an evaluation."""
+    """The functions that generate, score and record groups, in training or in an evaluation."""
 
-    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
+    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # function that yields one group per prompt, in any order
     begin_score: BeginScore
-    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # takes a group and its rewards [G, R]
-    # Position of a group with rewards -> the values that reward functions logged for it.
+    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # (group, rewards [G, R]) -> advantages.
+    # Function from a scored group's position to the values that reward functions logged for the group.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
-    take_turns: Callable[[Group], Group] | None = None  # adds rewards of single answers to a group
+    take_turns: Callable[[Group], Group] | None = None  # Function that adds rewards of single turns to a group.
     journal: RolloutStore | None = None
-    checks: bool = True  # whether ``generate`` is the user's, so that its groups are checked
-    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # an extension may derive its own
+    checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
+    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.

@@ -1,4 +1,4 @@
-"""Statistics of the groups of a step or an evaluation, counted on each rank and joined: TRL's completion metrics."""
+"""Compute TRL's completion metrics of a step or an evaluation: count on each rank, then join all ranks' counts."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from ..policy.packing import loss_tokens
 ADDED = (
     "lengths", "ended", "rewards", "totals", "flat_groups", "prompt_tokens", "loss_tokens", "distinct", "notes",
 )  # fmt: skip
-DIVIDED = ("tools/", "agent/", "carry_over/ages")  # beginnings of the names of counts that belong to no step
+DIVIDED = ("tools/", "agent/", "carry_over/ages")  # counts with these prefixes are divided among a round's steps
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
 class RolloutStatistics:
-    """Counts and lists of one rank's groups: small, and exact when joined over ranks."""
+    """Counts and per-completion values of one rank's groups. `join` adds the statistics of all ranks exactly."""
 
-    lengths: list[int] = field(default_factory=list)  # sampled tokens per completion
-    ended: list[bool] = field(default_factory=list)  # per completion; False: truncated
-    rewards: list[list[float]] = field(default_factory=list)  # [completion][function]
-    totals: list[float] = field(default_factory=list)  # weighted sum per completion; NaN: all functions abstained
-    flat_groups: list[bool] = field(default_factory=list)  # per group, whether it has no reward difference
+    lengths: list[int] = field(default_factory=list)  # Number of sampled tokens of each completion.
+    ended: list[bool] = field(default_factory=list)  # Per completion: True if it ended by itself, False if truncated.
+    rewards: list[list[float]] = field(default_factory=list)  # Rewards, indexed [completion][reward function].
+    totals: list[float] = field(default_factory=list)  # Weighted sum of each completion's rewards. NaN: no rewards.
+    flat_groups: list[bool] = field(default_factory=list)  # Per group: whether all its completions have equal rewards.
     prompt_tokens: int = 0
     loss_tokens: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # further metrics, summed over ranks
-    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # metric -> sum and number of logged values
-    maxima: dict[str, float] = field(default_factory=dict)  # further metrics, the largest of all ranks
-    distinct: int = 0  # number of completions that repeat no earlier completion of their group
-    notes: list[Any] = field(default_factory=list)  # each rank's notes for the report
+    counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks, by name.
+    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # User's metric -> (sum, number of values).
+    maxima: dict[str, float] = field(default_factory=dict)  # Metrics to take the maximum of over ranks, by name.
+    distinct: int = 0  # Number of different completions, counted within each group.
+    notes: list[Any] = field(default_factory=list)  # Data of each rank for the HTML report.
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
-        """Count some groups. ``combine`` makes one reward of several: [G, R] -> [G], NaN where all abstained."""
+        """Count a rank's scored groups. ``combine`` sums reward functions: [G, R] -> [G], NaN where all are NaN."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # a copy, as a subclass may change it in place
+            totals = combine(group.rewards.clone())  # copied, because a user's `combine` may change the rewards
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)
@@ -66,7 +66,7 @@ class RolloutStatistics:
 
     @classmethod
     def join(cls, parts: Iterable[RolloutStatistics]) -> RolloutStatistics:
-        """Return the statistics of all ranks together."""
+        """Join the statistics of all ranks into one object: sums, lists and maxima over the ranks."""
         whole = cls()
         for part in parts:
             for name in ADDED:
@@ -79,7 +79,7 @@ class RolloutStatistics:
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """Return TRL's metrics of a batch of completions, and the means of metrics that reward functions log."""
+        """Return TRL's completion and reward metrics, and the mean of each metric that reward functions log."""
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.ended, dtype=torch.bool)
         result = {name: total / number for name, (total, number) in self.logged.items()}
@@ -101,7 +101,7 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # both are sums over ranks
+        if seconds:  # sums over ranks
             result["rollout/idle_share"] = idle / seconds
         if "tools/calls" in self.counts:
             calls = self.counts["tools/calls"]

@@ -1,17 +1,17 @@
-"""`RolloutStore`: every scored group of a round, on the disk before it is trained on.
+"""`RolloutStore`: the rollout log ("journal"), with every scored group on the disk before the group is trained on.
 
-A killed run continues from its last checkpoint. The rounds after the checkpoint are in the store, so that nothing is
-sampled and no reward is called again. Each rank appends to one file per round or evaluation:
+A killed run resumes from its last checkpoint and reads the groups sampled after the checkpoint from the rollout log.
+These groups are neither sampled nor scored again. A round is all groups sampled with one set of weights. Each rank
+appends to one file per round or evaluation:
 
-    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the report
-    RUN/_journal/step-00000012/rank-00000.shown       after pruning, or with `journal: off`: groups with notes
-    RUN/_journal/step-00000012/rank-00000.unscored    with `rescore`: groups that are scored again
-    RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the round's steps (`figures`)
+    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the HTML report
+    RUN/_journal/step-00000012/rank-00000.shown       only groups that the report shows (old rounds, or `journal: off`)
+    RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups that are scored again
+    RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps (`figures`)
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
-Extensions have further files in a round's folder (`RolloutStore.note_beside`, `open_beside`).
-
-Resume and replay read `.records` (`recall`). The report reads `.records` and `.shown` (`group_table`).
+Extensions write other files to a round's folder (`note_beside`, `open_beside`). Resume and replay read `.records`
+(`recall`). The report reads `.records` and `.shown` (`group_table`).
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_exam
 from .group_table import NOTES, SHOWN, keep_shown, reduced
 from .record_file import Record, RecordFile, read_records
 
-FOLDER = "_journal"  # transformers doesn't push names like this to the Hub
-UNSCORED = ".unscored"  # suffix of a file with groups that are scored again
+FOLDER = "_journal"  # Folder of the rollout log. Transformers doesn't push names with an underscore to the Hub.
+UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.
 RECIPE = "recipe.yaml"
-# Settings with the reward functions' names, and with digests of their sources.
+# Names of two recorded settings: the reward functions' names, and digests of the reward functions' source code.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 F = TypeVar("F")
-ABOUT = -1  # position of a file's first record, an `About`
-SAMPLED = 1024  # about how many entries of each parameter a digest of the weights reads
+ABOUT = -1  # Position of a record file's first record, an `About` (weights and settings of the run).
+SAMPLED = 1024  # Approximate number of entries of each parameter that a digest of the weights reads.
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The first record of a round's file: the weights that sampled the round, and the settings of the run."""
+    """The first record of a rollout log's file: the weights that sampled its groups, and the run's settings."""
 
-    step: int  # optimizer step of the weights
-    weights: str  # digest of the weights that sampled; empty if unknown, as for a sharded policy
+    step: int  # Optimizer step of the weights that sampled the groups.
+    weights: str  # Digest of these weights, or "" for a sharded policy.
     settings: Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class _OpenFile:
     records: RecordFile
-    positions: set[int]  # positions of the groups in the file
-    digests: dict[int, str] = field(default_factory=dict)  # position -> digest of the dataset's row
+    positions: set[int]  # Positions of the groups in the file.
+    digests: dict[int, str] = field(default_factory=dict)  # Group's position -> digest of its dataset row.
 
 
 class RolloutStore:
-    """The recorded rollouts of one rank.
+    """The rollout log of one rank: writes this rank's scored groups to the disk and reads the groups of all ranks.
 
     Args:
-        run_dir: the run's folder.
-        rank: this rank. It writes its own groups, and reads the groups of all ranks.
+        run_dir: the run's output folder.
+        rank: index of this rank.
         settings: the run's settings, JSON-serializable.
-        of_samples: names of the settings that a round's samples depend on. The other settings only affect training.
-        reader: the run's reader of prompts with media (`data.prompts.PromptReader`), which recorded media need.
+        of_samples: names of the settings that sampled completions depend on. All other settings affect training only.
+        reader: reader of prompts with images or audio (`data.prompts.PromptReader`), to read recorded media.
     """
 
     def __init__(
@@ -85,30 +85,27 @@ class RolloutStore:
     ) -> None:
         self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
         self.settings = json.loads(json.dumps(settings, default=str))
-        self.problem = ""  # message: why the last records aren't on the disk
-        self.warning = ""  # message: an oddity in the round's records
-        self.bytes, self.seconds = 0, 0.0  # bytes written, seconds spent on writing
+        self.problem = ""  # Error message: why the last groups couldn't be written.
+        self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
+        self.bytes, self.seconds = 0, 0.0  # Bytes written, and seconds spent on writing.
         self._weights_are_read = True
-        self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
-        self._unscored: dict[int, bytes] = {}  # groups of the round that are scored again
-        self._round: Path | None = None  # folder of the current round
-        self._open_files: dict[str, _OpenFile] = {}  # by the evaluation's name, or "" for the round
-        self._newest = ""  # key of the open file that `add` writes
-        self._beside: dict[Any, Any] = {}  # extensions' files of the current round or evaluation, by their class
-        self._place: tuple[Path, dict[str, Any]] | None = None  # folder and `About` of the current round or evaluation
-        self._pruned = 0  # rounds before this step were pruned
-        self._unsafe = threading.Event()  # set: the machine's failure would lose written records
-        self._closing = threading.Lock()  # held while files are flushed to the disk
+        self._found: dict[int, bytes] = {}  # Recorded groups of the current round or evaluation, by position.
+        self._unscored: dict[int, bytes] = {}  # Recorded groups to score again, by position.
+        self._round: Path | None = None  # Folder of the groups sampled with the current weights.
+        self._open_files: dict[str, _OpenFile] = {}  # Open files by the evaluation's name; "" is the training's file.
+        self._newest = ""  # Name (key in `_open_files`) of the file that `add` writes.
+        self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
+        self._place: tuple[Path, dict[str, Any]] | None = None  # Folder and `About` of the newest open file.
+        self._pruned = 0  # Optimizer step. Groups recorded before this step are deleted.
+        self._unsafe = threading.Event()  # Event that is set if written records must be flushed to the disk.
+        self._closing = threading.Lock()  # Lock that is held while files are flushed and closed.
         self._safety: threading.Thread | None = None
 
-    # -- writing
-
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
-        """Prepare for a run that continues from ``step``, with weights from the disk. Return messages for the console.
+        """Prepare the rollout log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds after the checkpoint that were recorded with other settings move aside, as they hold samples of weights
-        that this run won't have. The first of these rounds stays if its samples don't depend on the changed settings.
-        """
+        Rounds from ``step`` on that were recorded with other settings are moved to another folder, because this run's
+        weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings."""
         self._weights_are_read = True
         if not is_writer:
             return []
@@ -122,8 +119,8 @@ class RolloutStore:
                 names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
                 raise JournalError(
                     f"{folder} has rewards of functions that have changed since ({', '.join(names) or 'their names'}): "
-                    "set rescore: true to score its samples again, set journal: off to sample anew, or restore the old "
-                    "code."
+                    "set rescore: true to score the recorded completions again, set journal: off to sample anew, or "
+                    "restore the reward functions' old code."
                 )
             changed |= found
             if number == step and folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
@@ -149,8 +146,8 @@ class RolloutStore:
         return lines
 
     def _changed(self, folder: Path) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that differ from a recorded round, as name -> (recorded value, current value). A file
-        without groups comes from a failed start. Its settings don't count, and if they differ it is deleted."""
+        """Compare the current settings with the settings recorded in a folder. Return name -> (recorded value, current
+        value) for each difference. A file without groups (of a failed start) is deleted if its settings differ."""
         changed: dict[str, tuple[Any, Any]] = {}
         for path, found, records in files_of(folder):
             if differences := self._differences(found):
@@ -162,17 +159,18 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # recorded by an older version
+        if REWARD_CODE not in found.settings:  # an older version of Colograd recorded the groups
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
     def keep_recipe(self, recipe: str | None) -> str:
-        """Write the run's recipe (YAML; None: no recipe) next to its records. Return a message if that fails."""
+        """Write the run's recipe (YAML text) to the rollout log, or delete the file if ``recipe`` is None. Return an
+        error message, or ""."""
         path = self.folder / RECIPE
         try:
             if recipe is None:
-                path.unlink(missing_ok=True)  # an earlier run's recipe
+                path.unlink(missing_ok=True)  # the file may be from an earlier run
                 return ""
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_suffix(".partial")
@@ -183,16 +181,17 @@ class RolloutStore:
         return ""
 
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
-        """Begin a round or an evaluation, sampled by the weights of ``step``. Then `recall` has its recorded groups.
+        """Open the file for the groups of a round or an evaluation, sampled with the weights of ``step``, and read the
+        groups that are recorded there.
 
         Returns:
-            A message on problems with these records, or with the last round's.
+            A message about problems with the recorded groups or with the last written groups, or "".
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
         self._unscored.clear()
         problem, self.problem, self.warning = self.problem, "", ""
-        self.seconds = 0.0  # an evaluation's seconds don't count for a round
+        self.seconds = 0.0  # the seconds of an evaluation don't count for training
         about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
         own: set[int] = set()
@@ -223,9 +222,8 @@ class RolloutStore:
             self.problem = _problem(folder, error)
 
     def add(self, recorded: RewardedGroup) -> None:
-        """Write a group to the system's cache, so that it survives the end of this process. A thread flushes it to the
-        disk soon after. Packing takes a tenth of a microsecond per token. Errors aren't raised, but noted in
-        `problem`."""
+        """Append a scored group to the open file. A thread flushes the file to the disk soon after. Serializing takes
+        0.1 microseconds per token. An error isn't raised, but sets `problem`."""
         if (file := self._open_files.get(self._newest)) is not None:
             started = time.perf_counter()
             self._append(file, recorded)
@@ -246,8 +244,8 @@ class RolloutStore:
         self._unsafe.set()
 
     def show(self, notes: Mapping[str, Any], groups: Sequence[RewardedGroup]) -> None:
-        """Keep some groups of a step for the report, for as long as the run's folder exists; see `group_table`. Groups
-        that aren't in the round's file yet are written too, e.g. in a run without a journal."""
+        """Record some groups of an optimizer step, with ``notes``, for the HTML report. Pruning doesn't delete these
+        groups. Without an open file (`journal: off`), the groups are written to a `.shown` file."""
         step, training = notes["step"], notes["purpose"] == "train"
         evaluation = "" if training else notes["purpose"]
         record = Record(NOTES - step, json.dumps(notes, default=str).encode())
@@ -264,10 +262,9 @@ class RolloutStore:
                 alone.append(Record(recorded.group.position, content))
             alone.append(record)
 
-    # -- files of extensions
-
     def note_beside(self, write: Callable[[Path], None]) -> None:
-        """Call ``write`` with the round's folder. An error is only noted: the round is still trained on."""
+        """Call ``write`` with the folder of the groups that are being recorded. An error isn't raised, but sets
+        `problem`."""
         if self._round is not None:
             try:
                 write(self._round)
@@ -275,11 +272,11 @@ class RolloutStore:
                 self.problem = _problem(self._round, error)
 
     def open_beside(self, kind: Callable[[Path, int, Mapping[str, Any]], F]) -> F | None:
-        """Return the file of an extension for the current round or evaluation; None: none has begun.
+        """Return an extension's open file in the current folder of recorded groups, or None before the first `begin`.
 
         Args:
-            kind: makes the file from a folder, a rank, and JSON-serializable conditions. The file is opened at the
-                first call and closed at the end of the round.
+            kind: called with the folder, the rank and the `About` as a dict to open the file. Later calls return the
+                same file until the next round or evaluation begins, when the file is closed.
         """
         if self._place is None:
             return None
@@ -295,14 +292,14 @@ class RolloutStore:
         self._beside.clear()
 
     def lacks(self, problem: str) -> None:
-        """Do nothing: a run samples again. A replay raises `JournalError`."""
+        """Handle records that are missing. Here: do nothing, because a run samples anew. A replay raises an error."""
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
         return taken
 
     def close(self) -> str:
-        """Close the files and end the thread. Return a message on problems, or "". Another round may follow."""
+        """Close all files and end the flushing thread. Return an error message, or "". `begin` may be called again."""
         self._end(self._open_files.keys())
         self._close_beside()
         thread, self._safety = self._safety, None
@@ -335,17 +332,15 @@ class RolloutStore:
         except OSError as error:
             self.problem = _problem(file.path, error)
 
-    # -- reading
-
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the prompts' recorded groups, by position. Call it before the user's code gets the prompts' rows,
-        because it takes the rows' digests."""
+        """Return the recorded groups of these prompts, by position. Call this method before user code can change the
+        prompts' dataset rows, because it computes the rows' digests."""
         if (file := self._open_files.get(self._newest)) is not None:
             file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return the prompts' recorded groups to score again (`rescore`), without riders of their last scoring."""
+        """Return these prompts' recorded groups to score again (`rescore: true`), without data of their old scores."""
         groups = []
         for recorded in self._recalled(prompts, self._unscored).values():
             kept = [tuple(rider for rider in each.riders if not rider.COLUMN) for each in recorded.group.rollouts]
@@ -365,11 +360,11 @@ class RolloutStore:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
     def has_groups(self, step: int) -> bool:
-        """Return whether a round has recorded groups. A run that fails at its start leaves files without groups."""
+        """Return whether groups sampled with the weights of ``step`` are recorded. Files of failed starts have none."""
         return any(next(records, None) is not None for _, _, records in files_of(self.round_folder(step)))
 
     def rounds(self) -> dict[int, Path]:
-        """Return the folders of rounds that can be trained again, by the step of their weights, in order."""
+        """Return the folders of recorded training groups (not evaluations): step of the sampling weights -> folder."""
         return {
             step: folder
             for step, folder in self._folders()
@@ -377,26 +372,22 @@ class RolloutStore:
         }
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """Return the settings in the first file, or an empty mapping if there are no files."""
+        """Return the settings that the oldest file of the rollout log recorded, or an empty mapping without files."""
         files = (found for _, folder in self._folders() for _, found, _ in files_of(folder))
         return next((found.settings for found in files), {})
 
-    # -- pruning
-
     def prune(self, before: int) -> None:
-        """Delete the rounds before a step, as checkpoints hold their result. Keep the groups that the report shows."""
+        """Delete the groups sampled before step ``before``, except the groups that the HTML report shows."""
         for step, folder in self._folders():
             if self._pruned <= step < before:
                 for path in folder.glob("rank-*.records"):
                     with contextlib.suppress(pa.ArrowException, *NONSENSE):
                         keep_shown(path)
-                with contextlib.suppress(OSError):  # the folder isn't empty: it has shown groups
+                with contextlib.suppress(OSError):  # the folder isn't empty if it has a `.shown` file
                     for path in [path for path in folder.iterdir() if path.suffix != SHOWN]:
                         path.unlink(missing_ok=True)
                     folder.rmdir()
         self._pruned = max(self._pruned, before)
-
-    # -- names of files, and checks
 
     @property
     def _file_name(self) -> str:
@@ -407,7 +398,7 @@ class RolloutStore:
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def round_folder(self, step: int, evaluation: str = "") -> Path:
-        """Return the folder of a round or an evaluation, by the step of its weights."""
+        """Return the folder for groups that the weights of ``step`` sampled, in training or in an evaluation."""
         suffix = f"-{re.sub(r'[^A-Za-z0-9_.]', '_', evaluation)}" if evaluation else ""
         return self.folder / f"step-{step:08d}{suffix}"
 
@@ -418,11 +409,11 @@ class RolloutStore:
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
         if found.step != now.step:
-            raise JournalError(f"{path} holds step {found.step}, but lies in step {now.step}'s folder: move it away.")
+            raise JournalError(f"{path} is of step {found.step}, but lies in the folder of step {now.step}: move it.")
         if found.weights and now.weights and found.weights != now.weights:
             if self._weights_are_read:
                 raise JournalError(
-                    f"{path} was sampled by other weights than those of step {now.step} here: {self._remedy}."
+                    f"{path} has groups that weights other than this run's sampled at step {now.step}: {self._remedy}."
                 )
             self.warning = (
                 f"journal: the weights of step {now.step} differ in some bits from those that sampled the recorded "
@@ -435,7 +426,7 @@ class RolloutStore:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Return a digest of about 1,024 evenly spread entries of each parameter, or "" for a sharded policy."""
+    """Return a digest of the weights, from about 1,024 entries of each parameter. Return "" if the model is sharded."""
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
@@ -455,10 +446,10 @@ def _problem(path: Path, error: Exception) -> str:
 
 
 def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, About, Iterator[Record]]]:
-    """Yield a round's files, each with its `About` and its records. Skip a file that was torn before its `About`."""
+    """Yield (path, `About`, other records) for each rank's file in a folder. Skip files without a complete `About`."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
         records = read_records(path, lambda position: position >= ABOUT)
-        with contextlib.suppress(FileNotFoundError):  # another rank deleted it
+        with contextlib.suppress(FileNotFoundError):  # a different rank deleted the file
             if (head := next(records, None)) is not None:
                 yield path, _about(head, path), records
 
@@ -469,4 +460,4 @@ def _about(record: Record, path: Path) -> About:
         found = json.loads(record.content)
         return About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
     except NONSENSE as error:
-        raise JournalError(f"{path} is no file of this journal ({error!r}): move it away.") from None
+        raise JournalError(f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder.") from None

@@ -1,4 +1,4 @@
-"""Texts of prompts and completions, and turns as messages with their tool calls, for reward functions and logs."""
+"""Decode prompts to texts, and parse completions to chat messages with tool calls, for reward functions and logs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..usercode.untrusted import clean
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call in a turn of the model."""
+    """A tool call that the model wrote."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def with_prompt_text(group: Group, tokenizer: Any) -> Group:
-    """Return the group with the column ``prompt_texts`` for reward functions. It holds the prompt as the model reads
-    it, with special tokens and the chat template's beginning of the answer. Environments may change it for each
-    rollout."""
+    """Add the column ``prompt_texts`` for reward functions to a group's rollouts: each rollout's prompt as the model
+    reads it, with special tokens and the chat template's beginning of the answer. Environments may give the rollouts of
+    a group different prompts."""
     prompts = {each.prompt_ids for each in group.rollouts}
     texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
     rollouts = (
@@ -33,9 +33,9 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
-    """Return the group with its completions as messages, if the tokenizer has a parser. Reward functions then get the
-    parsed message, e.g. with thoughts apart from the answer, as in TRL. Rollouts of conversations have messages
-    already."""
+    """Parse a group's completions to chat messages, if the tokenizer can parse responses and the prompt is a list of
+    messages. As in TRL, reward functions then get parsed messages, e.g. with the reasoning apart from the answer.
+    Rollouts that already have messages (multi-turn conversations) stay unchanged."""
     if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
         return group
     rollouts = []
@@ -49,14 +49,14 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
 
 
 def has_parser(tokenizer: Any) -> bool:
-    """Return whether the tokenizer can parse its model's turns (response parsing in transformers)."""
+    """Return whether the tokenizer can parse completions to messages (response parsing in transformers)."""
     return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
 
 
 def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
 ) -> tuple[dict[str, Any], list[ToolCall]] | None:
-    """Parse a turn and its calls with the tokenizer's own parser. Return None if that fails or a call is malformed."""
+    """Parse a completion with the tokenizer's parser. Return (message, tool calls), or None if parsing fails."""
     kwargs: dict[str, Any] = {}
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
@@ -64,7 +64,7 @@ def parsed_turn(
         message = clean(tokenizer.parse_response(list(ids), **kwargs))
         found = message.get("tool_calls") or ()
         calls = as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
-    except Exception:  # any error that a parser raises for a malformed call
+    except Exception:  # a parser may raise any error for a malformed tool call
         return None
     if calls is None:
         return None
@@ -74,7 +74,7 @@ def parsed_turn(
 
 
 def as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
-    """Convert parsed JSON to calls. Return None if a call has no name, or its arguments aren't a dict."""
+    """Convert parsed JSON to tool calls. Return None if a call has no name, or if its arguments aren't a dict."""
     calls = []
     for call in found:
         arguments = call.get("arguments") or {} if isinstance(call, dict) else None

@@ -1,1 +1,1 @@
-"""Training on scored groups: the `Learner`, and the other parts of a `GRPOTrainer`."""
+"""Train the policy on scored groups (`Learner`), and prepare, evaluate and checkpoint a `GRPOTrainer`'s run."""

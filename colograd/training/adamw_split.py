@@ -1,8 +1,8 @@
-"""AdamW for bfloat16 parameters with an exact float32 master and float32 gradients.
+"""AdamW for bfloat16 parameters with exact float32 master weights and float32 gradients.
 
-A bfloat16 weight keeps 8 bits of precision: with RL's learning rates (1e-6) nearly every update would round to nothing.
-The master is therefore kept as *bfloat16 parameter + 16-bit remainder*. Together they are the float32 value bit for
-bit, with two extra bytes instead of four. (TransformerEngine's FusedAdam has the same idea: "parameter remainders".)
+A bfloat16 weight has 8 bits of precision. With RL's learning rates (1e-6) rounding would erase nearly every update. A
+float32 master weight is therefore stored as bfloat16 parameter and int16 remainder: exact, and with two bytes of
+additional memory per weight, not four. (TransformerEngine's FusedAdam calls this "parameter remainders".)
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..runtime import registry
 from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
 
-# Elements of float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache
-# (whole tensors of SmolLM2-135M took 2.5 times as long); a GPU wants few, large kernels.
+# Maximum number of float32 master weights that exist at one time. A CPU piece fits into the cache with torch's
+# temporaries (updating whole tensors of SmolLM2-135M took 2.5 times as long). A GPU is faster with few, large kernels.
 CPU_PIECE = 2**18
 GPU_PIECE = 2**24
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split float32 into bfloat16 (rounded to nearest, ties away from zero) and an int16 remainder, without loss. Ties
-    go away from zero, not to even, because then the remainder always fits 16 bits. `join_master` is the inverse."""
+    """Split a float32 tensor into a bfloat16 tensor and an int16 remainder, without loss; `join_master` is the inverse.
+    Rounding is to nearest, with ties away from zero (not to even), because then the remainder always fits 16 bits."""
     bits = master.contiguous().view(torch.int32)
     high = (bits + 0x8000).bitwise_right_shift_(16)
     parameter = high.to(torch.int16).view(torch.bfloat16)
@@ -45,34 +45,34 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the float32 master of a bfloat16 parameter and its int16 remainder, as a new tensor."""
+    """Compute the exact float32 master weights from a bfloat16 parameter and its int16 remainder, as a new tensor."""
     bits = parameter.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(remainder).view(torch.float32)
 
 
 class Piece(NamedTuple):
-    """A parameter with its gradient and optimizer state, or the same slice of each tensor."""
+    """A parameter with its gradient and AdamW state, or equal slices of all these tensors."""
 
     parameter: torch.Tensor
     grad: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    remainder: torch.Tensor | None  # None for a float32 parameter
-    step: torch.Tensor  # () float32, step count of the whole parameter
+    remainder: torch.Tensor | None  # Int16 remainder of the float32 master weight. None for a float32 parameter.
+    step: torch.Tensor  # Number of optimizer steps of the parameter, float32 of shape ().
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self[:5] if tensor is not None]
 
     def can_be_fused(self) -> bool:
-        """Return whether the compiled kernel can take this piece. One element would be compiled for its size only."""
+        """Return whether the compiled AdamW kernel can update this piece. (Size 1 would need its own compilation.)"""
         return self.remainder is not None and self.parameter.numel() > 1 and self.is_flat()
 
     def is_flat(self) -> bool:
-        """Return whether 1-D views of all tensors name the same elements in the same order."""
+        """Return whether all tensors are contiguous, so that their 1-D views list the elements in equal order."""
         return all(tensor.is_contiguous() for tensor in self.tensors())
 
     def cut(self, size: int) -> Iterator[Piece]:
-        """Yield slices of at most ``size`` elements as 1-D views, or the piece itself if it has no such views."""
+        """Yield slices of at most ``size`` elements as 1-D views, or the whole piece if a tensor isn't contiguous."""
         if not self.is_flat():
             yield self
             return
@@ -86,19 +86,18 @@ Steps = Callable[[Sequence[Piece]], None]
 
 
 class AdamWSplit(torch.optim.Optimizer):
-    """AdamW (decoupled decay, arXiv 1711.05101) on a split float32 master.
+    """AdamW (arXiv 1711.05101) on float32 master weights that are split into bfloat16 parameter and int16 remainder.
 
-    Each step is torch's own AdamW on the joined master, piece by piece (`CPU_PIECE`, `GPU_PIECE`), so a float32 copy of
-    the whole model never exists. On a GPU the pieces of a bucket go through torch's multi-tensor kernels. The compiled
+    A step joins `CPU_PIECE` or `GPU_PIECE` master weights at one time, runs torch's AdamW on them, and splits them
+    again, so a float32 copy of the whole model never exists. On a GPU, torch's multi-tensor kernels run. The compiled
     step is one pass over each tensor, with equal results up to rounding. Parameters are written in place, so they may
-    be views of larger tensors. State per parameter: int16 remainder, two float32 moments (10 bytes besides the
-    parameter), and a step count per tensor. Float32 parameters in the same model are updated by plain AdamW. Gradients
-    are float32 or bfloat16.
+    be views of larger tensors. The state is an int16 remainder and two float32 moments (10 bytes per weight), and a
+    step count per tensor. Float32 parameters in a model are updated by plain AdamW. Gradients are float32 or bfloat16.
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
-        compiled: use one fused kernel per tensor (see `adamw_fused`). None: on a GPU with Triton. If compiling fails,
-            a line is logged and torch's steps are taken.
+        compiled: whether to use one fused kernel per tensor (see `adamw_fused`). None means: on a GPU with Triton. If
+            compiling fails, a warning is logged and torch's AdamW runs.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class AdamWSplit(torch.optim.Optimizer):
             whole.step.add_(1)
 
     def _run(self, device: torch.device, fused: tuple[list[Piece], Step], plain: tuple[list[Piece], Steps]) -> None:
-        """Update whole parameters: the first ones one by one, the others cut, in buckets of several pieces."""
+        """Update the parameters in ``fused`` one by one, and the parameters in ``plain`` as buckets of slices."""
         for whole in fused[0]:
             fused[1](whole)
         size = GPU_PIECE if device.type == "cuda" else CPU_PIECE
@@ -187,14 +186,14 @@ class AdamWSplit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        """Set a bfloat16 parameter to ``master`` (float32, the parameter's shape) and keep the moments."""
+        """Set a bfloat16 parameter and its remainder to ``master`` (float32, equal shape). The moments don't change."""
         high, remainder = split_master(master.to(parameter.device))
         parameter.copy_(high)
         self._state(parameter)["remainder"].copy_(remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with moments in float32 and remainders in int16 (torch casts to the parameter's dtype). A state
-        of torch's AdamW is accepted too. Settings that this class lacks (amsgrad, fused, ...) are dropped."""
+        """Load a state dict of this class or of torch's AdamW. Moments stay float32 and remainders int16, which torch
+        would cast to the parameter's dtype. Settings that this class lacks (amsgrad, fused, ...) are dropped."""
         known = {*self.param_groups[0], "initial_lr"}
         groups = [{k: v for k, v in group.items() if k in known} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -207,8 +206,8 @@ class AdamWSplit(torch.optim.Optimizer):
     def _load(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
         if missing := {"step", *MOMENTS} - saved.keys():
             raise ValueError(
-                f"The saved optimizer state has {', '.join(saved)}, but adamw_split needs {', '.join(sorted(missing))} "
-                "too: resume with the optim that the checkpoint was written with."
+                f"The saved optimizer state ({', '.join(saved)}) lacks values that `optim: adamw_split` needs: "
+                f"{', '.join(sorted(missing))}. Resume with the `optim` that the checkpoint was written with."
             )
         state = self.state[parameter]
         state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu")
@@ -222,7 +221,8 @@ class AdamWSplit(torch.optim.Optimizer):
 
 
 def _torch_step(bucket: Sequence[Piece], group: dict[str, Any], foreach: bool) -> None:
-    """Run torch's AdamW on the bucket's masters. Step counts don't change, because a tensor's pieces share one."""
+    """Run torch's AdamW on the master weights of some slices. Step counts don't change, because a tensor's slices share
+    one step count."""
     masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
     adamw(
         masters,
@@ -248,12 +248,9 @@ def _torch_step(bucket: Sequence[Piece], group: dict[str, Any], foreach: bool) -
             piece.remainder.copy_(remainder)
 
 
-# -- checkpoints of float32 training for split training, and the reverse
-
-
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Give the optimizer's bfloat16 parameters the exact values of a float32 model. Call it after model and state are
-    loaded: the model then holds these values rounded, with ties to even."""
+    """Set an AdamWSplit's bfloat16 parameters and int16 remainders to the exact weights of a float32 checkpoint
+    (``masters``). Call this function after the model and the optimizer state are loaded."""
     wanted: dict[str, list[Owned]] = {}
     for piece in owned:
         if piece.part.dtype == torch.bfloat16:
@@ -265,16 +262,16 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
 
 @torch.no_grad()
 def join_remainders(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the remainders from an optimizer that loaded the state of `AdamWSplit`. Float32 parameters, with the saved
-    bfloat16 values, become the exact masters. The state loses ``remainder``, and the groups get back the settings that
-    AdamWSplit's groups don't have (``fused``, ``foreach``, ...)."""
+    """Convert the state of `AdamWSplit` (int16 remainders) that a plain AdamW has loaded. Float32 parameters with the
+    saved bfloat16 values become the exact master weights. ``remainder`` is removed from the state, and settings that
+    AdamWSplit lacks (``fused``, ``foreach``, ...) are restored."""
     if isinstance(optimizer, AdamWSplit):
         foreign = [p for p in optimizer.state if p.dtype != torch.bfloat16]
     else:
         foreign = list(optimizer.state)
     found = [p for p in foreign if "remainder" in optimizer.state[p]]
     for parameter in found:
-        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast it to float32, which is exact
+        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast the int16 remainder to float32
         if parameter.dtype == torch.float32:
             parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
     if not found or isinstance(optimizer, AdamWSplit):
@@ -286,14 +283,11 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
 
 
-# -- for the trainer
-
-
 def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Let gradients of bfloat16 parameters accumulate in float32.
 
     Returns:
-        False if this torch can't (before 2.10). Gradients then accumulate in the parameters' dtype.
+        False if this version of torch (before 2.10) can't. Gradients then accumulate in the parameters' dtype.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
@@ -304,16 +298,16 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
 
 
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
-    """Return class and arguments of an optimizer of ours; None: transformers makes the optimizer. Extensions offer
-    functions at the seam "optimizer". Each takes the same two arguments, and returns a class derived from `AdamWSplit`
-    with further arguments, or None."""
+    """Return the class and keyword arguments of a Colograd optimizer, or None if transformers makes the optimizer. An
+    extension's hook "optimizer" is a function (args, model) that returns None, or a class derived from `AdamWSplit` and
+    additional keyword arguments."""
     if args.optim not in KEEPS_MASTER:
         return None
     text = (args.optim_args or "").replace(" ", "").lower()
     if text not in ("", "compiled=true", "compiled=false"):
         raise ValueError(
-            f"optim_args is {args.optim_args!r}, but {args.optim} takes `compiled=true` or `compiled=false` only: "
-            "remove the rest (learning rate, betas, epsilon and decay are keys of their own)."
+            f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`. "
+            "Set learning rate, betas, epsilon and decay with their settings, not with `optim_args`."
         )
     compiled = text == "compiled=true" if text else None
     if args.on_cpu and compiled:

@@ -1,4 +1,4 @@
-"""Building the engine next to the policy before the first step, or only the policy; and a description of both."""
+"""Build the vLLM engine next to the policy before the first step, resolve settings by memory, and describe the run."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from .prompts import Prompts, longest_completion, proof_prompts, without_templat
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine and a policy, or only the policy."""
+    """The parts of a run that need the GPU: vLLM engine, weight sync, memory plan, and reference or teacher models."""
 
-    engine: Engine | None  # None: nothing is sampled
-    weights: WeightSync | None  # gives the engine the policy's weights
-    device_turns: DeviceTurns | None  # schedules the device's memory between engine and training
+    engine: Engine | None  # The vLLM engine, or None in a replay of recorded groups.
+    weights: WeightSync | None  # Copies the policy's weights into the engine, or lets both share the weights.
+    device_turns: DeviceTurns | None  # Switches GPU memory between sampling and training.
     memory: MemoryPlan
     second_models: SecondModels
 
     def describe(self) -> Iterator[str]:
-        """Yield lines that describe the assembly to the user."""
+        """Yield lines for the user that describe the engine, the weight sync, the memory plan and the other models."""
         if self.engine is None or self.weights is None or self.device_turns is None:
             yield "engine: none, as nothing is sampled"
         else:
@@ -63,7 +63,7 @@ class Assembly:
             yield second.describe()
 
     def warnings(self, config: GRPOConfig, prepared: PreparedRun) -> Iterator[str]:
-        """Yield lines that warn the user."""
+        """Yield warnings for the user about settings, engine, policy, dropped prompts and a missing chat template."""
         yield from (*config.notes, *config.advice())
         yield from () if self.engine is None else self.engine.warnings(config)
         yield from prepared.policy.warnings(config)
@@ -82,8 +82,8 @@ def assemble(
     closing: ExitStack,
     samples: bool = True,
 ) -> Assembly:
-    """Build the engine, and move the policy to its place next to it. A collective. Extensions check the tokens of the
-    longest sequence at the seam ``context``: (config, policy, tokens) -> None."""
+    """Build the vLLM engine, and move the policy to the GPU next to the engine. A collective call: all ranks take part.
+    An extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     with on_all_ranks("the context"):
         for check in registry.hooks("context"):
@@ -128,7 +128,7 @@ def assemble(
             tower_prompt=next(iter(proof_prompts(prepared.prompts, policy, prepared.feature)), None),
         )
     if config.on_cpu:
-        process.give_back_freed_memory()  # the policy's former memory
+        process.give_back_freed_memory()
     with on_all_ranks("the second models"):
         others = second_models(prepared.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
@@ -140,11 +140,11 @@ def engine_alone(
     config: GRPOConfig, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
     closing: ExitStack,
 ) -> Engine:  # fmt: skip
-    """Build an engine with a checkpoint's own weights and no policy, for benchmarks. A collective."""
+    """Build a vLLM engine with a checkpoint's weights and without a policy, for benchmarks. A collective call."""
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
     given = dict(config.model_init_kwargs or {}).get("dtype", "auto")  # type: ignore[arg-type]
     dtype = dtype if given == "auto" else getattr(torch, str(given).removeprefix("torch."))
-    kv_bytes = 0  # on a GPU vLLM fills its share of the memory
+    kv_bytes = 0  # 0 lets vLLM choose the size of the KV cache on a GPU
     with on_all_ranks("the engine"):
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size
@@ -161,9 +161,9 @@ def engine_alone(
 
 
 def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
-    """Resolve the unset settings that depend on memory. A collective. ``sharding: auto`` becomes the least sharded way
-    that leaves room. ``offload_optimizer: auto`` keeps on the host as little as it must. ``gradient_checkpointing`` is
-    then on for as few layers as necessary."""
+    """Set the settings that depend on memory, if the user left them open. A collective call: all ranks take part.
+    ``sharding: auto`` becomes the least sharded strategy that fits. ``offload_optimizer: auto`` moves as little as
+    necessary to the host. If it is unset, ``gradient_checkpointing`` is on for as few layers as necessary."""
     if config.sharding == "auto":
         run = read_run(config, prepared, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
@@ -186,7 +186,7 @@ def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool =
 
 
 def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunDescription:
-    """Describe the run in the numbers that its memory depends on."""
+    """Return the numbers that a run's memory depends on: model sizes, context, completions, tokens per micro-batch."""
     policy = prepared.policy
     work = Workload(
         length=needed_context(config, prepared),
@@ -208,12 +208,13 @@ def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunD
 
 
 def sampled_together(config: GRPOConfig) -> int:
-    """Return the number of completions of one generation in this rank's engine."""
+    """Return the number of completions that this rank's vLLM engine samples at one time for training."""
     return config.groups_in_flight * (config.num_generations or 1)
 
 
 def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
-    """Return the number of completions of this rank's engine in its largest generation or evaluation."""
+    """Return the largest number of completions that this rank's vLLM engine samples at one time, in any evaluation or
+    in training."""
     engines, each = config.layout.data_size, config.eval_generations()
     parts = [part for part in prompts[1:] if isinstance(part, PromptDataset | Benchmark)]
     evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in parts)
@@ -221,7 +222,7 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
 
 
 def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
-    """Return the maximum tokens of one sequence of the engine, prompt and completion together."""
+    """Return the maximum number of tokens of a sequence in the vLLM engine, prompt and completion together."""
     longest = max(part.longest for part in prepared.prompts) + longest_completion(config)
     return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 
@@ -233,14 +234,14 @@ def choose_kernels(
     closing: ExitStack,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[str]:
-    """Put other kernels or compiled layers into the policy and the second models, if set. A collective.
+    """Put fused kernels or compiled layers into the policy and its reference models, if configured. A collective call.
 
-    Extensions offer functions of the configuration at the seam "kernels". Each returns None, or a function that puts
-    its kernels into a model and into further ones, and returns a function that undoes this.
+    An extension's hook "kernels" takes the configuration and returns None, or a function (model, other models) that
+    installs kernels and returns a function to remove them. An extension's hook ``uncompiled`` (model -> None) excludes
+    layers from compilation.
 
-    Extensions exclude layers from compilation at the seam ``uncompiled``: model -> None.
-
-    Yields lines for the user, each before a slow part.
+    Yields:
+        A line for the user before each slow operation.
     """
     others = [
         each.model for each in second_models.values() if each.of_policy and unwrap(each.model) is not unwrap(model)
@@ -260,7 +261,8 @@ def choose_kernels(
 
 
 def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
-    """Prove the rows with the kernels that will train them, compiled ones included. A collective."""
+    """Check that packed rows give the model's own log-probabilities, with the kernels that will train. If they don't,
+    use padded rows. A collective call: all ranks take part."""
     device, seconds = learner.config.device, learner.second_models.values()
     others = [second.model for second in seconds if second.of_policy]
     why = choose_rows_where_it_trains(learner.model, device, others, seen)

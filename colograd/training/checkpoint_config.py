@@ -1,4 +1,4 @@
-"""The policy's configuration as its checkpoint has it. `transformers.Trainer` changes it, so it is restored."""
+"""Restore the values of the model's configuration that `transformers.Trainer` changes, before the model is saved."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ MISSING = object()
 
 
 class CheckpointConfig:
-    """Values of a model's configuration and generation configuration before a trainer is made.
+    """The original values of a model's configuration and generation configuration, to restore later.
 
-    `transformers.Trainer` sets ``use_cache`` when it is made, and the special tokens to the tokenizer's when it trains.
-    The checkpoint's token is kept in three cases: the tokenizer has none, the checkpoint's list contains the
-    tokenizer's, or the tokenizer's padding token is its end token. Other tokens of the tokenizer are new, and the saved
-    model needs them.
-    """
+    `transformers.Trainer` changes ``use_cache``, and sets the special tokens to the tokenizer's. `restore` puts back a
+    special token of the checkpoint in three cases: the tokenizer lacks the token, the checkpoint's list contains the
+    tokenizer's token, or the tokenizer's padding token is its end token. In all other cases the tokenizer's token is
+    new, and the saved model needs it."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -27,13 +26,13 @@ class CheckpointConfig:
         ]
 
     def restore(self) -> None:
-        """Restore the values that a saved model keeps."""
+        """Restore the checkpoint's values of ``use_cache`` and of special tokens, except tokens that are new."""
         for config, values in self._values:
             for name, value in values.items():
                 token, end = getattr(self._tokenizer, name, None), self._tokenizer.eos_token_id
                 stands_in = token is None or (name == "pad_token_id" and token == end)
                 if not stands_in and token not in (value if isinstance(value, list) else [value]):
-                    continue  # the tokenizer's token is new, and the saved model needs it
+                    continue  # the tokenizer has a new special token, which the saved model needs
                 if value is MISSING:
                     vars(config).pop(name, None)
                 else:

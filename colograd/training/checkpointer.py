@@ -1,8 +1,8 @@
-"""`Checkpointer`: saves a trainer's checkpoints during training, finds the one to resume from, and loads it.
+"""`Checkpointer`: saves checkpoints during training, finds the checkpoint to resume from, and loads this checkpoint.
 
-A save copies the tensors into host memory and returns; a thread writes them to the disk (see `checkpoint.writing`)
-while the next steps train. At the end of a step the ranks exchange whether their parts are written. A failed checkpoint
-causes a warning, and several in a row end the run.
+A save copies the tensors into host memory and returns. A thread then writes the copies to the disk (see
+`checkpoint.writing`) while the next steps train. At the end of a step, the ranks exchange whether their files are
+written. A checkpoint that can't be written causes a warning; several failures in a row end the run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ..sharding.weight_files import float32_weights, load_renamed, load_whole, s
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
-OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # settings of a group of parameters
-RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules that continue from the checkpoint's rate
-PATIENCE = 10.0  # seconds from a save's start; the next save waits so long for its end, and then is skipped
+OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # Optimizer settings that the recipe sets.
+RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that continue with the checkpoint's learning rate.
+PATIENCE = 10.0  # Seconds from a save's start. If the save still runs then, the next save is skipped.
 
 
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
@@ -65,10 +65,10 @@ def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
 
 
 class Checkpointer(TrainerCallback):
-    """The checkpoints of one trainer. As its callback, it settles and requests saves at the end of each step.
+    """Saves and loads a trainer's checkpoints. At the end of each step, this callback checks whether saves are written.
 
     Args:
-        trainer: trainer with the model, optimizer, schedule, random state and prompts to save and load.
+        trainer: the `GRPOTrainer` with the model, optimizer, schedule, random state and prompts to save and load.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -80,22 +80,22 @@ class Checkpointer(TrainerCallback):
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
         self.stop_signal.tell, self.stop_signal.cut = faults.tell_stop, self._cut_sampling
         self.stop_signal.leave = faults.leave
-        self._newest = 0  # step of the newest checkpoint of this run, written or under way
+        self._newest = 0  # optimizer step of this run's newest checkpoint, written or still being written
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)
-        self._in_background = False  # whether the thread will write the checkpoint that is being assembled
-        self._why_in_foreground = ""  # the last printed reason
-        self._is_due = False  # whether a save was requested in the middle of a round
-        self._failures = 0  # failed saves in a row
-        self._best_before: str | None = None  # folder of the best checkpoint, restored if the present save fails
-        self._damaged: set[int] = set()  # steps of damaged checkpoints
+        self._in_background = False  # Whether a thread will write the present checkpoint.
+        self._why_in_foreground = ""  # Last printed reason why training waits for a save.
+        self._is_due = False  # Whether a requested save is postponed until the last step before the next generation.
+        self._failures = 0  # Number of failed saves in a row.
+        self._best_before: str | None = None  # Folder of the best checkpoint before the present save.
+        self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
 
     def _resolve_folders(self) -> bool:
-        """Return whether nodes share no file system. Each node then writes whole checkpoints into its own folder.
+        """Return whether the nodes share no file system. If so, each node writes whole checkpoints to its local disk.
 
         Raises:
-            ValueError: ``save_on_each_node`` is set, but all nodes share the folder.
+            ValueError: ``save_on_each_node`` is true, but all nodes share the folder.
         """
         args = self.args
         with on_all_ranks("writing into output_dir"):
@@ -105,26 +105,24 @@ class Checkpointer(TrainerCallback):
         if args.save_on_each_node and args.layout.nodes > 1 and not apart:
             raise ValueError(
                 f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
-                "same files: set it to false, or give an output_dir that is local on each node."
+                "same files. Set `save_on_each_node` to false, or use an `output_dir` that is local to each node."
             )
         args.resolve_saving(apart)
         return apart
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The trainer's optimizer without accelerate's wrapper."""
+        """The trainer's torch optimizer, without accelerate's wrapper."""
         return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
 
-    # -- the run
-
     def find(self, wanted: str | bool | None) -> str | None:
-        """Find the checkpoint that ``resume_from_checkpoint`` names. A collective.
+        """Return the path of the checkpoint that ``resume_from_checkpoint`` names, or None for a new run. A collective.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: the checkpoint doesn't exist, or is damaged.
         """
         with on_all_ranks("the search for a checkpoint"):
-            if self.args.should_save:  # first, because it restores a half-replaced checkpoint
+            if self.args.should_save:  # sweep before searching, to restore a checkpoint that was being replaced
                 folders.sweep(self.args.output_dir)
         self._is_due, self._failures = False, 0
         found, self._damaged = search(
@@ -133,7 +131,7 @@ class Checkpointer(TrainerCallback):
         return found
 
     def begin(self, checkpoint: str | None) -> None:
-        """Print where the run begins; set a streamed dataset or a curriculum to the prompts after the checkpoint."""
+        """Print the step that the run resumes at. Restore a streamed dataset's or a curriculum's position."""
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
         self._newest = 0 if checkpoint is None else folders.step_of(checkpoint)
         if checkpoint is not None:
@@ -151,7 +149,7 @@ class Checkpointer(TrainerCallback):
             )
 
     def _compare_settings(self, checkpoint: str) -> None:
-        """Print the settings that differ from the checkpoint's. They hold from the next step on.
+        """Print the settings that differ between this run and the checkpoint. This run's values apply from now on.
 
         Raises:
             ValueError: a changed setting can't be applied.
@@ -261,16 +259,14 @@ class Checkpointer(TrainerCallback):
                 "resume there, so no checkpoint is written: save_model() saves the weights."
             )
 
-    # -- one checkpoint
-
     def save(self) -> bool:
-        """Begin to save a checkpoint of this step; finish it if it can't be written in the background.
+        """Start to save a checkpoint of this step. Wait for its end if a thread can't write it in the background.
 
         Returns:
-            Whether to call callbacks' ``on_save``: the checkpoint is written, or on its way to the disk.
+            True if the checkpoint is written or being written, so that the callbacks' ``on_save`` must be called.
 
         Raises:
-            RuntimeError: `save_failures` checkpoints in a row couldn't be written.
+            RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
         """
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if not trainer.at_boundary():
@@ -293,7 +289,7 @@ class Checkpointer(TrainerCallback):
         try:
             with on_all_ranks("saving"):
                 save = self._assemble()
-        except Exception as error:  # a full disk, say; all ranks then raise
+        except Exception as error:  # a failed save, e.g. by a full disk, doesn't end training
             self._fail(state.global_step, f"{type(error).__name__}: {error}".splitlines()[0])
             return False
         finally:
@@ -308,7 +304,7 @@ class Checkpointer(TrainerCallback):
         return True
 
     def _reason_for_foreground(self) -> str:
-        """Return why training waits for this checkpoint on some rank; print a new reason. A collective."""
+        """Return why training must wait for this checkpoint, or "". Print a reason that is new. A collective call."""
         trainer = self.trainer
         optimizer, owned = self.optimizer, trainer.sharding.owned()
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
@@ -324,13 +320,13 @@ class Checkpointer(TrainerCallback):
         return why
 
     def _is_last(self) -> bool:
-        """Return whether training ends after this step. A collective."""
+        """Return whether training ends after this optimizer step. A collective call: all ranks take part."""
         state = self.trainer.state
         stops = self.trainer.control.should_training_stop or self.stop_signal.received
         return any(gather(bool(stops))) or state.global_step >= state.max_steps
 
     def _assemble(self) -> Save:
-        """Collect this rank's files of the checkpoint: in host memory, or on the disk if training waits for them."""
+        """Collect this rank's checkpoint files: in host memory, or on the disk if training waits for the save."""
         run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
         name, aside = f"checkpoint-{state.global_step}", folders.aside_folder(run_dir)
         best = state.best_global_step
@@ -354,7 +350,7 @@ class Checkpointer(TrainerCallback):
         )
 
     def _write_contents(self, folder: Path) -> None:
-        """Write everything a resumed run needs, in the files of transformers' Trainer and a few of our own."""
+        """Write all state that a resumed run needs: the files of transformers' Trainer and a few files of Colograd."""
         trainer, state = self.trainer, self.trainer.state
         trainer.store_flos()
         trainer.save_model(str(folder), _internal_call=True)
@@ -367,13 +363,13 @@ class Checkpointer(TrainerCallback):
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
                 name = type(callback).__name__
-                if isinstance(state.stateful_callbacks[name], list):  # several callbacks of one class
+                if isinstance(state.stateful_callbacks[name], list):  # callbacks of one class share a list of states
                     state.stateful_callbacks[name].append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
         if names := self._weight_names(folder):
-            # Without an index vLLM loads the tensors of all files as weights: optimizer (an error) and reference.
+            # Write an index. Without an index, vLLM loads the tensors of all files, e.g. optimizer state, as weights.
             index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
         settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())
@@ -383,10 +379,10 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def _own_folder(self, aside: Path) -> Iterator[Path]:
-        """Make a folder for this rank's files.
+        """Make a folder for this rank's files of a checkpoint.
 
-        In the background it is temporary, and its small files are read into memory. Otherwise it lies next to the
-        checkpoint's place, and its files are moved there."""
+        For a save in the background the folder is temporary, and its small files are read into memory. Otherwise the
+        folder lies next to the checkpoint, and its files are moved into the checkpoint."""
         if self._in_background:
             with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
@@ -408,7 +404,7 @@ class Checkpointer(TrainerCallback):
         return {name: (folder / name).read_bytes() for name in files_of(folder)} | images
 
     def _weight_names(self, folder: Path) -> list[str]:
-        """Return the tensor names of the weights file just written; none for an adapter or shards."""
+        """Return the tensor names in the checkpoint's `model.safetensors`, or [] for an adapter or sharded weights."""
         file = folder / SAFE_WEIGHTS_NAME
         if not file.is_file():
             return [*self.weight_places()]
@@ -416,53 +412,49 @@ class Checkpointer(TrainerCallback):
             return [*opened.keys()]
 
     def _rotate(self, best: str | None, step: int) -> None:
-        """Delete old checkpoints and recorded rounds, in the thread, when every node has the new checkpoint."""
+        """Delete old checkpoints and old recorded groups. Runs in a thread, once every node has the new checkpoint."""
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
-            # Rounds before the last two checkpoints aren't needed: two, since the last may be damaged.
+            # Keep the groups sampled since the second-to-last checkpoint, because the last checkpoint may be damaged.
             complete = folders.complete_steps(self.args.output_dir)
             kept = [found for found in complete if found <= step and found not in damaged]
             if len(kept) > 1:
                 journal.prune(before=kept[-2])
 
-    # -- a checkpoint's tensors
-
     @property
     def write_tensors(self) -> Any:
-        """The function that writes a file of tensors, with the signature of `safetensors.torch.save_file`."""
+        """Function that writes tensors to a file or to host memory, with `safetensors.torch.save_file`'s signature."""
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Return the previous save's host memory for the weights by name; filling it saves `write_tensors` a copy."""
+        """Return the last save's host buffers for the weights, by name. Filling these saves `write_tensors` a copy."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def saving_model(self) -> contextlib.AbstractContextManager[None]:
-        """Make ``save_pretrained`` write weights with `write_tensors`, on each rank that calls it."""
+        """Context manager that makes the model's ``save_pretrained`` write weights with `write_tensors`."""
         return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
 
     def save_optimizer(self, folder: str, usual: Callable[[], None]) -> None:
-        """Write optimizer and schedule: each rank its part, or by ``usual`` if the optimizer isn't sharded."""
+        """Write optimizer and schedule: each rank its shard, or with transformers' ``usual`` if nothing is sharded."""
         leads = self.args.should_save
         if not self.trainer.sharding.save_optimizer(self.optimizer, Path(folder), leads, self.write_tensors):
             usual()
         elif leads:
             torch.save(self.trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
-    # -- the end of a save
-
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
-        """Find out whether the checkpoint under way was written, if all ranks know by now. A collective.
+        """Check whether the background save of a checkpoint has ended, on all ranks. A collective call.
 
         Args:
-            wait: whether to wait until all ranks know.
-            states: `Writer.state` of each rank, if the ranks have exchanged it already.
+            wait: whether to wait until all ranks have finished writing.
+            states: `Writer.state` of each rank, if the ranks have exchanged these states already.
 
         Returns:
-            Whether the checkpoint is written; True if none was under way.
+            True if the checkpoint is written, or if there is none in the background. False if it failed or isn't ready.
 
         Raises:
-            RuntimeError: `save_failures` checkpoints in a row couldn't be written.
+            RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
         """
         save = self.writer.present
         if save is None:
@@ -479,7 +471,7 @@ class Checkpointer(TrainerCallback):
         if unknown is None:
             self._tidy(save.aside.parent)
         else:
-            self._host_files = HostFiles(self.args.device)  # the thread still reads the present ones
+            self._host_files = HostFiles(self.args.device)  # the writing thread still reads the old buffers
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
         if error:
             self._fail(save.step, error)
@@ -491,11 +483,11 @@ class Checkpointer(TrainerCallback):
     @staticmethod
     def _tidy(aside: Path) -> None:
         shutil.rmtree(aside / f"rank-{rank()}", ignore_errors=True)
-        with contextlib.suppress(OSError):  # another rank's folder is still there
+        with contextlib.suppress(OSError):  # the folder isn't empty while other ranks' folders are in it
             aside.rmdir()
 
     def finish_alone(self) -> None:
-        """Finish the save under way when other ranks may be gone; see `Writer.finish_alone`."""
+        """Finish writing this rank's files of the save in the background. Other ranks may have died already."""
         if not self.writer.finish_alone():
             self._host_files = HostFiles(self.args.device)
 
@@ -506,22 +498,21 @@ class Checkpointer(TrainerCallback):
         most = self.args.save_failures
         if self._failures >= most:
             raise RuntimeError(
-                f"The last {self._failures} checkpoints couldn't be written (checkpoint-{step}: {error}), and the run "
-                f"ends (save_failures: {most}). Earlier checkpoints are complete: free disk space, and resume with "
-                "resume_from_checkpoint: auto."
+                f"The run ends, because {self._failures} checkpoints in a row couldn't be written (step {step}: "
+                f"{error}; save_failures: {most}). All earlier checkpoints are complete. Free disk space, and resume "
+                "with `resume_from_checkpoint: auto`."
             )
         self.trainer.console.warn(
             f"checkpoints: checkpoint-{step} couldn't be written ({error}): training goes on without it "
             f"({self._failures} in a row; {most} end the run, save_failures)"
         )
 
-    # -- loading
-
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model's weights. ``usual`` is transformers' loading, which can't load shards, images and experts.
+        """Load the model's weights from a checkpoint. ``usual`` is transformers' function, used where it suffices: it
+        can't load shards, vision-language models and experts.
 
         Raises:
-            ValueError: the weights can't be read, or belong to another model.
+            ValueError: the weights can't be read, or belong to a different model.
         """
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
@@ -536,15 +527,15 @@ class Checkpointer(TrainerCallback):
                 usual()
 
     def load_optimizer(self, checkpoint: str) -> None:
-        """Load an optimizer and a schedule that any number of ranks and any sharding strategy wrote.
+        """Load the optimizer and schedule of a checkpoint that any number of ranks and any sharding strategy wrote.
 
-        A float32 checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse. Rates and decays
-        come from the present recipe.
+        Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse. Learning rates and
+        weight decay come from the present recipe.
         """
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         with loading(checkpoint, "the optimizer's state"), _own_settings(optimizer, self.trainer.lr_scheduler):
             if not sharding.load_optimizer(optimizer, folder):
-                # Through the CPU: transformers reads it on the device, which torch refuses on several ranks of a CPU.
+                # Load through the CPU, because torch refuses transformers' way of loading on several ranks of a CPU.
                 optimizer.load_state_dict(_read(checkpoint, OPTIMIZER_NAME))
             self.trainer.lr_scheduler.load_state_dict(_read(checkpoint, SCHEDULER_NAME))
             join_remainders(optimizer)
@@ -559,10 +550,10 @@ class Checkpointer(TrainerCallback):
 
 @contextlib.contextmanager
 def _own_settings(optimizer: torch.optim.Optimizer, schedule: Any) -> Iterator[None]:
-    """Wrap the loading of an optimizer and its schedule, and restore the settings that they were made with.
+    """Context manager for loading an optimizer and its schedule: restore the recipe's settings after the loading.
 
-    A schedule that counts steps computes its rate from these settings. Any other schedule keeps its loaded rate,
-    because the rate is part of its state.
+    A schedule that counts steps computes the learning rate from the recipe's settings. All other schedules keep the
+    loaded learning rate, because the rate is part of their state.
     """
     made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
     base_rates = getattr(schedule, "base_lrs", None)

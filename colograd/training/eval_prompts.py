@@ -1,4 +1,4 @@
-"""Prompts of evaluations: datasets, and benchmarks of extensions."""
+"""Prompts for evaluations: from the user's datasets, or from benchmarks that extensions implement."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ from .prompts import NO_FEATURE, prompt_rules, wanted_columns
 
 
 class Benchmark(ABC):
-    """An evaluation with prompts, sampling and judgement of its own.
+    """A benchmark for evaluations, e.g. GSM8K, that has its own prompts, sampling settings and scoring.
 
-    An extension makes it, at the seams `benchmark_names` (texts -> names in the log, with their texts) and
-    `benchmark` (text, policy, args, context of the engine -> `Benchmark`).
-    """
+    An extension provides benchmarks at two hooks: `benchmark_names` (texts of a recipe -> {name in the log: text}) and
+    `benchmark` (text, policy, args, maximum context of the vLLM engine -> `Benchmark`)."""
 
-    dropped: bool = False  # whether some prompts don't fit into the context, see `dropped_line`
+    dropped: bool = False  # whether some prompts were dropped because they don't fit into the context
 
     @property
     @abstractmethod
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Number of tokens of the benchmark's longest prompt."""
 
     @property
     @abstractmethod
     def generations(self) -> int:
-        """Largest number of the engine's sequences for one question."""
+        """Largest number of sequences that vLLM samples for one question of the benchmark."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of questions."""
+        """Return the number of questions in the benchmark."""
 
     @abstractmethod
     def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
-        """Take the benchmark with the published weights, and return its metrics. A collective."""
+        """Run the benchmark with the weights in the vLLM engine, and return its metrics. A collective call."""
 
     def dropped_line(self) -> str:
-        """Return a line for the user about prompts that don't fit into the context."""
+        """Return a warning about the prompts that were dropped because they don't fit into the context, or ""."""
         return ""
 
     @abstractmethod
     def metric_names(self) -> list[str]:
-        """Return the usual names of metrics, without the evaluation's prefix."""
+        """Return the names of the benchmark's metrics, without a prefix such as ``eval_``."""
 
 
 def benchmark_names(texts: Sequence[str]) -> dict[str, str]:
-    """Map the names of benchmarks in the log to their texts in a recipe."""
+    """Convert the texts that name benchmarks in a recipe to {name in the log: text in the recipe}."""
     registry.require("evaluation", f"exams: {list(texts)}")
     (names_of,) = registry.hooks("benchmark_names")
     return dict(names_of(texts))
@@ -65,9 +64,9 @@ def eval_prompts_of(
     context: int | None = None,
     name: str = "eval",
 ) -> Any:
-    """Return the prompts to evaluate on, in the form of ``dataset``: one, a dict, or None.
+    """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
 
-    Streams are read to their end. Names of benchmarks become a dict of benchmarks."""
+    Streamed datasets are read to their end. Names of benchmarks become a dict of `Benchmark` objects."""
     if dataset is None or isinstance(dataset, PromptDataset | Benchmark):
         return dataset
     if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):

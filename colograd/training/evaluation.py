@@ -1,4 +1,4 @@
-"""Evaluations: TRL's metrics of completions, pass@k, and the loss over all groups as one step."""
+"""Evaluate a policy: sample and score prompts, then compute TRL's completion metrics, pass@k and the loss."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .learner import Learner
 from .loss_pass import loss_pass
 from .step_batches import step_batch
 
-EVALUATION_TOKENS = 4096  # tokens of an evaluation's micro-batch, if the budget isn't measured yet
+EVALUATION_TOKENS = 4096  # maximum tokens of an evaluation's micro-batch before the token budget is measured
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str) -> dict[str, float]:
-    """Sample, score and measure every prompt once, over all ranks."""
+    """Sample and score every prompt of an evaluation, distributed over all ranks. Return metrics over all prompts."""
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
@@ -51,7 +51,8 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str
 
 
 def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
-    """Compute the loss and its metrics of an evaluation's groups as one step, without gradients. A collective."""
+    """Compute the loss of an evaluation's groups as one step, without gradients. Return the loss and its metrics. A
+    collective call: all ranks take part."""
     tokens = learner.rules.max_tokens or EVALUATION_TOKENS
     rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)
@@ -76,14 +77,14 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
 
 
 def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
-    """Count a prompt's judged completions (rewards [G] that aren't NaN) and the passes among them."""
+    """Return two counts for a prompt's rewards [G]: rewards that aren't NaN, and rewards of at least ``threshold``."""
     return int((~totals.isnan()).sum()), int((totals >= threshold).sum())
 
 
 def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
-    """Estimate pass@k for k = 1, 2, 4 ... ``most``: the chance that at least one of k completions is a pass. Each
-    prompt has the unbiased estimate from n completions with c passes (`chance_of_pass`). The result is the mean over
-    the prompts with at least k judged completions."""
+    """Estimate pass@k for k = 1, 2, 4 ... ``most``: the probability that at least one of k completions passes. Each
+    prompt gets the unbiased estimate from (n scored completions, c passes), see `chance_of_pass`. pass@k is the mean
+    over the prompts with at least k scored completions."""
     found = {}
     for k in (2**power for power in range(most.bit_length())):
         of_prompts = [chance_of_pass(n, c, k) for n, c in passes if n >= k]

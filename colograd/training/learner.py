@@ -1,4 +1,4 @@
-"""`Learner`: trains the policy on scored groups, and computes the loss of an evaluation's groups."""
+"""`Learner`: pack scored groups into micro-batches, and compute the gradient of each optimizer step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ from .step_batches import step_batch
 
 @dataclasses.dataclass(eq=False)
 class Learner:
-    """Packs scored groups into optimizer steps, sends their rows through the loss, and sums gradients over ranks.
+    """Packs scored groups into micro-batches, runs forward and backward, and sums the gradients over ranks.
 
-    If a step runs out of memory, all ranks pack it again in smaller micro-batches and repeat it.
-    """
+    If a step runs out of memory, all ranks pack the step again into smaller micro-batches and repeat the step."""
 
-    hooks: Any  # the `GRPOTrainer`: its state, and `compute_loss`, which a subclass may replace
+    hooks: Any  # the `GRPOTrainer`: its state, and its method `compute_loss`, which a subclass may override
     config: GRPOConfig
     policy: Policy
     objective: Objective
@@ -52,16 +51,14 @@ class Learner:
         self.model = self.policy.model
         self.reward_names = [reward.name for reward in self.hooks.rewards]
         self.entropy = EntropyController(self.config)
-        self.pending: list[StepBatch] = []  # untrained steps of the present round
-        self.metrics: dict[str, float] = {}  # metrics of the last trained step, over all ranks
-        self.figures: dict[str, float] = {}  # loss and gradient norm of the present step
-        self.pack: Callable[..., StepBatch] = step_batch  # an extension may have packed a part of a step already
+        self.pending: list[StepBatch] = []  # Packed optimizer steps that aren't trained yet.
+        self.metrics: dict[str, float] = {}  # Metrics of the last trained step, over all ranks.
+        self.figures: dict[str, float] = {}  # Loss and gradient norm of the present step.
+        self.pack: Callable[..., StepBatch] = step_batch  # Function that packs a step's groups into rows.
         self._alloc_retries = AllocRetries(self.config.device)
 
-    # -- a round
-
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack a round, and yield its optimizer steps in the order of their training, `num_iterations` times over."""
+        """Pack the groups of one sampling phase. Yield optimizer steps in training order, `num_iterations` times."""
         packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -78,8 +75,8 @@ class Learner:
                     for number, step in enumerate(scheduled)
                     if any(r.policy_version != step.version for scored in step.groups for r in scored.group.rollouts)
                 ]
-                # Old log-probabilities are computed now, with the weights that sampled the rollouts.
-                rows = dict[int, tuple[PackedRow, ...]]()  # by place in the round
+                # Compute the old log-probabilities of all steps now, while the policy has the weights that sampled.
+                rows = dict[int, tuple[PackedRow, ...]]()  # Packed rows with old log-probabilities, by step index.
                 with on_all_ranks("the old log-probabilities"):
                     for number in off_policy:
                         if (place := number % len(steps)) not in rows:
@@ -105,13 +102,11 @@ class Learner:
                 steps = [term.with_scores(step, self.hooks.estimator) for step in steps]
         return steps
 
-    # -- an optimizer step
-
     def train(self, step: StepBatch) -> float:
-        """Run forward and backward of one optimizer step; leave the summed, normalised gradient in ``.grad``.
+        """Run forward and backward of one optimizer step. The normalised gradient over all ranks stays in ``.grad``.
 
         Returns:
-            The step's loss over all ranks.
+            The loss of the step over all ranks.
         """
         self.model.train()
         while True:
@@ -127,7 +122,7 @@ class Learner:
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            # The exception is gone, and with it the activations that its traceback held.
+            # Back off outside the `except` block: here the exception's traceback no longer holds activations in memory.
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.events.times.phase("sync"):
             self.sharding.sum_gradients()
@@ -142,35 +137,35 @@ class Learner:
         return loss
 
     def clip(self) -> float:
-        """Clip the gradient to `max_grad_norm` and return its norm before; the last check before the weights change."""
-        most = self.config.max_grad_norm or 0.0  # None is off, as in transformers
+        """Clip the gradient to `max_grad_norm`. Return the norm before clipping; raise an error if it isn't finite."""
+        most = self.config.max_grad_norm or 0.0  # as in transformers, `max_grad_norm: null` turns clipping off
         with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
         self.figures["grad_norm"] = norm
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"The gradient of step {self.hooks.state.global_step + 1} has norm {norm}: training stops before the "
-                "weights are touched. Lower learning_rate, or train with dtype: float32."
+                "weights are touched. Lower `learning_rate`, or train with `dtype: float32`."
             )
         return norm
 
     def finish_step(self) -> dict[str, float]:
-        """Return the metrics of the optimizer's last step, with this rank's bytes and seconds."""
+        """Return the metrics of the last optimizer step, including this rank's bytes sent and seconds per phase."""
         own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
     @functools.cached_property
     def forward_steps(self) -> tuple[ForwardStep, ...]:
-        """Steps of the forward that the objective's terms read."""
+        """Steps that wrap the model's forward because terms of the loss need further outputs."""
         return tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     @functools.cached_property
     def reads_constants(self) -> bool:
-        """Whether the loss may read the step's constants. A compute_loss of the user's may."""
+        """Whether the loss may read `StepConstants` (values of the whole step), as a user's `compute_loss` may do."""
         return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with the entropy threshold and coefficient added to every row. A collective."""
+        """Return the step with the entropy threshold and coefficient added to every row. A collective call."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
@@ -180,19 +175,17 @@ class Learner:
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
     def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
-        """Return the function that computes a row's loss, with a check if a subclass has replaced it."""
+        """Return the function that computes a micro-batch's loss. If a subclass overrides it, its result is checked."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         if "compute_loss" not in self.hooks.replaced:
             return compute_loss
         return lambda row: checked_loss(compute_loss(row), differentiable)
 
-    # -- the token budget of a micro-batch
-
     def measure_budget(self, shape: tuple[int, int, int]) -> tuple[int, int]:
-        """Measure how many tokens a micro-batch may have on this GPU, next to the engine and the optimizer's state.
+        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state.
 
         Returns:
-            The tokens, and their bytes with gradients.
+            The maximum number of tokens, and the bytes that such a micro-batch and the gradients need.
         """
         config = self.config
 
@@ -205,7 +198,7 @@ class Learner:
                 self.sharding.backward(loss)
 
         with self.events.times.phase("measure"):
-            optimizer = self.hooks.optimizer  # its state may not be allocated yet
+            optimizer = self.hooks.optimizer  # the optimizer's state may not be allocated yet
             pending = optimizer_bytes(self.model, config.optim) // self.sharding.parts
             pending = 0 if optimizer is not None and optimizer.state else pending
             pending = left_on_device().state(pending) if config.streams_optimizer else pending
@@ -219,7 +212,7 @@ class Learner:
         return tokens, size
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
-        """Pack this step and the rest of its round in smaller micro-batches, after a rank ran out of memory."""
+        """After a rank ran out of memory, pack the untrained optimizer steps again, into smaller micro-batches."""
         self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.events.console.warn(
@@ -229,6 +222,6 @@ class Learner:
         return steps
 
     def free_gradients(self) -> None:
-        """Drop the gradients of all micro-batches, and the memory that they took."""
+        """Drop the gradients of all micro-batches, and free the memory of these gradients."""
         self.sharding.discard()
         token_budget.free_memory(self.model)

@@ -1,4 +1,4 @@
-"""The pass of a step's micro-batches through the loss: with a backward in training, without one in an evaluation."""
+"""Run a step's micro-batches through forward and loss, and in training (not in an evaluation) through backward."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ def loss_pass(
     passed: Callable[[int], None] = lambda tokens: None,
     metrics: Metrics | None = None,
 ) -> Metrics:
-    """Run forward, and backward if there is a ``sharding``, of this rank's untrained micro-batches.
+    """Run forward and backward of this rank's untrained micro-batches of a step.
 
-    Gradients of unnormalised sums add up in the parameters. The step's denominator divides them at the end.
+    A micro-batch's loss is a sum over tokens. Gradients accumulate in the parameters without normalisation. After the
+    last micro-batch, the caller divides the gradients by the step's denominator.
 
     Args:
-        sharding: runs the backward; None: no backward.
+        sharding: strategy that runs the backward. None means that only the forward runs.
         passed: function to call after each micro-batch with its number of tokens.
-        metrics: metrics of earlier micro-batches, to add to.
+        metrics: metrics of micro-batches that are trained already. The new metrics are added to this object.
 
     Returns:
-        The loss's metrics, and `loss`, the sum over all micro-batches.
+        The metrics of the loss, and `loss`, the sum over all micro-batches.
     """
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
-    losses: list[torch.Tensor] = []  # read once at the end, so the host doesn't wait for each micro-batch
+    losses: list[torch.Tensor] = []  # losses are read at the end, so that the host waits for the GPU only once
     for index, row in enumerate(step.rows[step.trained :], start=step.trained):
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
@@ -51,7 +52,7 @@ def loss_pass(
         losses.append(output.loss)
         if sharding is not None:
             with agree("training"):
-                sharding.backward(loss)  # the only reference to the graph, so a failed backward frees it
+                sharding.backward(loss)  # nothing else refers to the autograd graph, so an error frees it
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(sum(part.num_tokens for part in row.parts))
@@ -61,27 +62,27 @@ def loss_pass(
 
 
 def check_finite(losses: Sequence[torch.Tensor], step: int, first: int = 0) -> None:
-    """Raise a FloatingPointError if a loss isn't finite. The host waits for the device."""
+    """Raise a FloatingPointError if a micro-batch's loss isn't finite. The host waits for the GPU."""
     for index, loss in enumerate(numbers(losses), start=first):
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"The loss of step {step}, micro-batch {index} is {loss}: training stops before the "
-                "weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
+                "weights are touched. Lower `learning_rate` or `max_grad_norm`, and look at the step's completions."
             )
 
 
 def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
-    """Check and return the output of ``compute_loss``."""
+    """Return the output of a user's ``compute_loss``, or raise a ValueError if it is no `LossOutput` with a scalar."""
     if not isinstance(output, LossOutput):
         raise ValueError(
-            f"compute_loss returned {shown(output)}, but must return a colograd.batch.LossOutput(loss, sums, "
-            "minima, maxima): dataclasses.replace(super().compute_loss(...), loss=...) keeps the metrics."
+            f"compute_loss returned {shown(output)}. `compute_loss` must return a colograd.batch.LossOutput (loss, "
+            "sums, minima, maxima). `dataclasses.replace(super().compute_loss(...), loss=...)` keeps the metrics."
         )
     loss: Any = output.loss
     if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):
         detached = " without a graph" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
         raise ValueError(
-            f"compute_loss returned a loss that is {shown(loss)}{detached}, but must return a differentiable "
-            "scalar: the SUM over the micro-batch's tokens, which the trainer divides by the step's denominator."
+            f"compute_loss returned {shown(loss)}{detached} as the loss. The loss must be a differentiable scalar: the "
+            "SUM over the micro-batch's tokens. The trainer divides the gradients by the step's denominator."
         )
     return output

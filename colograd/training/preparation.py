@@ -1,4 +1,4 @@
-"""Preparation of a run before its engine: the arguments of a `GRPOTrainer` become a `PreparedRun`."""
+"""Check the arguments of a `GRPOTrainer`, load the policy and tokenise prompts, before the vLLM engine is built."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ from .prompts import Prompts, proof_prompts, train_prompts_of
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """Everything a run needs except its engine."""
+    """The objects that a run needs before its vLLM engine is built: policy, prompts, rewards and loss."""
 
     policy: Policy
     train_prompts: Prompts
-    eval_prompts: Any  # a PromptDataset, a dict of PromptDatasets, or None
-    proof_prompts: list[ModelInput]  # prompts with more than text, to prove rows and weights on
+    eval_prompts: Any  # A PromptDataset, a dict of PromptDatasets, or None.
+    proof_prompts: list[ModelInput]  # Prompts with images or audio, for the checks of packed rows and copied weights.
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
 
     @property
     def prompts(self) -> list[Prompts]:
-        """All prompts: training first, then each evaluation."""
+        """The prompts of training, followed by the prompts of each evaluation."""
         parts = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         return [self.train_prompts, *(part for part in parts if part is not None)]
 
 
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
-    """Check the run, load the policy, tokenise the prompts. A collective: bad input is a ValueError on all ranks.
-    Extensions check or replace the loaded policy at the seam ``loaded_policy``: (policy, config, whether the run
-    samples) -> policy."""
+    """Check the arguments, load the policy, tokenise the prompts. A collective call: bad input on one rank raises a
+    ValueError on all ranks. An extension's hook ``loaded_policy`` checks or replaces the policy: (policy, config,
+    whether the run samples) -> policy."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
     with on_all_ranks("the start"):
         check_places(places)
         check_engines(args.layout, places)
-        # Bad settings are refused before anything is loaded; the configuration and the model's name are enough.
+        # Check all settings that need only the configuration and the model's name before the model is loaded.
         args.check_for_trainer()
         if given.quantization_config is not None:
             registry.require("quantized", "quantization_config")
@@ -101,21 +101,21 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        for check in registry.hooks("evaluation_check"):  # (config, rewards, prompts, whether code adds metrics)
+        for check in registry.hooks("evaluation_check"):  # arguments: config, rewards, prompts, adds_metrics
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream fails at its first rows
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # streamed datasets are checked later
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Prepare the process for a configuration; make TRL's default if there is none."""
+    """Apply the configuration's settings of logs and memory. If ``args`` is None, make a default `GRPOConfig`."""
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
-            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own, which has "
-            "further fields: from colograd import GRPOConfig."
+            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig, "
+            "which has more fields than TRL's: from colograd import GRPOConfig."
         )
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -128,14 +128,14 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 
 
 def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunction]:
-    """Return the reward functions with their weights, and a source's ``own`` rewards with weight 1. An extension may
-    allow a run without any at the seam ``without_rewards``: config -> whether it does."""
+    """Return the user's reward functions with their weights, and the rollout source's reward functions (``own``) with
+    weight 1. An extension's hook ``without_rewards`` (config -> bool) may allow a run without reward functions."""
     given = as_list(functions)
     if not (given or own or args.reward_weights) and any(allows(args) for allows in registry.hooks("without_rewards")):
         return []
     if not own:
         return resolve_rewards(given, args.reward_weights)
     weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
-    if len(weights) == len(given):  # else `resolve_rewards` raises
+    if len(weights) == len(given):  # otherwise `resolve_rewards` raises an error
         given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
     return resolve_rewards(given, weights)

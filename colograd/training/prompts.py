@@ -1,4 +1,4 @@
-"""Tokenised prompts of datasets, short enough that a completion fits into the context behind each."""
+"""Tokenise the prompts of datasets, and drop or refuse prompts that leave no room for a completion in the context."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from ..runtime import registry
 
 
 class StreamedPrompts(Protocol):
-    """Prompts that are read while training.
+    """Prompts of a streamed dataset, tokenised during training.
 
-    An extension makes them at the seam ``prompt_stream``: (dataset, rules, config) -> prompts.
-    """
+    An extension's hook ``prompt_stream`` makes such an object: (dataset, rules, config) -> `StreamedPrompts`."""
 
-    choice: Any  # see `PromptDataset.choice`
+    choice: Any  # a curriculum or a streamed dataset's position, or None
     dataset: Any
-    longest: int  # tokens, an upper bound
+    longest: int  # upper bound of a prompt's number of tokens
 
     def first(self, count: int) -> list[Prompt]: ...
     def loader(self) -> DataLoader: ...
@@ -37,16 +36,16 @@ NO_FEATURE = SourceFeature()
 
 
 def longest_completion(args: GRPOConfig) -> int:
-    """Return the maximum tokens of a completion in training and evaluation."""
+    """Return the maximum number of tokens of a completion, over training and evaluation."""
     return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
 
 
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Return the prompts to train on: tokenised, or a stream that is tokenised while it is read. As in TRL, a run
-    without a dataset needs an environment that makes all prompts, and ``max_steps``. Extensions check or change the
-    prompts at the seam ``train_prompts``: (prompts, config) -> None."""
+    """Tokenise the training dataset, or wrap a streamed dataset that is tokenised during training. As in TRL, a run
+    without a dataset needs ``max_steps``, and an environment that makes all prompts. An extension's hook
+    ``train_prompts`` checks or changes the prompts: (prompts, config) -> None."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     prompts: Prompts
@@ -63,13 +62,13 @@ def train_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns``, or add empty prompts if the rollout writes the prompts. Columns that extensions
-    name at the seam ``prompt_columns``, config -> names, stay."""
+    """Apply ``remove_unused_columns`` to a dataset, or add empty prompts if an environment writes the prompts. Columns
+    that an extension's hook ``prompt_columns`` (config -> names) lists are not removed."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in names:
-        check_columns(dataset, name, policy.processor is not None)  # before its columns are removed
+        check_columns(dataset, name, policy.processor is not None)  # check before columns are removed
         used = [*IMAGES, *feature.columns, *(each for hook in registry.hooks("prompt_columns") for each in hook(args))]
         return dataset.select_columns(["prompt", *(column for column in used if column in names)])
     return dataset
@@ -78,13 +77,13 @@ def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: Sour
 def prompt_rules(
     policy: Policy, args: GRPOConfig, name: str, context: int | None, feature: SourceFeature = NO_FEATURE
 ) -> PromptRules:
-    """Return the rules for the conversion of rows into prompts."""
+    """Return the settings for tokenising dataset rows: maximum tokens, chat template, tools, reader of images."""
     completion, most = longest_completion(args), engine_context(policy, args, context)
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
         raise ValueError(
-            f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
-            "prompt. Lower max_completion_length or raise vllm_max_model_length."
+            f"max_completion_length is {completion}, but the context has {most} tokens, so no room is left for a "
+            "prompt. Lower `max_completion_length` or raise `vllm_max_model_length`."
         )
     return PromptRules(
         policy.tokenizer,
@@ -100,12 +99,12 @@ def prompt_rules(
 
 
 def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int:
-    """Return the maximum tokens of a sequence."""
+    """Return the maximum number of tokens of prompt and completion together, as model and vLLM settings limit it."""
     return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
 
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
-    """Yield a line if the model has a chat template, but the first prompt is plain text without special tokens."""
+    """Yield a warning if the model has a chat template, but the first prompt is plain text without special tokens."""
     row = prompts[0] if isinstance(prompts, PromptDataset) else prompts.first(1)[0].example
     prompt, tokenizer = row["prompt"], policy.tokenizer
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
@@ -118,12 +117,12 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the reader of rows with media, such as images, if the policy reads media; else None. Extensions make the
-    reader at the seam ``prompt_reader``: policy -> reader or None."""
+    """Return an object that reads dataset rows with images or audio, or None for a text-only policy. An extension's
+    hook ``prompt_reader`` makes the object: policy -> reader or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt per kind of media, to test the policy's forward with; an empty list for text-only runs.
-    Extensions make the prompts at the seam ``proof_prompts``: (prompts, policy, feature) -> list."""
+    """Return one prompt per kind of media (image, audio), to test the policy's forward. Text-only runs get []. An
+    extension's hook ``proof_prompts`` makes the prompts: (prompts, policy, feature) -> list."""
     return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

@@ -1,4 +1,4 @@
-"""The settings that recorded rollouts are valid for, and the run's store of rollouts."""
+"""List the settings that recorded groups depend on, and make the run's rollout log (`RolloutStore`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.features import SourceFeature
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
-AGENT_CODE = "agent_code"  # key of the digest of an agent's program
-# Settings that decide a round's groups and the updates from them. A run with other values is another run.
+AGENT_CODE = "agent_code"  # Key of the digest of an agent's program in the recorded settings.
+# Settings that decide which groups are sampled and how the weights change. Recorded groups are valid only if these
+# settings are unchanged.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
@@ -35,7 +36,7 @@ OF_TRAINING = (
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_CARRY_OVER = ("carry_over", "carry_over_max_age")
-# Settings that a replay has to share with the recorded run.
+# Settings that must have equal values in a replay and in the recorded run.
 OF_GROUPS = frozenset(
     (
         *OF_ROUNDS,
@@ -50,7 +51,7 @@ OF_GROUPS = frozenset(
 def store_of(
     args: GRPOConfig, rewards: Sequence[RewardFunction], feature: SourceFeature, reader: Any = None
 ) -> RolloutStore | None:
-    """Return this rank's store; None without a journal, and on ranks that follow another rank's engine."""
+    """Return this rank's rollout log, or None with `journal: off` and on every rank but the first of a vLLM engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
     settings = run_settings(args, rewards, feature.digests())
@@ -59,7 +60,7 @@ def store_of(
 
 
 def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return a run's settings as JSON values, with the digests of its reward functions and of ``digests``."""
+    """Return the settings to record with a run's groups, as JSON values, with digests of the reward functions' code."""
     settings = settings_of(args, [reward.name for reward in rewards])
     settings[REWARD_CODE] = {reward.name: code_digest(reward.function) for reward in rewards}
     settings |= digests
@@ -69,7 +70,7 @@ def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: M
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
-    # Settings of a feature are recorded only if it is used. So records of versions without the feature stay valid.
+    # Record a feature's settings only if the feature is used, so that records of older versions stay valid.
     for name in ("router_replay", "curriculum"):
         if getattr(args, name):
             settings[name] = getattr(args, name)

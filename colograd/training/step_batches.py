@@ -1,4 +1,4 @@
-"""Batches of optimizer steps: the rank and the micro-batch that train each scored group, and the step's counts."""
+"""Assign a step's scored groups to ranks, pack them into micro-batches, and count tokens and completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..runtime.sizes import active_parameters
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
-    """Return a run's rules to pack groups into micro-batches. ``max_tokens`` is 0 until the budget is measured."""
+    """Return a run's rules for packing groups into micro-batches. ``max_tokens`` is 0 until the limit is measured."""
     return PackingRules(
         max_tokens=config.token_budget,
         mask_truncated=config.mask_truncated_completions,
@@ -41,16 +41,16 @@ def step_batch(
     tell: Callable[[RolloutStatistics], None] | None = None,
     groups: Sequence[ScoredGroup] | None = None,
 ) -> StepBatch:
-    """Balance and pack a step's groups, and count them over all ranks. A collective.
+    """Balance a step's groups over ranks, pack them into micro-batches, and sum counts over ranks. A collective call.
 
     Args:
-        statistics: statistics of this rank's samples for the step, the source of its metrics.
-        tell: function to call with all ranks' statistics.
-        groups: groups to pack; default: all of the step. The others are packed already.
+        statistics: statistics of the groups that this rank sampled for the step. The step's metrics come from them.
+        tell: function to call with the joined statistics of all ranks.
+        groups: groups to pack, by default all groups of the step. An extension may have packed the missing groups.
     """
     with times.phase("pack"):
         moved = 0
-        if groups is None:  # groups without a reward difference have no gradient, but count in metrics and denominators
+        if groups is None:  # groups with equal rewards have no gradient, but count in metrics and denominators
             groups = [one for one in step.kept if has_signal(one) or not rules.skip_without_signal]
         if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
             sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
@@ -59,8 +59,8 @@ def step_batch(
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    # Counts to sum over ranks: tokens in the loss, completions, tokens of one forward, micro-batches, moved groups
-    # (see `balance`). Of the ranks that train the same rows, only the first adds the last three.
+    # Counts to sum over ranks: tokens in the loss, completions, packed tokens, micro-batches, and groups that `balance`
+    # sent to a different rank. If several ranks train equal rows, only the first rank counts the rows' numbers.
     tokens = sum(part.num_tokens for row in rows for part in row.parts)
     work = (tokens, len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))
@@ -74,7 +74,7 @@ def step_batch(
         "train/micro_batches": float(micro_batches),
         "train/moved_groups": float(moved),
         "train/sampled_tokens": float(sum(sampled.lengths)),
-        # TRL's `num_tokens` counts the same: prompts and the model's tokens, not tools' answers.
+        # Like TRL's `num_tokens`: tokens of prompts and tokens that the model sampled, without tools' answers.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)

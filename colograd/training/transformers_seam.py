@@ -1,4 +1,4 @@
-"""`SeamTrainer`: overrides of `transformers.Trainer`'s methods. Most of them call a part of a `GRPOTrainer`."""
+"""`SeamTrainer`: the base class of `GRPOTrainer`, which overrides methods of `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from .evaluation import evaluate_prompts
 from .learner import Learner
 from .prompts import train_prompts_of
 
-# Schedules that step on an evaluation's metric.
+# Learning rate schedules that take their steps with the metric of an evaluation.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
 def best_metric(args: GRPOConfig) -> str:
-    """Return the name of ``metric_for_best_model`` among an evaluation's metrics."""
+    """Return the name that ``metric_for_best_model`` has in an evaluation's metrics: with the prefix ``eval_``."""
     return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
 
 
 class SeamTrainer(Trainer):
-    """`transformers.Trainer` for packed rows and sharded policies, with a `Checkpointer` and a recorder."""
+    """`transformers.Trainer` with overridden methods for packed rows, sharded policies, evaluation and checkpoints."""
 
     policy: Policy
     rewards: list[RewardFunction]
@@ -64,29 +64,29 @@ class SeamTrainer(Trainer):
     eval_prompts: Any
     engine: Any
     feature: Any
-    _tokenised: tuple[Any, Any]  # train and evaluation dataset that the prompts were made from
+    _tokenised: tuple[Any, Any]  # the datasets that `train_prompts` and `eval_prompts` come from
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
         self.checkpoint_config.restore()
-        self.model_accepts_loss_kwargs = True  # the loss is divided by the step's denominator, not by transformers
-        # No DDP around the model: ranks hold full copies, and their gradients are summed once per step.
+        self.model_accepts_loss_kwargs = True  # Transformers must not divide the loss by its token count.
+        # Don't wrap the model in DDP, because the sharding strategy sums gradients over ranks once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
-        self.facts: dict[str, Any] = {}  # for the model card and the journal: recipe, command, dataset
+        self.facts: dict[str, Any] = {}  # recipe, command and dataset for the model card and the rollout log
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self._unlogged: list[dict[str, float]] = []  # metrics of each step since the last log
-        self._gathered: dict[str, torch.Tensor] | None = None  # weights to save, gathered from a sharded policy
+        self._unlogged: list[dict[str, float]] = []  # Metrics of each step since the last call of `log`.
+        self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
         self.checkpointer = self.make_checkpointer()
-        # The seam "recorder": functions (trainer) -> a subclass of `NoRecord`, or None.
+        # An extension's hook "recorder" is a function that takes the trainer and returns a `NoRecord` subclass or None.
         made = (make(self) for make in hooks("recorder"))
         self.recorder: NoRecord = next(filter(None, made), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # in a notebook our table replaces it
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # notebooks show Colograd's table of rewards
             from ..reporting.notebook import RewardTable
 
             self.add_callback(RewardTable())
@@ -94,7 +94,7 @@ class SeamTrainer(Trainer):
             self.add_callback(callback)
 
     def make_checkpointer(self) -> Checkpointer:
-        """Make the checkpointer. A replay overrides this to read another run's checkpoints. A collective."""
+        """Make the `Checkpointer`. A replay overrides this method to read the recorded run's checkpoints."""
         return Checkpointer(self)
 
     def _begin_training(self, resume_from_checkpoint: str | bool | None) -> tuple[str | None, TrainOutput | None]:
@@ -109,9 +109,9 @@ class SeamTrainer(Trainer):
         return checkpoint, None
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
-        """Load a checkpoint of the run's last step, and return the training's output; None: steps are left.
+        """If ``checkpoint`` is of the run's last step, load it and return the training's output. Otherwise return None.
 
-        transformers would train one more step from such a checkpoint."""
+        (From a checkpoint of the last step, transformers would train an additional step.)"""
         state = trainer_state(checkpoint)
         *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         if state.global_step < max_steps:
@@ -125,22 +125,19 @@ class SeamTrainer(Trainer):
         self.console.say(search.nothing_left(checkpoint, max_steps))
         return TrainOutput(state.global_step, 0.0, {})
 
-    # -- evaluation
-
     @ends_together("the evaluation")
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with the settings ``*_eval``.
-
-        The loss is computed too, unless `loss_eval` is false.
+        """Sample and score the evaluation prompts with the settings ``*_eval``, and compute the loss if `loss_eval`.
 
         Args:
-            eval_dataset: other prompts than the trainer's, or the name of one of its evaluation datasets.
+            eval_dataset: the dataset to evaluate on, or the name of a dataset in the trainer's ``eval_dataset``. By
+                default the trainer's ``eval_dataset``.
 
         Returns:
-            ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
-            ``<prefix>_completions/...`` and times. With a dict of datasets the prefix of each is ``<prefix>_<name>``.
+            Metrics: ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
+            ``<prefix>_completions/...`` and times. If there is a dict of datasets, the prefix is ``<prefix>_<name>``.
         """
         metrics = self._evaluated(eval_dataset, metric_key_prefix)
         self.log(metrics)
@@ -149,7 +146,7 @@ class SeamTrainer(Trainer):
 
     @ends_together("the evaluation")
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return `evaluate`'s metrics without logging them. As in TRL, predictions and labels are None."""
+        """Compute the metrics of `evaluate` without logging them. As in TRL, predictions and labels are None."""
         metrics = self._evaluated(test_dataset, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
@@ -163,19 +160,17 @@ class SeamTrainer(Trainer):
         elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
             prompts = eval_prompts_of(eval_dataset, self.policy, self.args, self.feature, self.engine_context)
         if prompts is None:
-            raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
+            raise ValueError("`evaluate` needs prompts: pass an `eval_dataset` to `evaluate` or to the trainer.")
         if not self.is_in_train and self.engine is not None:
-            self.engine.invalidate()  # the user may have changed the weights since the last step
+            self.engine.invalidate()  # user code may have changed the policy's weights
         metrics: dict[str, float] = {}
         for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
             full = f"{prefix}_{name}" if name else prefix
             metrics |= {f"{full}_{key}": value for key, value in evaluate_prompts(self, part, full).items()}
         return metrics
 
-    # -- data
-
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader with one item per optimizer step: the list of this rank's prompts."""
+        """Return a data loader. Each item is the list of this rank's prompts for one optimizer step."""
         self._follow_datasets()
         prompts = self.train_prompts
         if not isinstance(prompts, PromptDataset):
@@ -195,19 +190,18 @@ class SeamTrainer(Trainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return transformers' values, with ``max_steps`` rounded up to whole rounds, whose ends can be saved."""
+        """Return transformers' values, with ``max_steps`` rounded up to a multiple of the steps that one generation
+        serves, because only then a checkpoint can be saved."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
     @property
     def engine_context(self) -> int | None:
-        """Maximum tokens of a sequence in the engine; None: no engine."""
+        """Maximum number of tokens of a sequence in the vLLM engine. None means that there is no engine."""
         return None if self.engine is None else self.engine.context
 
-    # -- the rollout log
-
     def _open_records(self, checkpoint: str | None, resumes: bool) -> None:
-        """Continue the records of this run, or move an earlier run's records aside. A collective."""
+        """Continue this run's rollout log, or move an earlier run's files to a different folder. A collective call."""
         args: GRPOConfig = self.args
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
@@ -227,19 +221,17 @@ class SeamTrainer(Trainer):
         self.console.warn_of_all(gather(problem))
 
     def begin_records(self, evaluation: str = "") -> None:
-        """Open the journal of this round or evaluation, and read its recorded groups. A collective."""
+        """Open the rollout log for the next sampling or evaluation, and read its recorded groups. A collective call."""
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
             journal = self.journal
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # a rank has a part of the weights
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # no digest of a rank's part
             problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
-    # -- logs
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log ``logs`` and the mean of each metric over the steps since the last log."""
+        """Log ``logs``, together with the mean of each step metric over the steps since the last call."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             names = dict.fromkeys(name for entry in self._unlogged for name in entry)
             for name in names:
@@ -249,14 +241,13 @@ class SeamTrainer(Trainer):
             self._unlogged = []
         super().log(logs, start_time)
 
-    # -- the best model
-
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate as transformers does, but allow an evaluation without `metric_for_best_model`."""
+        """Evaluate as transformers does. If the metrics lack `metric_for_best_model`, warn. (Transformers would
+        fail.)"""
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if self.args.metric_for_best_model is None:
             return metrics
-        # The seam "lacks_best": (config, metrics, whether an earlier evaluation had the metric) -> a warning, or "".
+        # Extension hook "lacks_best": (config, metrics, whether a past evaluation had the metric) -> a warning, or "".
         for line in (lacks(self.args, metrics, self.state.best_metric is not None) for lacks in hooks("lacks_best")):
             if line:
                 self.console.warn(line)
@@ -268,20 +259,16 @@ class SeamTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         return best_metric(self.args) in metrics and bool(super()._determine_best_metric(metrics, trial))
 
-    # -- the model
-
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing: the policy moves into the engine's memory when that exists (see `weights.weight_sync`)."""
+        """Do nothing, because `weights.weight_sync` moves the model to the GPU after the vLLM engine is built."""
 
     def compute_loss_context_manager(self) -> Any:
-        """Return autocast if `bf16` is set; accelerate would wrap the model in it."""
+        """Return accelerate's autocast, which is off unless `bf16` is set. The model isn't wrapped by accelerate."""
         return self.accelerator.autocast()
-
-    # -- saving
 
     @ends_together("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as transformers does. A collective: a sharded policy is gathered on the writing rank."""
+        """Save the model as transformers does. A collective call: a sharded policy is gathered on the writing rank."""
         self._gathered = self.sharding.state_dict(keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
@@ -289,8 +276,8 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save as transformers does, from host memory (see `state_dict_on_host`); of a LoRA policy only the adapter."""
-        if not self.args.should_save:  # since 5.24 transformers calls this on all ranks
+        """Save the model's weights as transformers does, from copies in host memory. With LoRA, save the adapter."""
+        if not self.args.should_save:  # transformers >= 5.24 calls `_save` on all ranks
             return
         if state_dict is None:
             state_dict = self._gathered
@@ -311,15 +298,13 @@ class SeamTrainer(Trainer):
             second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state as transformers does, the completions' lengths, and the state for the next round.
+        """Save the random state as transformers does, the completions' lengths, and the sampler's state.
 
-        The lengths decide how the engine batches prompts."""
+        The lengths of earlier completions decide the order of prompts in vLLM's queue."""
         super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:  # the rank that sampled the groups
+        if self.args.layout.engine_place == 0:  # only the first rank of a vLLM engine samples groups
             self.lengths.save(output_dir, self.args.layout.data_rank)
             self.round.save(output_dir)
-
-    # -- loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         usual = functools.partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
@@ -329,14 +314,14 @@ class SeamTrainer(Trainer):
         self.checkpointer.load_weights(str(self.state.best_model_checkpoint), super()._load_best_model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ValueError if the model has parameters that a checkpoint's files lack."""
+        """Raise a ValueError if a checkpoint's files lack parameters of the model."""
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied tensor is saved once
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # of tied tensors, a file has one
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
-                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
-                "another model, or a file is missing. Give a complete checkpoint of this model."
+                f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "
+                "to a different model, or a file is missing. Use a complete checkpoint of this model."
             )
         super()._issue_warnings_after_load(load_result)
 
@@ -355,7 +340,7 @@ class SeamTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer as transformers does; then shard its state."""
+        """Create the optimizer as transformers does, then shard its state over the ranks."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -363,21 +348,21 @@ class SeamTrainer(Trainer):
         return optimizer
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for all checkpoints, because transformers then deletes old ones and loads the best one."""
+        """Wait until all checkpoints are written. Transformers then deletes old checkpoints and loads the best."""
         self.checkpointer.settle(wait=True)
         return super()._finalize_training(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
-        """Create the repository as transformers does, but at start and with one clear error."""
+        """Create the Hub repository as transformers does. Turn failures into one ValueError that names the remedies."""
         try:
-            super().init_hf_repo(token, **options)  # since 5.24 there is `private`
+            super().init_hf_repo(token, **options)  # transformers >= 5.24 passes `private`
         except (OSError, ValueError, HTTPError) as error:
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
-                f"push_to_hub is true, but {name!r} can't be made on the Hub ({why}). It needs a connection and a "
-                "token that may write (`hf auth login`, or HF_TOKEN). Without, set push_to_hub: false, and push later "
-                f"with `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
+                f"push_to_hub needs a repository on the Hub, but making {name!r} failed ({why}). To push, you need a "
+                "connection and a token with write access (`hf auth login`, or HF_TOKEN). Or set `push_to_hub: false`, "
+                f"and push later: `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
             ) from None
 
     def create_model_card(
@@ -386,12 +371,12 @@ class SeamTrainer(Trainer):
         dataset_name: str | Sequence[str] | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write README.md with the recipe, the command, the dataset, the reward curve and the versions.
+        """Write the model card (README.md): recipe, command, dataset, reward curve and versions.
 
         Args:
-            model_name: default: the output directory's name.
-            dataset_name: default: the recipe's.
-            tags: further tags for the Hub.
+            model_name: name of the model, by default the output directory's name.
+            dataset_name: name of the dataset, by default the dataset in the recipe.
+            tags: tags for the Hub, in addition to the default tags.
         """
         if self.is_world_process_zero():
             for write in hooks("model_card"):

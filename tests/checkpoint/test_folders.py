@@ -192,20 +192,20 @@ def test_search_skips_damaged_checkpoints_and_never_starts_anew(tmp_path: Path) 
     for step in (2, 4):
         write(tmp_path / f"checkpoint-{step}")
     assert find_resume("auto", str(tmp_path), damaged={4}) == str(tmp_path / "checkpoint-2")
-    with pytest.raises(ValueError, match=r"is auto, but each checkpoint in .* is damaged \(steps 2, 4\)\. Restore one"):
+    with pytest.raises(ValueError, match=r"is auto, but all checkpoints are damaged \(.*, steps 2, 4\)\. Restore"):
         find_resume("auto", str(tmp_path), damaged={4, 2})
 
 
 @pytest.mark.parametrize("missing", ["empty", "absent"])
 def test_true_wants_a_checkpoint(tmp_path: Path, missing: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=rf"is true, but '.*{missing}' holds no complete checkpoint\. Use `auto`"):
+    with pytest.raises(ValueError, match=rf"true needs a checkpoint, but '.*{missing}' holds no complete checkpoint"):
         find_resume(True, str(tmp_path / missing))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"isn't a complete checkpoint \(trainer_state.json is missing\)\. Set it to a checkpoint-N"
+        ValueError, match=r"isn't a complete checkpoint \(trainer_state.json is missing\)\. Set `resume"
     ):
         find_resume(str(tmp_path), "unused")
 

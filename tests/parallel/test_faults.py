@@ -149,9 +149,9 @@ def test_nodes_with_equal_rank_counts_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("started", "said"),
     [
-        (places(("a", 3), ("b", 1)), r"different numbers of ranks \(LOCAL_WORLD_SIZE: 3 on a, 1 on b; 4 in all\)"),
+        (places(("a", 3), ("b", 1)), r"different numbers of ranks \(LOCAL_WORLD_SIZE: 3 on a, 1 on b; total: 4\)"),
         ([Place("a", 0, 2), Place("b", 0, 2), Place("a", 1, 2), Place("b", 1, 2)], "Rank 1 is local rank 0 on b"),
-        ([Place("a", 0, 2), Place("b", 1, 2)], "Rank 1 is local rank 1 on b, but a node's 2 ranks"),
+        ([Place("a", 0, 2), Place("b", 1, 2)], r"Rank 1 is local rank 1 on b\. The 2 ranks of a node"),
         (places(("a", 2), devices=["g0", "g0"]), "Ranks 0 and 1 have the same GPU of a"),
     ],
 )

@@ -170,10 +170,10 @@ def test_a_start_that_failed_before_its_first_group_binds_nobody(tmp_path) -> No
 
 def test_other_weights_and_other_data_are_errors(whole, tiny_model, tiny_qwen, tmp_path) -> None:
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
-    with pytest.raises(JournalError, match=r"sampled by other weights than those of step 0 here: .*journal: off"):
+    with pytest.raises(JournalError, match=r"weights other than this run's sampled at step 0: .*journal: off"):
         train(tiny_qwen, tmp_path, resume="auto")
     rows = tiny.prompts().map(lambda row: {"answer": row["answer"] + "!"})
-    with pytest.raises(JournalError, match="is of another prompt: the dataset or its order has changed"):
+    with pytest.raises(JournalError, match="is of another prompt, because the dataset or its order"):
         train(tiny_model, tmp_path, resume="auto", dataset=rows)
 
 

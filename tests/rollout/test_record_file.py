@@ -179,7 +179,7 @@ def test_a_file_that_says_nonsense_about_itself_is_named(folder: Path, content: 
     file = RecordFile(path)
     file.append(Record(store.ABOUT, content))
     file.close()
-    with pytest.raises(JournalError, match=r"rank-00000.records is no file of this journal .*move it away"):
+    with pytest.raises(JournalError, match=r"rank-00000.records is foreign: .*Only files of the journal"):
         recalled(folder)
 
 

@@ -43,15 +43,15 @@ def test_whole_groups_go_through_in_the_order_in_which_they_come() -> None:
 @pytest.mark.parametrize(
     ("yielded", "message"),
     [
-        (["text"], "generate yielded a str, but must yield a colograd.batch.Group"),
-        ([group(5)], "a group at position 5, but must yield exactly one for each"),
+        (["text"], "a str. `generate` must yield a colograd.batch.Group"),
+        ([group(5)], "a group at position 5, but must yield exactly one group for each"),
         ([group(3), group(3)], "a group at position 3, but"),
-        ([group(3)], r"no group for 1 of 2 prompts \(the first at position 4\)"),
+        ([group(3)], r"no group for 1 of 2 prompts \(first position: 4\)"),
         ([dataclasses.replace(group(), rollouts=())], "prompt 3: the group has no rollouts"),
-        ([dataclasses.replace(group(), rollouts=("a",))], "rollout 0 is a str, but must be a colograd.batch.Rollout"),
+        ([dataclasses.replace(group(), rollouts=("a",))], "rollout 0 is a str. A rollout must be"),
         ([group(completion_ids=())], "rollout 1 has no tokens"),
         ([group(sampler_logprobs=torch.zeros(2))], r"sampler_logprobs of rollout 1 is a tensor of shape \[2\]"),
-        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but must be a tensor with one entry"),
+        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but a rollout's `sampler_logprobs` and"),
         ([group(input=())], "rollout 1 has no tokens"),
     ],
 )
@@ -90,9 +90,9 @@ def test_advantages_are_one_per_completion_or_one_per_token() -> None:
     for size in (2, 5):
         assert checked_advantages(torch.ones(size), group()).shape == (size,)
     for wrong in (torch.ones(3), torch.ones(2, 1), [1.0, 2.0]):
-        with pytest.raises(ValueError, match=r"compute_advantages returned .* \(\[2\]\) or .* \(\[5\]\)"):
+        with pytest.raises(ValueError, match=r"compute_advantages returned .*: \[2\] or \[5\]\."):
             checked_advantages(wrong, group())
-    with pytest.raises(ValueError, match="isn't finite: use 0"):
+    with pytest.raises(ValueError, match=r"isn't finite\. Return 0"):
         checked_advantages(torch.tensor([1.0, math.nan]), group())
 
 
@@ -100,14 +100,14 @@ def test_a_loss_is_a_differentiable_scalar_with_its_metrics() -> None:
     loss = torch.zeros((), requires_grad=True)
     assert checked_loss(LossOutput(loss, {}, {}, {})).loss is loss
     assert checked_loss(LossOutput(loss.detach(), {}, {}, {}), differentiable=False)
-    with pytest.raises(ValueError, match=r"compute_loss returned a tensor of shape \[\], but must return a colograd"):
+    with pytest.raises(ValueError, match=r"compute_loss returned a tensor of shape \[\]\. `compute_loss` must return"):
         checked_loss(loss)
     for wrong, shown in (
         (loss.detach(), r"shape \[\] without a graph"),
         (torch.zeros(3, requires_grad=True), r"\[3\]"),
         (0.5, "a float"),
     ):
-        with pytest.raises(ValueError, match=f"a loss that is .*{shown}.*the SUM over"):
+        with pytest.raises(ValueError, match=f"compute_loss returned .*{shown} as the loss.*the SUM over"):
             checked_loss(LossOutput(wrong, {}, {}, {}))
 
 
