@@ -1,7 +1,7 @@
-"""The sharding that accelerate's FSDP2 files and DeepSpeed's configurations request.
+"""Reads the sharding that accelerate's FSDP2 files and DeepSpeed's configurations request.
 
-Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a sharding strategy, which keeps the policy's
-weights where the engine reads them.
+Accelerate's wrapping and DeepSpeed don't run. A requested stage of ZeRO becomes one of Colograd's sharding
+strategies, which keep the policy's weights where the engine reads them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# The variable that hides the launcher's request from accelerate and transformers, which would wrap the policy
-# themselves and load it on one rank only.
+# Environment variable that holds the launcher's request, hidden from accelerate and transformers. These would wrap the
+# policy themselves and load the policy on one rank only.
 KEPT = "COLOGRAD_LAUNCHED"
-STAGES = ("none", "optimizer", "gradients", "fsdp")  # the index is the stage of ZeRO
-# Sections of a DeepSpeed configuration, and Colograd's keys for the same setting.
+STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` by the stage of ZeRO, which is the index.
+# Sections of a DeepSpeed configuration, and Colograd's settings that replace them.
 OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
 
 
@@ -26,18 +26,18 @@ class Launched:
     """The sharding that a launcher or a DeepSpeed configuration requests."""
 
     sharding: str
-    name: str  # the method's name, such as FSDP2
-    reshard_after_forward: bool | None = None  # None: not set
+    name: str  # Name of the requested method, such as FSDP2.
+    reshard_after_forward: bool | None = None  # None means that the request doesn't set resharding.
     offload_params: bool | None = None
     offload_optimizer: bool | None = None
 
     def describe(self) -> str:
-        """Format a line for the start of a run."""
+        """Return a log line with the requested method and the sharding that is used."""
         return f"sharding: {self.name}, as requested, is sharding: {self.sharding} here"
 
 
 def take_launcher() -> None:
-    """Move the launcher's request from its variables to `KEPT`. Called first."""
+    """Move the launcher's request from accelerate's environment variables to the variable `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
@@ -52,13 +52,13 @@ def take_launcher() -> None:
 
 
 def launched() -> Launched | None:
-    """Return the launcher's request, if there is one."""
+    """Return the launcher's request from the variable `KEPT`, or None if the launcher requested no sharding."""
     text = os.environ.get(KEPT)
     return Launched(**json.loads(text)) if text else None
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
-    """Return what the launcher's file and the setting ``deepspeed`` request."""
+    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``, without `none`."""
     take_launcher()
     sources = (launched(), from_deepspeed(deepspeed) if deepspeed else None)
     return [request for request in sources if request is not None and request.sharding != "none"]
@@ -94,7 +94,7 @@ def _deepspeed() -> Launched:
 
 
 def from_deepspeed(source: str | dict[str, Any]) -> Launched:
-    """Convert a DeepSpeed configuration, a file or a mapping."""
+    """Convert a DeepSpeed configuration to a request. ``source`` is a mapping or the path of a JSON file."""
     config, origin = (source, "deepspeed") if isinstance(source, dict) else (_read(source), source)
     for section, key in OWN_KEYS.items():
         if config.get(section):
