@@ -5,6 +5,7 @@
 go into the queue of one engine (`decoding`). `context` converts a request to token ids, and keeps the sampled ids of
 earlier answers. Each session (`session`) becomes a `Rollout` with branches (`tree`).
 """
+
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "add_advantages": "turn_rewards:with_turn_rewards",
     "part_rewards": "turn_rewards:split",

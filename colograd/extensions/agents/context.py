@@ -247,8 +247,7 @@ class SessionContexts:
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of the API in the format of chat templates.
 
-    Content parts become one text, arguments of calls become objects, reasoning gets all its names, and nulls are
-    dropped.
+    Content parts become one text, arguments of calls become objects, reasoning gets all its names, nulls are dropped.
     """
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content")

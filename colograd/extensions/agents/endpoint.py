@@ -1,8 +1,7 @@
 """The HTTP endpoint that agents' programs call: OpenAI's chat completions, completions, models; Anthropic's messages.
 
-`served` runs the endpoint on loopback, in a thread, during a generation. A request's API key identifies its session. A
-streamed request for one answer gets the tokens while they are sampled. A streamed request for several answers gets them
-at the end.
+`served` runs the endpoint on loopback, in a thread, during a generation. A request's API key identifies its session.
+Streamed tokens are sent while they are sampled. A streamed request for several answers gets all answers at the end.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class Endpoint:
     Args:
         seeds: the run's seed, and the purpose (`train` or `eval`).
         context: maximum number of tokens in a sequence.
-        refuses: whether a request with sampling settings other than the run's is an error. If not, its answer is
-            given, but not trained on.
+        refuses: whether a request with sampling settings other than the run's is an error, not an untrained answer.
     """
 
     def __init__(

@@ -60,8 +60,7 @@ class AgentFeature(SourceFeature):
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
         if policy.processor is not None:
             raise ValueError(
-                f"agent is set, but {policy.path} reads images, and agents' sessions support only text: choose a "
-                "model that reads only text."
+                f"agent is set, but {policy.path} reads images, and agents' sessions are texts: choose a text model."
             )
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:

@@ -76,8 +76,7 @@ class FunctionProgram:
 class CommandProgram:
     """Runs an agent command in a new process, which dies with the trainer. `stop` kills its process group.
 
-    The command reads ``given`` (JSON) from its standard input. The last printed line is the command's value if that
-    line is JSON.
+    The command reads ``given`` (JSON) from its standard input. Its value is its last printed line, if that is JSON.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:

@@ -252,8 +252,8 @@ class _RunningSessions:
             if self.settings.raises:
                 raise RuntimeError(
                     f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: "
-                    f"{failure} Correct the program, or set agent_on_error: abstain, which leaves the groups of "
-                    "failed sessions untrained."
+                    f"{failure} Correct the program, or set agent_on_error: abstain (groups of failed sessions "
+                    "aren't trained)."
                 )
         return session.rollout(self.version, {**columns, SESSION: session.turns, FAILURE: failure})
 

@@ -63,7 +63,7 @@ def split(values: Iterable[Any], rollouts: Sequence[Rollout]) -> tuple[list[Any]
             raise ValueError(
                 index,
                 f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's session can have one reward per "
-                "answer: return one number per completion."
+                "answer: return one number per completion.",
             )
         if broken := _rule_broken(value, len(answers)):
             raise ValueError(index, f"its turn rewards are {broken}")
@@ -86,8 +86,7 @@ def with_turn_rewards(
         weights: weight by name of a reward function.
 
     Returns:
-        [sum C], one advantage per completion token. The argument ``advantages`` if no session has turn rewards, or if
-        a session has failed.
+        [sum C], one advantage per completion token. ``advantages`` itself without turn rewards or if a session failed.
     """
     of_sessions: list[list[float]] = []  # per session one reward per answer, or an empty list
     for rollout in group.rollouts:

@@ -59,8 +59,7 @@ class CurriculumState:
         if state and state.get("rows") != self.rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
-                f"dataset has {self.rows}: give the dataset of the checkpoint's run, or set ignore_data_skip: true "
-                "for a new record."
+                f"dataset has {self.rows}: give the same dataset, or set ignore_data_skip: true for a new record."
             )
         self.drawn = self._array(state, "drawn", np.int32, 0)  # Number of draws, int32 [rows].
         self.last = self._array(state, "last", np.int32, -1)  # Round of the last draw, int32 [rows].
@@ -221,9 +220,8 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
     names = list(curriculum.shares)
     if other := sorted({*values} - {*names}):
         raise ValueError(
-            f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares has "
-            f"{listed(names)}): give the value a share. A share of 0 keeps the value's prompts out while other "
-            "prompts are left."
+            f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares "
+            f"has {listed(names)}): give the value a share. 0 keeps its prompts out while others are left."
         )
     if absent := [name for name in names if name not in set(values)]:
         raise ValueError(

@@ -60,8 +60,7 @@ class UserFeature(SourceFeature):
         if config.router_replay:
             raise ValueError(
                 "router_replay is true, but a rollout_func returns only tokens, without the experts that the engine "
-                "chose for them: set router_replay: false, or write a rollout source, which can yield the engine's "
-                "groups."
+                "chose for them: set router_replay: false, or write a rollout source that yields engine groups."
             )
         if config.replays_truncation:
             raise ValueError(f"{TRUNCATED} a rollout_func returns tokens, not what they were drawn from: {UNCORRECTED}")
@@ -127,8 +126,7 @@ class CustomRollouts:
             elif not hasattr(values, "__len__") or len(values) != size:
                 raise ValueError(
                     f"rollout_func returned {getattr(values, '__len__', lambda: 'a single')()} {name} for {size} "
-                    "prompts (each prompt is repeated once per completion): return one for each prompt, in their "
-                    "order."
+                    "prompts (each prompt is repeated once per completion): return one for each, in their order."
                 )
         further = [name for name in answer if name not in (*NEEDED, "env_mask")]
         masks = answer.get("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])

@@ -23,7 +23,7 @@ from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
 GENERATE, SCORE, ROLLING = "generate_until", "loglikelihood", "loglikelihood_rolling"
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first name that a task sets counts
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first name in a task counts
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
 DEFAULT_TOKENS = 256  # The harness's maximum length of a completion if a task sets none.
 FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples.
@@ -188,9 +188,8 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
     except Exception as error:  # code of the task, its packages, and its data may raise anything
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
-            f"The task {name!r} can't be loaded: {why}. The task may need a package, a connection to the Hub or a "
-            "filled cache. A task of your own must be a YAML file, given by its path or in a folder of "
-            "--include-path."
+            f"The task {name!r} can't be loaded: {why}. It may need a package, a connection to the Hub or a filled "
+            "cache. A task of your own is a YAML file, given by its path or found in --include-path."
         ) from error
     meant = f" Did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"lm-evaluation-harness has no task {name!r}, and no folder of --include-path has one.{meant}")

@@ -61,9 +61,8 @@ class RewardModel(ModelReward):
     The logit is read at the last token. If the checkpoint names a padding token, the logit is read at the last token
     that isn't padding, as in the checkpoint's training. So a text that ends in the padding token has an earlier logit.
 
-    The tokenizer's chat template writes conversations, with the run's ``chat_template_kwargs``. A prompt and a
-    completion that are plain texts are concatenated. As in TRL 1.16, no special tokens are added, and rows are padded
-    on the right.
+    The tokenizer's chat template writes conversations, with the run's ``chat_template_kwargs``. Prompts and completions
+    that are plain texts are concatenated. As in TRL 1.16, no special tokens are added. Rows are padded on the right.
 
     Args:
         model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
@@ -101,8 +100,7 @@ class RewardModel(ModelReward):
             if logits.shape != (len(batch), 1):
                 raise ValueError(
                     f"reward model {self.__name__!r} gives logits of shape {tuple(logits.shape)} for {len(batch)} "
-                    "texts, but must give one number per text: use a model for sequence classification with "
-                    "num_labels 1."
+                    "texts, but must give one number per text: use a sequence classifier with num_labels 1."
                 )
             for row, reward in zip(batch, logits[:, 0].float().tolist(), strict=True):
                 rewards[row] = reward

@@ -1,5 +1,4 @@
-"""Tables, histograms and alarms for the trackers of ``report_to``. transformers' callbacks start the trackers
-and send metrics.
+"""Tables, histograms and alarms for the trackers of ``report_to``, which transformers' callbacks start and feed.
 
     wandb, trackio   Table, Histogram, alert
     tensorboard      histograms, alarms as texts

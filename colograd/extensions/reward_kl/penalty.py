@@ -3,9 +3,8 @@
     r_i - beta * sum over the completion's sampled tokens of k(log pi, log reference)
 
 k estimates KL(pi, reference model) at one token. The group's mean and deviation are computed from these rewards, as in
-verl (`use_kl_in_reward`), where a penalty per token is summed before GRPO's advantages. OpenRLHF subtracts the penalty
-after the advantages. log pi is the sampler's log-probability, as in verl's bypass mode. A token without a
-log-probability adds 0.
+verl (`use_kl_in_reward`). OpenRLHF subtracts the penalty after the advantages. log pi is the sampler's log-probability,
+as in verl's bypass mode. A token without a log-probability adds 0.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ class RewardPenalty(LossTerm):
         if not torch.equal(scored.advantages, estimator.of_group(scored.rewards)):
             raise ValueError(
                 f"kl_in_reward is {self.coefficient:g}, but the advantages weren't computed from the group's rewards "
-                "by the built-in rule (compute_advantages is overridden, or there is one advantage per token): set "
-                "beta instead."
+                "alone (compute_advantages is overridden, or there is one advantage per token): set beta."
             )
         rewards = weighted_sum(scored.rewards, estimator.weights).double()
         sums = torch.tensor([known[identity] for identity in scored.group.rollout_ids], dtype=torch.float64)

@@ -96,9 +96,8 @@ class PromptStream(torch.utils.data.IterableDataset):
                         if self._expected != self.saved:
                             raise ValueError(
                                 f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first "
-                                f"{items} steps have other prompts now, so that the run can't be resumed. Make the "
-                                "stream's order repeatable, or set ignore_data_skip: true to read the stream from "
-                                "its begin."
+                                f"{items} steps have other prompts now. Make the stream's order repeatable, or set "
+                                "ignore_data_skip: true to begin the stream anew."
                             )
                         self._expected = {}
                     first = step * self.per_step + self.layout.data_rank * per_rank

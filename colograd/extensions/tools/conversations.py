@@ -240,8 +240,7 @@ class _RunningConversations:
             if asked is None:
                 raise ValueError(
                     f"{where}: with the text that reset returned the prompt has more than "
-                    f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return a shorter "
-                    "text."
+                    f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less text."
                 )
             conversation.input = conversation.read = asked
         self._submit(conversation)

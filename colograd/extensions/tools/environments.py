@@ -34,8 +34,8 @@ class Environment:
         if "reset" not in names:
             raise ValueError(
                 f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define "
-                "`reset`, which begins an episode from the row's columns and returns None or a text to append to "
-                "the prompt."
+                "one. It begins an episode from the row's columns, and returns None or a text to append to the "
+                "prompt."
             )
         tools = [name for name in names if name not in CONTROL and not name.startswith("_")]
         return {name: getattr(self.instance, name) for name in tools}

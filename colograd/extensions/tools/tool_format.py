@@ -49,26 +49,23 @@ class ToolFormat:
             shown = f"({type(error).__name__}: {error})"
         if "{'type': 'text'" in shown:
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} writes a list of content parts as it is, but a "
-                "model that reads images needs such lists: set chat_template_path to a template that writes the "
-                "parts of every message."
+                f"the chat template of {tokenizer.name_or_path} writes a list of content parts as it is, but a model "
+                "that reads images needs them: set chat_template_path to a template that writes all content parts."
             )
         for part in ("the_name", "the_argument", "the value", "the answer"):
             if part not in shown:
                 raise ValueError(
-                    f"the chat template of {tokenizer.name_or_path} doesn't write tools' calls and answers (the "
-                    f"text {part!r} is missing in a test conversation: {shown[-200:]!r}): set chat_template_path "
-                    "to a template that writes tools' calls and answers, such as "
-                    "recipes/chat_templates/smollm2_tools.jinja."
+                    f"the chat template of {tokenizer.name_or_path} doesn't write tools' calls and answers (a test "
+                    f"conversation lacks {part!r}: {shown[-200:]!r}): set chat_template_path to a template that "
+                    "does, such as recipes/chat_templates/smollm2_tools.jinja."
                 )
         if not self._parses and not CALL.search(shown):
             raise ValueError(
                 f"no parser is known for the tool calls that {tokenizer.name_or_path} writes: set the tokenizer's "
                 "response_template (see response parsing in transformers' documentation)."
             )
-        # `_end`: the special token that ends an assistant message in the template, or None if the template writes none.
-        # The token is the tokenizer's EOS token, or another special token such as ``<|im_end|>`` in ChatML for base
-        # models.
+        # `_end` is the special token that ends an assistant message in the template: the tokenizer's EOS token, or e.g.
+        # ``<|im_end|>`` in ChatML for base models. None means that the template writes no such token.
         begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
         same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
         eos, special = tokenizer.eos_token_id, {*tokenizer.all_special_ids}
@@ -121,17 +118,15 @@ class ToolFormat:
         """Return the index in ``whole`` where the messages of ``before`` end. ``whole`` has further messages."""
         end = self._end
         if end in before:
-            # The last message ends at the last end token in `before`. The end tokens are counted, because a template
-            # may write earlier messages differently once other messages follow. Tokens behind the end token (mostly a
-            # newline) weren't sampled.
+            # The last message ends at the last end token in `before`. End tokens are counted, because a template may
+            # write messages differently once others follow. Tokens behind the end token (a newline) weren't sampled.
             places = [place for place, token in enumerate(whole) if token == end]
             return places[before.count(end) - 1]
         if whole[: len(before)] == before:
             return len(before)
         raise ValueError(
             f"the chat template of {self._tokenizer.name_or_path} neither ends messages with a special token, nor "
-            "leaves earlier messages unchanged when a tool's answer follows: set chat_template_path to another "
-            "template."
+            "leaves earlier messages unchanged before a tool's answer: set another chat_template_path."
         )
 
     def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:

@@ -81,11 +81,10 @@ class TRLNames:
         given = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
         if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
             raise ValueError(
-                f"{cls.__name__} defines compute_loss({', '.join(given)}) with transformers' arguments, but "
-                f"{' and '.join(wrong)} is never passed: compute_loss gets one micro-batch and returns a LossOutput. "
-                "Write `def compute_loss(self, model, micro_batch, **kwargs)` and return "
-                "`dataclasses.replace(output, loss=...)` of `output = super().compute_loss(model, micro_batch)` "
-                "(docs/losses.md)."
+                f"{cls.__name__} defines compute_loss({', '.join(given)}) with transformers' arguments, but nothing "
+                f"passes {' and '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
+                "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, "
+                "loss=...)` of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
             )
 
     if not TYPE_CHECKING:  # hidden from type checkers, which know the real attributes

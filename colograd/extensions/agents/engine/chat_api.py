@@ -156,7 +156,7 @@ class ChatAPI:
         given |= {"temperature": request.temperature, "options": options}
         if api == "completions":
             if (request.logprobs or 0) > 1:
-                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's is available: ask for 1.")
+                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's is available: use 1.")
             prompt = request.prompt
             if prompt is None or prompt == []:
                 raise BadRequest("prompt is missing.")
@@ -172,7 +172,7 @@ class ChatAPI:
         if request.tools:
             if not self.tool_parser:
                 raise BadRequest(
-                    "tools were given, but no parser is known for this model's tool calls: the run must set "
+                    "tools were given, but no parser of this model's tool calls is known: the run must set "
                     "agent_tool_parser."
                 )
             if request.tool_choice is None:
