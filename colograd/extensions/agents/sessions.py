@@ -81,7 +81,7 @@ class Agent:
         ]
         if unknown := [name for name in needed if name not in GIVEN]:
             raise ValueError(
-                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but is given {', '.join(GIVEN)}: "
+                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
                 "rename the parameter, or give it a default (the dataset's columns are in `row`)."
             )
         return cls(getattr(given, "__name__", type(given).__name__), given)

@@ -68,14 +68,14 @@ class Curriculum:
         known = [field.name for field in fields(cls)]
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
-                f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: write it as {EXAMPLE}."
+                f"curriculum has the key {unknown[0]!r}, but the keys are {', '.join(known)}: use e.g. {EXAMPLE}."
             )
         found: dict[str, Any] = dict(given)
         for name in ("pass_threshold", "solved_at", "revisit_after"):
             value = found.get(name, 0.0)
             is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number and not (value is None and name == "solved_at"):
-                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number: give one.")
+                raise ValueError(f"curriculum: {name} is {found[name]!r}, but this setting must be a number.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
                 raise ValueError(
@@ -94,7 +94,7 @@ class Curriculum:
                 "rests if all completions of its last draw passed, with null no prompt rests."
             )
         if self.revisit_after < 0:
-            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but must be at least 0 epochs.")
+            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but must be at least 0: raise it.")
         if self.column is not None and self.shares is None:
             raise ValueError(f"curriculum: column is {self.column!r}, but shares is missing: set its values' shares.")
         if self.shares is not None:
@@ -105,7 +105,7 @@ class Curriculum:
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
                 raise ValueError(
                     f"curriculum: shares has the pool {other[0]!r}, but without a column the pools are "
-                    f"{', '.join(LEVELS)}, by the last pass rate: name one of these, or set column."
+                    f"{', '.join(LEVELS)} (by the last pass rate): name one of these pools, or set `column`."
                 )
         if (self.difficulty is None) != (self.difficulty_until is None):
             raise ValueError("curriculum: difficulty (a column) and difficulty_until (its limit) must both be set.")

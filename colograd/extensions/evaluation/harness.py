@@ -292,7 +292,7 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
 
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
     if unknown := [key for key in kwargs if key not in (*NO_SAMPLING, *SHAPING)]:
-        raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, which the engine doesn't have.")
+        raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, but the engine has no such setting.")
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
     tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
     temperature = 0.0 if kwargs.get("do_sample") is False else float(kwargs.get("temperature") or 0.0)

@@ -51,7 +51,7 @@ def names_of(texts: Sequence[str]) -> Mapping[str, str]:
         name = re.split(r"[\[@]", text)[0]  # a name of an earlier version stays: `eval_math500_accuracy`
         name = Path(name).stem if name.endswith(YAML) else name
         if name in names:
-            raise ValueError(f"The task {name!r} is named twice: name it once.")
+            raise ValueError(f"The task {name!r} is named twice: name each task once.")
         names[name] = text
     return names
 

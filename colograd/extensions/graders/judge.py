@@ -68,7 +68,7 @@ class Judge:
                 f"{MODEL}, or name your own colograd.rewards.judge.Judge(address=..., model=...) by its import path."
             )
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(f"the judge's scale is {self.scale}, but its first number must be below its second.")
+            raise ValueError(f"the judge's scale is {self.scale}, but the first number must be below the second.")
 
     async def __call__(
         self,

@@ -188,4 +188,4 @@ def _load_tokenizer(shown: str, path: str, config: GRPOConfig) -> Any:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0]
-    raise ValueError(f"reward model {shown!r} has no tokenizer ({problem}): give it in reward_processing_classes.")
+    raise ValueError(f"reward model {shown!r} has no tokenizer ({problem}): give one in reward_processing_classes.")

@@ -99,7 +99,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
     for section, key in OWN_KEYS.items():
         if config.get(section):
             raise ValueError(
-                f"{origin} has a section {section!r}, but it is {key} that says which is used: remove the section and "
+                f"{origin} has a section {section!r}, but only the setting {key} has an effect: remove the section and "
                 f"set {key}."
             )
     if (config.get("fp16") or {}).get("enabled") in (True, "true"):
@@ -107,7 +107,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if str(stage) not in ("0", "1", "2", "3"):
-        raise ValueError(f"{origin} has the ZeRO stage {stage!r}, but it must be 0, 1, 2 or 3: change it.")
+        raise ValueError(f"{origin} has the ZeRO stage {stage!r}, but the stage must be 0, 1, 2 or 3: change it.")
     offload = {part: str((zero.get(f"offload_{part}") or {}).get("device", "none")) for part in ("optimizer", "param")}
     for part, device in offload.items():
         if device not in ("none", "cpu"):
@@ -117,7 +117,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
             )
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":
-        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it goes with stage 3: remove it.")
+        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but only stage 3 has it: remove it.")
     return Launched(
         sharding,
         f"DeepSpeed's ZeRO-{stage}",
@@ -132,5 +132,5 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"The DeepSpeed configuration {path!r} can't be read ({error}): give a JSON file.") from None
     if not isinstance(config, dict):
-        raise ValueError(f"The DeepSpeed configuration {path!r} is no mapping: give one with zero_optimization.")
+        raise ValueError(f"The DeepSpeed configuration {path!r} isn't a mapping: give one with zero_optimization.")
     return config

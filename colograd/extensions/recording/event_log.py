@@ -37,7 +37,7 @@ class EventLog:
         try:
             self._open()
             if self._file.write(line) != len(line):  # a disk may be full in the middle of a line
-                raise OSError("no room for a whole line")
+                raise OSError("the disk has no room for a whole line")
         except OSError as error:
             self.warn(error)
             self.close()  # the next `_open` starts a new line

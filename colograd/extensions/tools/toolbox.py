@@ -96,7 +96,7 @@ class Toolbox:
         if unable := [name for name in main_thread or () if name not in able]:
             raise ValueError(
                 f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
-                f"this run: name some of {', '.join(able) or 'none'}, or leave it out."
+                f"this run: name some of {', '.join(able) or 'none'}, or leave main_thread_tools out."
             )
         self._advice = MainThreadAdvice()
         self._told_of: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
@@ -109,7 +109,7 @@ class Toolbox:
             methods = environment.methods
             if taken := methods.keys() & self._tools.keys():
                 of = type(environment.instance).__name__
-                raise ValueError(f"tool {taken.pop()!r} is a method of {of} too: rename one of them.")
+                raise ValueError(f"tool {taken.pop()!r} is also a method of the environment {of}: rename the tool.")
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
         pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
         self._pool = WorkerPool("tools", pooled, workers, timeout)
@@ -266,7 +266,7 @@ class Toolbox:
         if key not in self._factories:
             raise ValueError(
                 f"a row's column `environment` is {key!r}, but environment_factory has "
-                f"{', '.join(map(str, self._factories))}: name one of these in each row."
+                f"{', '.join(map(str, self._factories))}: each row must name one of these environments."
             )
         return key
 
@@ -290,6 +290,6 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(function)
     except Exception as error:  # transformers raises several types of errors
         raise ValueError(
-            f"tool {name!r} can't be described to the model ({error}): give it type hints and a Google-style "
+            f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
             "docstring with every argument under `Args:`."
         ) from None

@@ -149,8 +149,8 @@ def test_schedules_are_linear_between_their_points() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"solved": 1}, "has the key 'solved', but knows pass_threshold, solved_at"),
-        ({"solved_at": 2.0}, r"solved_at is 2.0, but a pass rate is in \(0, 1\]"),
+        ({"solved": 1}, "has the key 'solved', but the keys are pass_threshold, solved_at"),
+        ({"solved_at": 2.0}, r"solved_at is 2.0, but must be a pass rate in \(0, 1\]"),
         ({"solved_at": "much"}, "must be a number"),
         (
             {"shares": {"simple": 1}},

@@ -130,14 +130,14 @@ class ChatAPI:
         for name, neutral in UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value not in neutral:
-                raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't support: leave it out.")
+                raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't support: leave the parameter out.")
         n = 1 if (n := getattr(request, "n", None)) is None else n
         if n < 1:
-            raise BadRequest(f"n is {n}, but must be at least 1.")
+            raise BadRequest(f"n is {n}, but `n` must be at least 1.")
         fields = vars(request)  # getattr with the deprecated name would warn
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
-            raise BadRequest(f"max_tokens is {most}, but must be at least 1.")
+            raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
         shaping = {
             name: value
             for name, neutral in SHAPING.items()
@@ -165,7 +165,7 @@ class ChatAPI:
             return Call(api, request, prompts=[prompt] if one else list(prompt), **given)
         arguments = dict(request.chat_template_kwargs or {})
         if others := NO_ARGUMENTS & arguments.keys():
-            raise BadRequest(f"chat_template_kwargs has {min(others)}, which isn't supported here: leave it out.")
+            raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
             arguments["reasoning_effort"] = request.reasoning_effort
             arguments.setdefault("enable_thinking", request.reasoning_effort != "none")
