@@ -26,7 +26,7 @@ EXTENSIONS = (
     "offload",
     "overlap",
     "quantized",
-    "drafts",  # behind all extensions that observe vLLM's sampler
+    "drafts",  # after all extensions that observe vLLM's sampler
     "remedies",
     "recording",
     "reference",

@@ -141,7 +141,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # excludes a different reply with the same beginning
+            and keys[turn.place] == turn.key  # excludes turns with a different reply of the same beginning
             for begun in turn.texts
             if text.startswith(begun)
         ]
@@ -164,7 +164,7 @@ class SessionContexts:
         """Record a reply with the sampled ids ``wrote`` as a turn.
 
         Args:
-            context: the context that was answered. None: the request had no messages, so no request can continue it.
+            context: the context that was answered. None: the request had no messages, and nothing continues it.
             whole: whether the reply contains all sampled text. False means that a stop string was cut off.
         """
         self.turns.append(None)
@@ -235,9 +235,9 @@ class SessionContexts:
             read = inside + len(part)
             first = text.find(part, at)
             if first < 0 or (name == "reasoning" and last - len(content) <= first and first + len(part) <= last):
-                continue  # dropped by the template, or only within the content
+                continue  # the template dropped the part, or it occurs only within the content
             at = first + len(part)
-            # Select the tokens that lie completely in this part.
+            # Select the sampled tokens that lie completely in the part's text.
             low, high = bisect.bisect_left(places, inside), bisect.bisect_right(places, read) - 1
             start, end = (first + places[index] - inside for index in (low, high))
             if low < high and self.form.decode(ids[low:high]) == text[start:end]:

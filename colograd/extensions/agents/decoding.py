@@ -45,7 +45,7 @@ class WorkQueue:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._new: deque[Work] = deque()
-        self._dropped: deque[Work] = deque()  # requests that no session waits for any more
+        self._dropped: deque[Work] = deque()  # dropped requests: their sessions no longer wait for an answer
         self._changed = threading.Event()
         self._running: dict[str, Work] = {}
 

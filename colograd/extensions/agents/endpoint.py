@@ -143,7 +143,7 @@ class Endpoint:
             closing.callback(session.end, count)
             contexts = self._contexts(session, call)
             works = [self._work(session, call, ids) for ids, _ in contexts]
-            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # tokens so far; None when complete or failed
+            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # all tokens so far; None at the end
             if call.stream and count == 1:
                 works[0].more = news.put_nowait
             closing.enter_context(self._in_the_queue(session, works))
@@ -215,7 +215,7 @@ class Endpoint:
             ) from None
         except (BadRequest, UnreadableMessages) as error:
             raise BadRequest(str(error)) from None
-        except Exception as error:  # messages of an unknown shape may cause any error
+        except Exception as error:  # malformed messages may cause any type of error
             raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
         return pairs
 

@@ -44,7 +44,7 @@ class FunctionProgram:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self.future: Future[Outcome] = Future()  # completed only by the function's end
+        self.future: Future[Outcome] = Future()  # the function's end completes the future; `stop` doesn't
         self._function, self._arguments = function, dict(arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -53,7 +53,7 @@ class FunctionProgram:
     def stop(self) -> None:
         """Cancel an async function, without waiting for its end. A sync function goes on."""
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is already closed
+            with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
@@ -102,7 +102,7 @@ class CommandProgram:
     def _run(self) -> None:
         started, process, output = time.perf_counter(), self._process, b""
         assert process.stdout is not None
-        while part := os.read(process.stdout.fileno(), 2**16):  # endless output must not fill the memory
+        while part := os.read(process.stdout.fileno(), 2**16):  # keep the end: output may be endless
             output = (output + part)[-MOST_OUTPUT:]
         status = process.wait()
         process.stdout.close()

@@ -41,7 +41,7 @@ class Session:
     form: ChatFormat
     limits: Limits
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
-    turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer, for reward functions and the log
+    turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer of the model
     is_open: bool = True
     why_closed: str = ""
 
@@ -148,7 +148,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # 0 for an answer without tokens
+            turn["at"] = tree.places.get(number, 0)  # an answer without tokens has index 0
         return rollout or Rollout(
             input=self.prompt.input,
             completion_ids=array("i", [min(self.form.ends, default=0)]),

@@ -37,7 +37,7 @@ class SessionLog:
         self._file: RecordFile | None = None  # Opened when the first session ends, because most runs have no agent.
         self._found: dict[int, dict[int, bytes]] = {}  # Recorded bytes: prompt's position -> index in the group.
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
-            with contextlib.suppress(OSError):  # another rank deleted it
+            with contextlib.suppress(OSError):  # another rank has deleted the file
                 records = read_records(path)
                 if next(records, None) != Record(HEAD, self._head):
                     path.unlink()
@@ -61,7 +61,7 @@ class SessionLog:
         """Return a prompt's recorded sessions as rollouts, by their index in the group."""
         found = {}
         for index, content in self._found.get(prompt.position, {}).items():
-            with contextlib.suppress(JournalError):  # skip a session of a different prompt
+            with contextlib.suppress(JournalError):  # the record belongs to a different prompt: skip it
                 found[index] = group_of(content, prompt).group.rollouts[0]
         return found
 

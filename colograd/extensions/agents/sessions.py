@@ -241,7 +241,7 @@ class _RunningSessions:
         self.endpoint.close(session, over)
         if late:
             self.counts["agent/timeouts"] += 1
-        session.program.stop()  # includes processes that the command left behind
+        session.program.stop()  # also kills processes that the command left behind
         columns, failure = returned(outcome)
         failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
@@ -290,7 +290,7 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         return {**none, **further}, ""
     try:
         reward = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:  # an integer too large for a float
         reward = math.nan
     if not math.isfinite(reward):
         return none, (

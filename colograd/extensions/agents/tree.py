@@ -35,7 +35,7 @@ class TokenTree:
     """The contexts and answers of one session as a tree of tokens. ``prompt`` is the first request's context."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.places: dict[int, int] = {}  # first index in the completion, by the answer's number
+        self.places: dict[int, int] = {}  # index of an answer's first token in the completion, by the answer's number
         self._roots: list[Node] = []
         self._prompt = array("i", prompt)
         self._read(self._prompt)
@@ -82,7 +82,7 @@ class TokenTree:
         while todo:
             node, after, seen = todo.pop()
             if seen >= 0 and node.logprobs is None and asked[seen : seen + len(node.ids)] == node.ids:
-                seen += len(node.ids)  # the node's tokens are part of the prompt
+                seen += len(node.ids)  # the node's tokens belong to the prompt
                 todo += [(child, None, seen) for child in reversed(node.children)]
                 continue
             run = [node]

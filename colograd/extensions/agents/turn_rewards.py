@@ -25,7 +25,7 @@ from ...rollout.stages import BeginScore, PendingRewards, Stages
 FAILURE = "agent_failure"  # Column of a rollout with the reason of a failure, or an empty text.
 SESSION = "session"  # Column of a rollout with the agent's answers.
 TURN_REWARDS = "turn_rewards"  # Column of a rollout with the program's reward for each answer.
-WITHIN_GROUPS = ("group", "mean")  # Scales within a group. Other scales use the whole step, or don't divide.
+WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide within a group.
 LARGEST = torch.finfo(torch.float32).max
 
 

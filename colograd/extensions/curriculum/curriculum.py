@@ -40,7 +40,7 @@ def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
 class CurriculumState:
     """Chooses each round's prompts among a dataset's rows, and records the rows' draws and pass rates."""
 
-    missing = "had no curriculum"  # ends "the run ..." if a checkpoint has no record
+    missing = "had no curriculum"  # end of an error text about a checkpoint without a record
 
     def __init__(self, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> None:
         self.settings, self.rows = curriculum, len(dataset)
@@ -55,7 +55,7 @@ class CurriculumState:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the record in a checkpoint's ``state``. An empty ``state`` begins a new record."""
-        self.rounds = int(state.get("rounds", 0))  # number of rounds before the one that is being sampled
+        self.rounds = int(state.get("rounds", 0))  # number of rounds before the present round
         if state and state.get("rows") != self.rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
@@ -107,7 +107,7 @@ class CurriculumState:
         self.rounds = number
         step, count = number * self._round_length, self.round_size
         ties = self._ties(number)
-        turn = np.lexsort((ties, self.drawn))  # least often drawn rows first
+        turn = np.lexsort((ties, self.drawn))  # all rows, the least often drawn rows first
         until, shut = self.settings.difficulty_until, np.zeros(self.rows, dtype=bool)
         if self._difficulty is not None and until is not None:
             shut = self._difficulty > until.at(step)
@@ -122,9 +122,9 @@ class CurriculumState:
 
         for pool, wanted in self._quotas(able, step, count, number):
             take(turn[able[turn] & pool[turn]], wanted)
-        take(turn[able[turn]], count - len(chosen))  # fills up where a pool had too few rows
+        take(turn[able[turn]], count - len(chosen))  # fill the round up if a pool had too few rows
         by_rest = np.lexsort((ties, self.last))
-        take(by_rest[~shut[by_rest]], count - len(chosen))  # then resting rows, the longest at rest first
+        take(by_rest[~shut[by_rest]], count - len(chosen))  # if needed, resting rows, the longest at rest first
         if self._difficulty is not None:
             by_difficulty = np.lexsort((ties, self._difficulty))
             take(by_difficulty, count - len(chosen))
@@ -146,7 +146,7 @@ class CurriculumState:
         if self.settings.solved_at is None:
             return np.zeros(self.rows, dtype=bool)
         due = self.last + self.settings.revisit_after * self.rounds_per_epoch
-        with np.errstate(invalid="ignore"):  # NaN means never judged
+        with np.errstate(invalid="ignore"):  # comparisons with NaN (a prompt that was never judged) would warn
             return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...config import GRPOConfig
 
-LEVELS = ("new", "hard", "medium", "easy")  # pools by the last pass rate, if `column` isn't set
+LEVELS = ("new", "hard", "medium", "easy")  # names of the pools by the last pass rate, used if `column` isn't set
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 
 

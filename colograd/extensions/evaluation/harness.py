@@ -23,7 +23,7 @@ from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
 GENERATE, SCORE, ROLLING = "generate_until", "loglikelihood", "loglikelihood_rolling"
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first name in a task counts
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first set one counts
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
 DEFAULT_TOKENS = 256  # The harness's maximum length of a completion if a task sets none.
 FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples.
@@ -136,9 +136,6 @@ class HarnessBenchmark:
         return [*names, *map(str, self.tasks[0].task.aggregation())]
 
 
-# -- the harness's tasks
-
-
 @contextlib.contextmanager
 def _as_the_harness() -> Iterator[None]:
     """Set the harness's random seeds, hide its progress lines, and restore the generators' states afterwards."""
@@ -178,7 +175,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
         for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml"):
-            entry = TaskIndex.entry_from_path(file)  # only single tasks, because a group needs the whole index
+            entry = TaskIndex.entry_from_path(file)  # load only a single task, because a group needs the whole index
             if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) and entry.name == name:
                 return own.load([str(file)])
         whole = _manager(include, True)
@@ -240,9 +237,6 @@ def _chat(rules: Rules, messages: list[dict[str, str]], add_generation_prompt: b
         return str(text([message for message in messages if message["role"] != "system"]))
 
 
-# -- requests as tokens
-
-
 def _encoder(tokenizer: Any) -> Any:
     from lm_eval.api.model import TemplateLM
 
@@ -251,7 +245,7 @@ def _encoder(tokenizer: Any) -> Any:
         prefix_token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            if add_special_tokens is None:  # a chat template has written the first token
+            if add_special_tokens is None:  # the text may begin with the BOS token already
                 add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
             ids: list[int] = tokenizer(string, add_special_tokens=add_special_tokens).input_ids
             return ids
@@ -276,7 +270,7 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
         return Request(kind, arguments, tuple(ids[-room:]), sampling), len(ids) > room
-    room = rules.context - 1  # one less, because the engine samples a token behind the text
+    room = rules.context - 1  # one token is left for the token that the engine has to sample
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
@@ -296,7 +290,7 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
     tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
     temperature = 0.0 if kwargs.get("do_sample") is False else float(kwargs.get("temperature") or 0.0)
-    if temperature == 0 and n > 1:  # at temperature 0 a question's completions would be equal
+    if temperature == 0 and n > 1:  # at temperature 0 all completions of a question would be equal
         temperature = rules.spread
     options = {key: kwargs[key] for key in SHAPING if key in kwargs}
     if rules.temperature is not None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-MEMORY = 4 * 2**30  # maximum bytes of address space
+MEMORY = 4 * 2**30  # maximum bytes of a program's address space
 FILE_BYTES = 16 * 2**20
 ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # exit statuses by signals, see `stop_signals`
 SHOWN = 2000  # Maximum characters of standard error in `Ended.problem`.
@@ -49,7 +49,7 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
                     status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
             os.close(writer)
             writer = -1
-            os.set_blocking(reader, False)  # a process outside the group may hold the other end open
+            os.set_blocking(reader, False)  # a process outside the group may hold the pipe open, so don't wait
             with contextlib.suppress(BlockingIOError):
                 if os.read(reader, 64).decode("ascii", "replace") == token:
                     return Ended(True)

@@ -18,7 +18,7 @@ from ...rewards.answers import chance_of_pass
 from .harness import HarnessBenchmark, LoadedTask
 
 NORMAL_95 = 1.959964
-Key = tuple[str, str]  # key of a value: metric and filter
+Key = tuple[str, str]  # (metric, filter), the key of a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Answered:
     """One answered question with its verdicts (values by metric and filter)."""
 
     row: int
-    verdicts: list[dict[Key, Any]]  # One per separately judged completion, or one. {} if the check failed.
+    verdicts: list[dict[Key, Any]]  # One per separately judged completion, else one. {}: a check failed.
     tokens: int = 0  # Tokens of all completions.
     cut_off: int = 0  # Number of completions that ended at their token limit.
 
@@ -155,7 +155,7 @@ class SuiteResult:
 
         gathered = {}
         for each in tasks:
-            raw = {  # numeric values are averaged per question
+            raw = {  # for each metric: numbers are averaged per question
                 key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [*itertools.chain(*values)]
                 for key, values in each.values().items()
             }
@@ -170,7 +170,7 @@ class SuiteResult:
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}
-        for index, values in enumerate(self.groups.values()):  # the first group contains all others
+        for index, values in enumerate(self.groups.values()):  # the first group contains all other groups
             if values and index == 0:
                 found["accuracy"] = next(iter(values.values()))
                 found |= {_name(key): value for key, value in values.items()}

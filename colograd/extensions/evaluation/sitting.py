@@ -131,7 +131,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
     wanted: dict[int, tuple[Question, int, Request]] = {}
     for each in questions:
         wanted |= {each.row * len(each.requests) + i: (each, i, r) for i, r in enumerate(each.requests) if r.prompt}
-    by_sampling: dict[str, list[Prompt]] = {}  # prompts by sampling settings; nearly all tasks have one entry
+    by_sampling: dict[str, list[Prompt]] = {}  # prompts by sampling settings, mostly one entry
     for position, (question, _, request) in wanted.items():
         example = {"prompt": request.arguments[0], "answer": question.target}
         prompt = Prompt(example, ModelInput(request.prompt), position)

@@ -48,7 +48,7 @@ def names_of(texts: Sequence[str]) -> Mapping[str, str]:
     names: dict[str, str] = {}
     for text in texts:
         TaskSpec.parse(text)
-        name = re.split(r"[\[@]", text)[0]  # a name of an earlier version stays: `eval_math500_accuracy`
+        name = re.split(r"[\[@]", text)[0]  # metrics keep a name of earlier versions: `eval_math500_accuracy`
         name = Path(name).stem if name.endswith(YAML) else name
         if name in names:
             raise ValueError(f"The task {name!r} is named twice: name each task once.")

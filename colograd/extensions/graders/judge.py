@@ -26,8 +26,8 @@ QUESTION = (
     "<question>\n{prompt}\n</question>\n\n<answer>\n{completion}\n</answer>\n\n"
     "Reply with one integer from {low:g} (useless) to {high:g} (perfect), and nothing else."
 )
-PASSING = (408, 409, 429)  # HTTP statuses that are tried again, in addition to 5xx
-LONGEST_WAIT = 60.0  # maximum seconds between two tries of a request
+PASSING = (408, 409, 429)  # HTTP statuses, in addition to 5xx, after which a request is repeated.
+LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
 
 
 @dataclass(eq=False)
@@ -54,10 +54,10 @@ class Judge:
     max_calls: int | None = None  # Maximum number of requests. None: unlimited.
     max_tokens: int | None = None  # Maximum number of tokens, as counted in the replies. None: unlimited.
 
-    __name__ = "judge"  # the reward's name in metrics
+    __name__ = "judge"  # name of this reward function in metrics
 
     def __post_init__(self) -> None:
-        self.calls = self.tokens = 0  # requests and tokens of this process
+        self.calls = self.tokens = 0  # requests and tokens that this process has spent
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
@@ -138,8 +138,8 @@ class Judge:
                 counts["calls"] += 1
                 found, wait = await self._request(client, address, request)
             if found is not None:
-                with contextlib.suppress(OSError):  # if the disk is full, the reply isn't cached
-                    if file is not None:  # atomically
+                with contextlib.suppress(OSError):  # A reply that a full disk doesn't take isn't cached.
+                    if file is not None:  # The file is written atomically.
                         file.parent.mkdir(parents=True, exist_ok=True)
                         part = file.with_name(f"{file.name}.{os.getpid()}")
                         part.write_text(json.dumps({"reply": found}))
@@ -169,7 +169,7 @@ class Judge:
             found = answer.json()
             self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
             return str(found["choices"][0]["message"]["content"]), None
-        except (ValueError, LookupError, TypeError, AttributeError):  # an error page, or a reply without a completion
+        except (ValueError, LookupError, TypeError, AttributeError):  # an error page, or an answer without a completion
             return None, None
 
 

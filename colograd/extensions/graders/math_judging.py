@@ -19,7 +19,7 @@ SECONDS = 5  # time limit for math-verify to parse one expression, or to compare
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 # lighteval's rule for MATH-500 and AIME: the answer is the last \boxed{}, or else other LaTeX, or else a bare number.
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
-ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # compared decimals of floats, as in math-verify and lighteval
+ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # number of decimals that are compared, as in math-verify and in lighteval
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
 MOST_DIGITS = 30  # numbers with an exponent are written out up to this number of digits
 
@@ -29,7 +29,7 @@ _EXPONENT = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(
 _ANCHOR = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _WORD = re.compile(r"\b(?!(?:and|or)\b)[A-Za-z]{2,}")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # no message for each time limit that is reached
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides math-verify's message for each reached time limit
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
@@ -45,7 +45,7 @@ def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
     extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
     answer = _read(_answer_in(text), extraction, first=not bare_numbers)
     shown, rounding = _shown(expected), ROUNDING[extraction]
-    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # compare more decimals of small numbers: 3 more for 0.0001
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # small numbers need more decimals: 0.0001 needs 3 more
         number = Decimal(shown)
         rounding += max(0, -number.adjusted() - 1) if number else MOST_DIGITS
     right = verify(expected, answer, float_rounding=rounding, timeout_seconds=SECONDS)
@@ -86,7 +86,7 @@ def _answer_in(text: str) -> str:
             opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{":
             while boxes and boxes[-1][0] > start.start():
-                boxes.pop()  # the earlier box is inside the new box
+                boxes.pop()  # drop a box that lies inside the new box
             boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
     if not boxes:
         return _readable(text)

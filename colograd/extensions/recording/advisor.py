@@ -1,6 +1,6 @@
 """The advisor: rules over a run's logged metrics. A rule's finding becomes an alarm with its reason and a remedy.
 
-A rule is a function of a `History`, the metrics so far. It looks at several steps together, so that one odd step raises
+A rule is a function of a `History`, the metrics so far. Rules use several steps together, so that one odd step raises
 no alarm, except in the rule for gradient spikes. An alarm is raised once. The alarm ends when its rule has found
 nothing for `QUIET` steps, and may then be raised again.
 """
@@ -97,7 +97,7 @@ def _mean(values: Sequence[float]) -> float:
 class Rule:
     name: str
     look: Callable[[History], Seen | None]
-    when: str  # condition of the rule, for the documentation
+    when: str  # condition that raises the alarm, for the documentation
     why: str
     remedy: str  # Text with settings in backquotes. An alarm adds their present values.
     source: str  # URL of a source.
@@ -106,7 +106,7 @@ class Rule:
 @dataclass(frozen=True, slots=True)
 class Alarm:
     rule: str
-    severity: str  # severe, warning or note
+    severity: str  # "severe", "warning" or "note"
     seen: str
     why: str
     remedy: str
@@ -130,7 +130,7 @@ def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | N
 @rule
 def no_reward_difference(history: History) -> Seen | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
-    if not share >= 0.7 or history.is_solved or history.last("teacher_kl"):  # a teacher trains every group
+    if not share >= 0.7 or history.is_solved or history.last("teacher_kl"):  # a teacher gives each token a signal
         return None
     shown = "" if math.isnan(reward) else f", at a mean reward of {reward:.3g}"
     return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
@@ -206,7 +206,7 @@ def reward_hacked(history: History) -> Seen | None:
 def all_truncated(history: History) -> Seen | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
-    if not share >= 0.7 or longest == 1:  # a completion of one token can't be longer
+    if not share >= 0.7 or longest == 1:  # with a limit of one token all completions are truncated
         return None
     return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
@@ -243,7 +243,7 @@ def entropy_collapse(history: History) -> Seen | None:
 @rule
 def gradient_spike(history: History) -> Seen | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
-    before = [norm for norm in before if norm > 0]  # the norm is 0 in a step without reward differences
+    before = [norm for norm in before if norm > 0]  # the gradient is 0 in a step without reward differences
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
@@ -254,10 +254,10 @@ def gradient_spike(history: History) -> Seen | None:
 def sampler_trainer_gap(history: History) -> Seen | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
-        return None  # e.g. top_p renormalises probabilities, which explains a difference
+        return None  # top_p, for example, renormalises probabilities, which causes a difference
     before, now = history.at_first(name), history.recently(name)
     share, old = (history.recently(f"carry_over/{old}") for old in ("old_tokens_share", "old_logp_difference"))
-    if not math.isnan(share * old):  # without the old tokens, which `stale_tokens` judges
+    if not math.isnan(share * old):  # subtract the part of old tokens, because rule `stale_tokens` judges them
         now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
     if not now > 0.1 and not grown:

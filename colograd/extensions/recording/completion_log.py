@@ -38,7 +38,7 @@ class CompletionLog:
         self._spare = Spare(warn)
         self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
-        self._texts: dict[int, list[bytes]] = {}  # decoded texts by the group's position, until the group is logged
+        self._texts: dict[int, list[bytes]] = {}  # decoded texts by the group's position, deleted after logging
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             from huggingface_hub import CommitScheduler
@@ -67,7 +67,7 @@ class CompletionLog:
                 write_log(str(config.output_dir), rows, self.names, step, images=self.images)
                 if (step - 1) % every == 0:
                     self._show(rows, f"Step {step}", "completions", self.names)
-        self._texts.clear()  # including texts of groups that no step trains
+        self._texts.clear()  # also deletes texts of groups that no step trains
 
     def add_evaluation(
         self,
@@ -100,7 +100,7 @@ class CompletionLog:
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
         own: list[CompletionRow] = []
-        with self._spare(PROBLEM):  # errors are caught before `gather`, which all ranks must reach
+        with self._spare(PROBLEM):  # catches errors, because all ranks must reach `gather`
             texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
             own = completion_rows(groups, texts, step, self.images)
         parts = gather(own)

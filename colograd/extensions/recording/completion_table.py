@@ -19,7 +19,7 @@ from rich.text import Text
 from ...usercode.untrusted import printable
 from .completions import CompletionRow, extra_names
 
-DEFAULT_WIDTH = 120  # width in characters
+DEFAULT_WIDTH = 120  # width of the table in characters
 STDERR = 2
 TEXT_LINES = 6  # Target number of lines in a cell of text.
 EXTRA_CHARACTERS = 60  # Maximum characters of a logged value.
@@ -80,7 +80,7 @@ def print_table(
     terminal = sys.stdout.isatty()
     if not width and terminal:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
-    elif not width:  # standard output is a pipe into a pager, or a log
+    elif not width:  # standard output is a pipe into a pager, or a log file
         with contextlib.suppress(OSError):
             width = os.get_terminal_size(STDERR).columns
     width = width or DEFAULT_WIDTH
@@ -93,7 +93,7 @@ def print_table(
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
     """Return at most ``limit`` rows. First completions of all groups are chosen before any second completion."""
-    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # one counter per group
+    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # number of completions of each group so far
     by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
     return [rows[index] for index in sorted(chosen)]
@@ -111,7 +111,7 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
     # The parts of each message's content: a text, or None for an image.
     parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
     if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
-        before = "".join(marks)  # then TRL puts all images before the first user message
+        before = "".join(marks)  # TRL puts all images before the only user message
     texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
     return before + texts[users[-1] if users else -1]
 

@@ -105,12 +105,9 @@ def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
     try:
         values = [clean(value) for value in values]
         pq.write_table(pa.table({"values": values}), pa.BufferOutputStream())
-    except Exception:  # errors of Arrow and of other objects
+    except Exception:  # Arrow and values of unknown types raise many kinds of errors
         return [None if value is None else clean(text(value)) for value in values]
     return values
-
-
-# -- writing
 
 
 def write_log(
@@ -137,7 +134,7 @@ def write_log(
     schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE)) if images else table.schema
     try:
         with pq.ParquetWriter(aside, schema, write_page_checksum=True) as file:
-            for first in range(0, max(len(rows), 1), ROWS):  # in parts, because Arrow repeats thumbnails for each row
+            for first in range(0, max(len(rows), 1), ROWS):  # write in parts: Arrow repeats thumbnails per row
                 part = table.slice(first, ROWS)
                 if images:
                     chosen = rows[first : first + ROWS]
@@ -146,12 +143,9 @@ def write_log(
                 file.write_table(part)
         os.replace(aside, path)
     except BaseException:
-        aside.unlink(missing_ok=True)  # frees room on a full disk
+        aside.unlink(missing_ok=True)  # delete the incomplete file, to free room on a full disk
         raise
     return path
-
-
-# -- reading
 
 
 class CompletionFile:

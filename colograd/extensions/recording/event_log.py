@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = "_report"  # transformers doesn't push a folder of this name to the Hub
+FOLDER = "_report"  # in the run's folder; transformers doesn't push this name to the Hub
 EVENTS = "events.jsonl"
 BINS = 20  # Number of bins of a histogram.
 BEGINNING = 160  # Maximum characters of a prompt in an event.
@@ -36,15 +36,15 @@ class EventLog:
         line = json_line({"kind": kind, "time": round(time.time(), 3), **content})
         try:
             self._open()
-            if self._file.write(line) != len(line):  # a disk may be full in the middle of a line
+            if self._file.write(line) != len(line):  # a full disk may take only a part of the line
                 raise OSError("the disk has no room for a whole line")
         except OSError as error:
             self.warn(error)
-            self.close()  # the next `_open` starts a new line
+            self.close()  # the next `_open` begins a new line behind the incomplete line
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # some disks report only now that they are full
+            with contextlib.suppress(OSError):  # some disks report only at `close` that they are full
                 self._file.close()
             self._file = None
 
@@ -62,7 +62,7 @@ class EventLog:
             self._file = open(self.folder / EVENTS, "a+b", buffering=0)  # noqa: SIM115 - until `close`
             if end := self._file.seek(0, 2):
                 self._file.seek(end - 1)
-                if self._file.read() != b"\n":  # the last line is incomplete
+                if self._file.read() != b"\n":  # the file's last line is incomplete
                     self._file.write(b"\n")
 
 
@@ -100,15 +100,12 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
     return {"edges": [round(edge, 6) for edge in edges.tolist()], "counts": counts.tolist()}
 
 
-# -- reading
-
-
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return a run's events in order, without the events of steps that a resumed run repeated."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:
-            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):  # skip other lines
+            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):  # skip what isn't an event
                 entry = json.loads(line)
                 if entry["kind"] == "start":
                     found = [earlier for earlier in found if earlier.get("step", 0) <= entry["step"]]

@@ -31,9 +31,6 @@ def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
     return list(scored.advantages.split(lengths))
 
 
-# -- the completions log
-
-
 def as_utf8(texts: Sequence[str]) -> list[bytes]:
     return [text.encode(errors="replace") for text in texts]
 
@@ -70,9 +67,6 @@ def completion_rows(
     return rows
 
 
-# -- the report's view by token
-
-
 class TokenTexts:
     """Maps token ids to texts that join to the completion's text. Single bytes become escapes (``\\xe2``)."""
 
@@ -97,7 +91,7 @@ class TokenTexts:
             return str(raw)
         if self._bytes is not None and all(char in self._bytes for char in raw):
             return bytes(self._bytes[char] for char in raw).decode("utf-8", "backslashreplace")
-        if len(raw) == 6 and raw.startswith("<0x"):  # a single byte in a byte-fallback vocabulary
+        if len(raw) == 6 and raw.startswith("<0x"):  # a byte such as <0xE2> in a vocabulary with byte fallback
             return bytes([int(raw[3:5], 16)]).decode("utf-8", "backslashreplace")
         if self._marks_spaces:
             return str(raw).replace("\u2581", " ")

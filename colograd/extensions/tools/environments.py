@@ -14,7 +14,7 @@ from ...rewards.functions import function_name
 from ...usercode.calls import place_in, raised_outcome
 from .threads import EnvironmentThread, MainThreadAdvice, wait_for_result
 
-CONTROL = ("reset", "get_reward")  # methods of an environment that aren't tools
+CONTROL = ("reset", "get_reward")  # public methods of an environment that the model can't call
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +62,9 @@ class Environments:
         limit: int | None = None,
     ) -> None:
         self._factories, self._main_thread, self._advice, self._limit = factories, main_thread, advice, limit
-        self._known: dict[int, Environment] = {}  # environments by the id of the instance
+        self._known: dict[int, Environment] = {}  # all environments by `id(instance)`
         self._lent: list[Environment] = []
-        self._returning = threading.Lock()  # Lock, because async reward functions end in another thread.
+        self._returning = threading.Lock()  # Guards returns, because async reward functions end in other threads.
         self.in_scoring: set[int] = set()  # Positions of groups that reward functions are scoring.
         self._begins = True  # Whether the next environment lent is the first of a generation.
         self.latest: list[Any] | None = None  # Instances lent in the present or the last generation.
@@ -86,7 +86,7 @@ class Environments:
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     def begin_scoring(self, groups: Sequence[Group]) -> None:
-        """Record that reward functions use the environments of ``groups``, which return in `end_scoring`."""
+        """Record that reward functions use the environments of ``groups`` until `end_scoring`."""
         self.in_scoring |= {group.position for group in groups}
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
@@ -159,6 +159,6 @@ class Environments:
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
-        if thread is not None and environment.thread is not thread:  # the factory returned an earlier instance
+        if thread is not None and environment.thread is not thread:  # the factory returned a known instance
             thread.close()
         return environment

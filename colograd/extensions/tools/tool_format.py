@@ -138,7 +138,7 @@ class ToolFormat:
         shown, pictures = self.reader.split(messages, "a tool's answer")
         if pictures:
             return self.reader.made(shown, pictures, arguments)
-        return ModelInput(self.reader.tokens(shown, arguments)[1])  # no images: image tokens in texts aren't expanded
+        return ModelInput(self.reader.tokens(shown, arguments)[1])  # without images, image tokens in texts stay texts
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

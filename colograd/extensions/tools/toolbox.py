@@ -42,7 +42,7 @@ COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 class ConversationTools:
     """The tools of one conversation, and its environment if the run has environments."""
 
-    schemas: list[dict[str, Any]]  # JSON schemas of the tools, for chat templates
+    schemas: list[dict[str, Any]]  # JSON schemas of the conversation's tools, for chat templates
     environment: Environment | None = None
 
 
@@ -102,7 +102,7 @@ class Toolbox:
         self._told_of: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
         self.environments = Environments(self._factories, frozenset(self._main_thread), self._advice, most_environments)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
-        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # classes with rewards
+        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # with get_reward
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
         for key, environment in self.environments.first.items():
@@ -167,7 +167,7 @@ class Toolbox:
     def _start(self, call: ToolCall) -> RunningCall:
         """Start a call of a tool function, which isn't a method of an environment."""
         name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
-        if name in self._pool:  # the worker pool ends calls that exceed the timeout
+        if name in self._pool:  # the pool of worker processes enforces the timeout
             return RunningCall(name, self._pool.submit(name, arguments))
         if inspect.iscoroutinefunction(function):
 
@@ -175,7 +175,7 @@ class Toolbox:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, self._deadline() + GRACE)  # passes only if a tool blocks the loop
+            return RunningCall(name, running, self._deadline() + GRACE)  # reached only if a tool blocks the loop
         user_call = UserCall(function, arguments)
         if name in self._main_thread:
             return RunningCall(name, user_call.future, asker_runs=user_call)

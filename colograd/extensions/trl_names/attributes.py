@@ -121,7 +121,7 @@ def _end_tokens(trainer: Any) -> list[int]:
 
 
 _FOUND = {
-    # As in TRL, an adapter's reference is no second model.
+    # None with a LoRA, as in TRL, because its reference is the base model without the LoRA.
     "ref_model": lambda trainer: (
         reference.model
         if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)

@@ -65,7 +65,7 @@ class Call:
     stream: bool
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the chat template
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # chat template's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ChatAPI:
         n = 1 if (n := getattr(request, "n", None)) is None else n
         if n < 1:
             raise BadRequest(f"n is {n}, but `n` must be at least 1.")
-        fields = vars(request)  # getattr with the deprecated name would warn
+        fields = vars(request)  # because getattr of a deprecated field would warn
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
             raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
@@ -255,7 +255,7 @@ class ChatAPI:
             text = text[: max(0, len(text) - max(map(len, stops)) + 1)]
         if call.api == "completions" or self._parser is None:
             return {"content": text.rstrip(REPLACEMENT)}
-        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids
+        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids and ignore the text
         found = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
         last = "content" if found["content"] else "reasoning"
         # Later tokens may make the parser remove a tool call, a special token, or outer whitespace.

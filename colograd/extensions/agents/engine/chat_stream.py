@@ -23,7 +23,7 @@ class Stream:
     def __init__(self, api: ChatAPI, call: Call, prompt_tokens: int) -> None:
         self.api, self.call, self.prompt_tokens = api, call, prompt_tokens
         self._sent = {"reasoning": "", "content": ""}
-        self._read = 0  # number of tokens at the last parse
+        self._read = 0  # number of tokens when the text was last parsed
         forms: dict[str, type[_Chat | _Anthropic]]
         forms = {"chat": _Chat, "completions": _Completions, "messages": _Anthropic}
         self._form = forms[call.api](api.model, prompt_tokens)
@@ -122,7 +122,7 @@ class _Anthropic:
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
         }  # fmt: skip
-        self._block, self._open = -1, ""  # index of the last content block; type of the block while it is open
+        self._block, self._open = -1, ""  # index of the last content block, and its type while it is open
 
     @staticmethod
     def _event(kind: str, **content: Any) -> str:
@@ -157,7 +157,7 @@ class _Anthropic:
         yield self._more(type="text_delta", text=text)
 
     def end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-        if self._block < 0 and whole["content"][0]["type"] == "text":  # an empty text block
+        if self._block < 0 and whole["content"][0]["type"] == "text":  # the message is one empty text block
             yield from self._start("text", text="")
         for block in whole["content"]:
             if block["type"] == "tool_use":

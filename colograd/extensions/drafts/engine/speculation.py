@@ -72,7 +72,7 @@ class SeededSpeculation(RejectionSampler):
             if sampling_metadata.all_greedy:
                 sampled = [greedy[row] for row in rows]
             else:
-                own = sampling_metadata.generators  # drawn from as vLLM's sampler does without drafts
+                own = sampling_metadata.generators  # random generators by request, as in vLLM's sampler
                 generators = {row: own[request] for row, request in enumerate(alive) if request in own}
                 sampled = self.sampler.topk_topp_sampler(logits[rows], generators, None, None)[0].tolist()
                 if greedy is not None:
@@ -126,7 +126,7 @@ class Drafts(EngineFeature):
     def built(self, engine: BuiltEngine) -> None:
         runner = engine.core.model_executor.driver_worker.worker.model_runner
         theirs = getattr(runner, "rejection_sampler", None)
-        if theirs is None:  # this run has no drafts
+        if theirs is None:  # the engine runs without drafts
             return
         if not isinstance(theirs, RejectionSampler):
             raise ValueError(

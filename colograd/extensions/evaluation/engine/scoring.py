@@ -8,7 +8,7 @@ from typing import Any
 from ....engine.sampling import Sampling
 from ....parallel import watchdog
 
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # one sampled token, because vLLM has to sample
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # settings of a request: vLLM needs one sampled token
 
 
 def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
