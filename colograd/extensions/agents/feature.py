@@ -51,7 +51,7 @@ class AgentFeature(SourceFeature):
                 "sessions: set router_replay: false."
             )
         if config.replays_truncation:
-            raise ValueError(f"{TRUNCATED} of an agent's sessions it isn't recorded what is left: {UNCORRECTED}")
+            raise ValueError(f"{TRUNCATED} the truncated distribution isn't recorded for agents: {UNCORRECTED}")
         # `node agent.js` and `./agent.sh` are commands. `agent.sh` is a command if it is on PATH, else an import path.
         if isinstance(agent, str) and not set(agent) & {" ", "/"} and is_import_path(agent) and not shutil.which(agent):
             agent = find_object(agent, "agent", callable)

@@ -63,7 +63,7 @@ class UserFeature(SourceFeature):
                 "chose for them: set router_replay: false, or write a rollout source that yields engine groups."
             )
         if config.replays_truncation:
-            raise ValueError(f"{TRUNCATED} a rollout_func returns tokens, not what they were drawn from: {UNCORRECTED}")
+            raise ValueError(f"{TRUNCATED} a rollout_func doesn't return the truncated distribution: {UNCORRECTED}")
         return cls(write)
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:

@@ -163,7 +163,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The whole index is built last, because that takes long."""
+    """Load a task, group or tag by its name or YAML file. The whole index is built last, because it takes long."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 

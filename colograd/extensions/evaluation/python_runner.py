@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 MEMORY = 4 * 2**30  # maximum bytes of a program's address space
 FILE_BYTES = 16 * 2**20
-ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # exit statuses by signals, see `stop_signals`
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses, see `stop_signals`.
 SHOWN = 2000  # Maximum characters of standard error in `Ended.problem`.
 
 

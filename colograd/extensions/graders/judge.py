@@ -32,7 +32,7 @@ LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
 
 @dataclass(eq=False)
 class Judge:
-    """Scores completions from 0 to 1: the last number in the judge's reply, scaled.
+    """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
     Each process counts its requests and tokens since its start. The ranks of a run share the budgets equally.
     """

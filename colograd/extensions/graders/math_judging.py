@@ -14,7 +14,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from ...rewards.answers import Verdict
 
-SECONDS = 5  # time limit for math-verify to parse one expression, or to compare two expressions
+SECONDS = 5  # Seconds for math-verify to parse one expression, or to compare two expressions.
 # TRL's rule: a completion's answer is its last \boxed{}, or else LaTeX behind words such as "the answer is".
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 # lighteval's rule for MATH-500 and AIME: the answer is the last \boxed{}, or else other LaTeX, or else a bare number.

@@ -117,7 +117,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
             )
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":
-        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but only stage 3 has it: remove it.")
+        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it needs stage 3: remove it.")
     return Launched(
         sharding,
         f"DeepSpeed's ZeRO-{stage}",

@@ -35,7 +35,7 @@ def completions_table(
     unique_prompts: bool,
     width: int = DEFAULT_WIDTH,
 ) -> Table:
-    """Return a table of completions with rewards and advantages, and steps if these differ. Long texts are shortened.
+    """Return a table of completions with rewards, advantages, and steps if the steps differ. Long texts are shortened.
 
     Args:
         limit: maximum number of rows. All groups' first completions come before any second one. None shows all.

@@ -167,7 +167,7 @@ class CompletionFile:
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
-            raise ValueError("the sizes in its header are larger than its content can be")
+            raise ValueError("the header of the file claims more content than the file can hold")
         if "dictionary<" in str(schema.types):  # the size of dictionary columns isn't known before unpacking
             raise TypeError("a column has a dictionary type, which no completions log has")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None

@@ -115,7 +115,7 @@ class Environments:
             environment.thread.close()
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Return ``get_reward()`` of each environment, None for None. A hanging call makes its environment stuck."""
+        """Return ``get_reward()`` of each environment, None for None. A hanging call marks its environment as stuck."""
         environments = [self._known.get(id(instance)) for instance in instances]
         asked: list[Future[Any] | None] = [
             None if known is None or known.thread is None else known.thread.ask(known.instance.get_reward)

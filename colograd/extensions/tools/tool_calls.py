@@ -104,8 +104,8 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
     if not isinstance(outcome.value, list):
         return shown
     try:
-        return clean(copy.deepcopy(outcome.value))  # a copy, so that the tool can't change the message later
-    except Exception:  # e.g. an object with a lock or a connection
+        return clean(copy.deepcopy(outcome.value))  # A copy, so that the tool can't change the message later.
+    except Exception:  # The value can't be copied, e.g. an object with a lock.
         return shown
 
 

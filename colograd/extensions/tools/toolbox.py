@@ -249,7 +249,7 @@ class Toolbox:
             )
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and set them to 0."""
+        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and reset the sums."""
         taken = dict.fromkeys(COUNTS, 0.0) | self.counts
         self.counts.clear()
         return taken

@@ -1,6 +1,6 @@
 """TRL's attributes of a trainer, for scripts and callbacks that read them. Nothing else in the package uses them.
 
-TRL's internal methods can't be overridden in subclasses. An error names the stage (method) to override instead.
+If a subclass overrides an internal method of TRL's trainer, an error names Colograd's method (stage) to override.
 """
 
 from __future__ import annotations

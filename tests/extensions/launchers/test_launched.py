@@ -105,7 +105,7 @@ def test_a_stage_of_deepspeed_s_is_a_way(stage: Any, way: str, tmp_path: Path) -
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "has offload_param with ZeRO stage 2, but only stage 3 has it",
+            "has offload_param with ZeRO stage 2, but it needs stage 3",
         ),
         ("nowhere.json", "'nowhere.json' can't be read"),
     ],

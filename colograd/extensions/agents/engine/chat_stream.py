@@ -122,7 +122,7 @@ class _Anthropic:
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
         }  # fmt: skip
-        self._block, self._open = -1, ""  # index of the last content block, and its type while it is open
+        self._block, self._open = -1, ""  # Index of the last content block, and the block's type while open.
 
     @staticmethod
     def _event(kind: str, **content: Any) -> str:
