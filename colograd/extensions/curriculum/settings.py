@@ -75,7 +75,7 @@ class Curriculum:
             value = found.get(name, 0.0)
             is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number and not (value is None and name == "solved_at"):
-                raise ValueError(f"curriculum: {name} is {found[name]!r}, but this setting must be a number.")
+                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number: give one.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
                 raise ValueError(
