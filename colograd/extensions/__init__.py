@@ -1,10 +1,10 @@
-"""Features outside the core. Each has a folder here and a line below; a folder can be deleted without a trace.
+"""The list of extensions: features outside the core, one folder each. A folder can be deleted if its line goes too.
 
-The core never imports an extension. It asks `runtime.registry.hooks` for what the extensions offer at one of its seams.
-An extension's `__init__.py` names these offers in ``HOOKS``: seam -> "module:attribute" in its folder, or several.
+The core never imports an extension. The core calls `runtime.registry.hooks` with the name of a seam (a place that
+extensions can extend). An extension's `__init__.py` maps seams to "module:attribute" in its folder, in ``HOOKS``.
 """
 
-# The order of the names is the order of the hooks of one seam.
+# If several extensions have a hook at one seam, the hooks run in the order of these names.
 EXTENSIONS = (
     "agents",
     "best_model",
@@ -18,7 +18,7 @@ EXTENSIONS = (
     "graders",
     "hybrids",
     "kept_tokens",
-    "images",  # behind `kept_tokens`, as older versions read their tables in a record in this order
+    "images",  # behind `kept_tokens`: records of older versions have their tables in this order
     "launchers",
     "liger",
     "lora",
@@ -26,7 +26,7 @@ EXTENSIONS = (
     "offload",
     "overlap",
     "quantized",
-    "drafts",  # behind those that watch the sampler
+    "drafts",  # after all extensions that observe vLLM's sampler
     "remedies",
     "recording",
     "reference",

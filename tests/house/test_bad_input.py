@@ -241,7 +241,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "no dataset and no end": (
         lambda _: without_dataset(Game),
         "max_steps is -1",
-        "nothing else says when to end",
+        "without a dataset only max_steps can end the training",
         "set max_steps",
     ),
     "another trainer's configuration": (

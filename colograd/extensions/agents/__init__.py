@@ -1,9 +1,9 @@
-"""Agents: programs of the user's that call the model over HTTP while it is trained.
+"""Agents: user programs that call the model over HTTP while the model is trained.
 
-`AgentSessions` (`sessions`) is the rollout source. It starts a program per completion (`programs`). During a
-generation it serves the engine to the programs on loopback (`endpoint`). Their requests go into the engine's one queue
-(`decoding`). `context` gives a request the exact token ids of its session's earlier turns. Each session (`session`)
-becomes a `Rollout` that is a tree (`tree`).
+`AgentSessions` (`sessions`) is the rollout source. It starts one run of the program (a session) per completion
+(`programs`). During a generation an HTTP server on loopback answers the programs' requests (`endpoint`). All requests
+go into the queue of one engine (`decoding`). `context` converts a request to token ids, and keeps the sampled ids of
+earlier answers. Each session (`session`) becomes a `Rollout` with branches (`tree`).
 """
 
 HOOKS: dict[str, str | tuple[str, ...]] = {

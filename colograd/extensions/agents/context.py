@@ -1,9 +1,9 @@
-"""From a request's messages to the token ids that the model reads: tokens in, tokens out.
+"""`SessionContexts`: converts a request's messages to token ids for the model, without changing sampled ids.
 
-The chat template writes the messages as text. If that text begins with the session's text after an earlier turn, the
-request continues that turn's exact ids, and only the rest is tokenised. If the template or the agent has rewritten
-history (dropped reasoning, a compacted context), the context begins anew. The parts of the model's turns that it still
-contains keep their sampled ids.
+The chat template writes the messages as text. If the text begins with the session's text up to an earlier reply, the
+request continues the exact ids up to that reply, and only the remaining text is tokenised. If the template or the agent
+has rewritten earlier messages (dropped reasoning, a compacted context), the whole text is tokenised. The parts of
+replies that the text still contains keep their sampled ids.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from typing import Any
 
 from ...usercode.untrusted import parse_json
 
-PROBE = "colograd-probe-7f3a"  # a message's content that no template contains
-DISTINCT = 8  # minimum characters of a text to search for: a shorter text may occur anywhere
-REASONING = ("reasoning", "reasoning_content", "thinking")  # names of the reasoning's field in chat templates
+PROBE = "colograd-probe-7f3a"  # Content of a test message, which no template contains.
+DISTINCT = 8  # Minimum characters of a text to search for, because a shorter text may occur anywhere.
+REASONING = ("reasoning", "reasoning_content", "thinking")  # Names of the field with reasoning in chat templates.
 
 
 class UnreadableMessages(ValueError):
-    """The chat template can't write these messages."""
+    """The chat template can't write a request's messages."""
 
 
 class TooLong(UnreadableMessages):
-    """The messages have more characters than the context has room for as tokens."""
+    """A request's messages have more characters than the tokens of the model's context can have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The model's input for one request."""
+    """The model's input for one request, as token ids, text and messages."""
 
     ids: list[int]
-    text: str  # text written by the template
-    messages: list[dict[str, Any]]  # messages in the template's format
-    arguments: dict[str, Any]  # arguments of the chat template, such as enable_thinking
-    after: int | None  # index in `SessionContexts.turns` of the turn that the ids continue; None: no turn
+    text: str  # Text that the template wrote.
+    messages: list[dict[str, Any]]  # Messages in the template's format.
+    arguments: dict[str, Any]  # Arguments of the chat template, such as enable_thinking.
+    after: int | None  # Index in `SessionContexts.turns` of the turn that the ids continue, or None.
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A reply of the model, and the conversation up to it."""
+    """A turn: a reply of the model, and the conversation up to the reply."""
 
-    # A request continues this turn if its text begins with one of these: the text that was read and sampled, or the
-    # conversation as the template writes it. The rest of the request is tokenised.
+    # Texts of the conversation with the reply: as read and sampled, and as the template writes the messages. A request
+    # continues this turn if the request's text begins with one of these texts.
     texts: tuple[str, ...]
-    ids: list[int]  # ids of the conversation including the reply, as read and sampled
-    wrote: list[int]  # ids of the reply, the last ones of `ids`
-    message: dict[str, Any]  # the reply
-    key: str  # `_key` of the reply
-    place: int  # index of the reply among the conversation's messages
+    ids: list[int]  # Ids of the conversation with the reply, as read and sampled.
+    wrote: list[int]  # Ids of the reply, at the end of `ids`.
+    message: dict[str, Any]  # Reply as a message.
+    key: str  # Key of the reply, see `_key`.
+    place: int  # Index of the reply among the conversation's messages.
 
 
 class ChatFormat:
-    """A tokenizer's chat template, with the beginnings and ends of its turns. All sessions of a run share one.
+    """Writes and tokenises messages with a tokenizer's chat template. All sessions of a run share one object.
 
     Args:
-        arguments: the template's arguments, such as ``enable_thinking``. A request's arguments override them.
-        ends: tokens that end a turn.
+        arguments: arguments of the chat template, such as ``enable_thinking``. A request's arguments override them.
+        ends: tokens that end a message of the model.
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Sequence[int]) -> None:
@@ -79,14 +79,14 @@ class ChatFormat:
                 f"the chat template of {tokenizer.name_or_path} doesn't write an assistant's message: set "
                 "chat_template_path."
             )
-        self.end = text[text.index(PROBE) + len(PROBE) :]  # text behind a turn's content
+        self.end = text[text.index(PROBE) + len(PROBE) :]  # the template's text behind an assistant message's content
         self.end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
-        """Return the messages as text, with the beginning of the model's turn if it ``begins``.
+        """Return the messages as text. If ``begins``, the text ends with the beginning of the model's next message.
 
         Raises:
-            UnreadableMessages: the template can't write them.
+            UnreadableMessages: the template can't write the messages.
         """
         merged = self.arguments | {name: value for name, value in arguments.items() if value is not None}
         try:
@@ -100,7 +100,7 @@ class ChatFormat:
             ) from None
 
     def encode(self, text: str, behind: int | None = None) -> list[int]:
-        """Return a text's ids behind the token ``behind``. A tokenizer may encode the start of a text differently."""
+        """Return the ids of a text behind the token ``behind``. Some tokenizers encode a text's start differently."""
         if not text:
             return []
         if behind in self.end_texts:
@@ -116,20 +116,20 @@ class ChatFormat:
 
 
 class SessionContexts:
-    """The contexts of one session's requests."""
+    """Converts one session's requests to contexts, and records the model's replies as turns."""
 
     def __init__(self, form: ChatFormat) -> None:
         self.form = form
-        self.turns: list[Turn | None] = []  # None: the turn's request had no messages
-        self._by_key: dict[str, list[Turn]] = {}  # turns by the key of their replies
+        self.turns: list[Turn | None] = []  # Turns of all replies. None: no request can continue the turn.
+        self._by_key: dict[str, list[Turn]] = {}  # Turns by the key of their replies.
 
     def context(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
     ) -> Context:
-        """Return the context of a request's messages of at most ``most`` characters.
+        """Return the context for a request's messages.
 
         Raises:
-            UnreadableMessages: the template can't write the messages, or they are too long.
+            UnreadableMessages: the template can't write the messages, or the text has more than ``most`` characters.
         """
         written = [as_written(message) for message in messages]
         text = self.form.write(written, arguments)
@@ -141,7 +141,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # not another reply with the same beginning
+            and keys[turn.place] == turn.key  # excludes turns with a different reply of the same beginning
             for begun in turn.texts
             if text.startswith(begun)
         ]
@@ -161,11 +161,11 @@ class SessionContexts:
         return Context(ids, text, written, dict(arguments), after)
 
     def add(self, context: Context | None, wrote: Sequence[int], reply: Mapping[str, Any], whole: bool = True) -> None:
-        """Record a turn of the sampled ids ``wrote``.
+        """Record a reply with the sampled ids ``wrote`` as a turn.
 
         Args:
-            context: the context that the turn answered; None: the request had no messages, so no request continues it.
-            whole: whether the reply contains all sampled text; False: a stop string was cut off.
+            context: the context that was answered. None: the request had no messages, and nothing continues it.
+            whole: whether the reply contains all sampled text. False means that a stop string was cut off.
         """
         self.turns.append(None)
         if context is None or not wrote:
@@ -173,11 +173,11 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except UnreadableMessages:  # a template may require answers behind calls
+        except UnreadableMessages:  # e.g. a template that requires answers behind tool calls
             return
         texts = [context.text + self.form.decode(wrote)]
         if whole:
-            # The turn's ids end behind its end token if it has one, else before the template's end of a turn.
+            # The ids end behind the sampled end token, or without an end token before the template's end of a message.
             stop = len(text) - len(self.form.end) if text.endswith(self.form.end) else len(text)
             end = self.form.end_texts.get(wrote[-1], "")
             if end and (at := text.rfind(end, min(stop, len(text) - 1))) >= 0:
@@ -188,11 +188,11 @@ class SessionContexts:
         self._by_key.setdefault(key, []).append(turn)
 
     def _pieces(self, messages: Sequence[dict[str, Any]], known: int, text: str, at: int) -> Iterator[str | list[int]]:
-        """Yield ``text[at:]`` in pieces: the sampled ids of the model's turns, and the texts between them.
+        """Yield ``text[at:]`` in pieces: sampled ids where the text repeats model replies, and the texts between them.
 
-        The first ``known`` messages end before ``at``.
+        ``known`` is the number of messages that end before ``at``.
         """
-        turns: dict[int, Turn] = {}  # message index -> turn. Among equal messages the last one is the newest turn.
+        turns: dict[int, Turn] = {}  # turns by message index; of equal replies the last message gets the newest turn
         left = {key: [*equal] for key, equal in self._by_key.items()}
         for index in reversed(range(len(messages))):
             if messages[index].get("role") == "assistant" and (equal := left.get(_key(messages[index]))):
@@ -209,15 +209,15 @@ class SessionContexts:
         yield text[at:]
 
     def _runs(self, turn: Turn, text: str, at: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the parts of a turn that a text still contains from ``at`` on: their places, and their sampled ids."""
+        """Yield (index in the text, sampled ids) for the parts of a turn's reply that ``text[at:]`` still contains."""
         ids = turn.wrote[:-1] if turn.wrote[-1] in self.form.ends else turn.wrote
         said = self.form.decode(ids)
         for whole, of_whole in ((self.form.decode(turn.wrote), turn.wrote), (said, ids)):
             if len(whole) >= DISTINCT and (first := text.find(whole, at)) >= 0:
                 yield first, of_whole
                 return
-        # Each token's start in the ids' text, then the end. All tokens of one character start where it starts.
-        places, known, start = [0], "", 0  # the text of whole characters, and the index of the token after it
+        # Start of each token in the decoded text, then the text's end. All tokens of one character have the same start.
+        places, known, start = [0], "", 0  # `known` is the text of whole characters, `start` the next token's index.
         for index in range(len(ids)):
             piece = self.form.decode(ids[start : index + 1])
             if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -225,7 +225,7 @@ class SessionContexts:
             places.append(len(known))
         content = str(turn.message["content"]).strip()
         last = text.find(content, at) + len(content)
-        read = 0  # index in the turn's text behind the earlier parts
+        read = 0  # index in the reply's text behind the parts found so far
         for name in ("reasoning", "content", "tool_calls"):
             part = str(turn.message.get(name) or "").strip()
             if name == "tool_calls" and part:
@@ -235,9 +235,9 @@ class SessionContexts:
             read = inside + len(part)
             first = text.find(part, at)
             if first < 0 or (name == "reasoning" and last - len(content) <= first and first + len(part) <= last):
-                continue  # the template drops it, or it only occurs within the content
+                continue  # the template dropped the part, or it occurs only within the content
             at = first + len(part)
-            # The tokens that lie completely in this part.
+            # Select the sampled tokens that lie completely in the part's text.
             low, high = bisect.bisect_left(places, inside), bisect.bisect_right(places, read) - 1
             start, end = (first + places[index] - inside for index in (low, high))
             if low < high and self.form.decode(ids[low:high]) == text[start:end]:
@@ -247,8 +247,7 @@ class SessionContexts:
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of the API in the format of chat templates.
 
-    Content parts become one text, arguments of calls become objects, reasoning gets all its names, and nulls are
-    dropped.
+    Content parts become one text, arguments of calls become objects, reasoning gets all its names, nulls are dropped.
     """
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content")
@@ -274,7 +273,7 @@ def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Return a key of a message. A reply and the program's copy of it have equal keys, with or without reasoning."""
+    """Return a message's key from its content and calls. A reply and the program's copy of it have equal keys."""
     written = as_written(message)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in written.get("tool_calls", ())]
     return json.dumps([str(written["content"]).strip(), calls], sort_keys=True, default=str)

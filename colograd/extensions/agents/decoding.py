@@ -1,4 +1,4 @@
-"""Requests from the endpoint's thread to the engine. The engine's own thread runs them between its steps."""
+"""`WorkQueue`: passes requests from the endpoint's thread to the engine's thread, which runs them between steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .engine.chat_api import BadRequest
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A request of a session. Its ``future`` belongs to the endpoint's event loop.
+    """A session's request to the engine. ``future`` belongs to the endpoint's event loop.
 
-    ``more``, unless None, is called in that loop with all tokens so far, whenever new tokens come.
+    If ``more`` isn't None, the event loop calls it with all sampled tokens whenever there are new tokens.
     """
 
     prompt: Sequence[int]
@@ -40,12 +40,12 @@ class Work:
 
 
 class WorkQueue:
-    """Requests for an engine. Any thread adds them; the thread that owns the engine runs them."""
+    """Requests to an engine. Any thread may add requests. The thread that owns the engine runs them in `step`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._new: deque[Work] = deque()
-        self._dropped: deque[Work] = deque()  # requests that nobody waits for any more
+        self._dropped: deque[Work] = deque()  # dropped requests: their sessions no longer wait for an answer
         self._changed = threading.Event()
         self._running: dict[str, Work] = {}
 
@@ -62,11 +62,11 @@ class WorkQueue:
         self._changed.set()
 
     def step(self, idle_seconds: float) -> None:
-        """Submit new requests, run one step, and answer the finished requests. Without requests, wait briefly."""
+        """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly."""
         self._changed.clear()
         dropped = {
             self._dropped.popleft() for _ in range(len(self._dropped))
-        }  # first: a dropped request was put before
+        }  # read before `_new`, because a dropped request may still be in `_new`
         if gone := [name for name, work in self._running.items() if work in dropped]:
             for name in gone:
                 del self._running[name]
@@ -91,6 +91,6 @@ class WorkQueue:
                 finished.finish(samples)
 
     def close(self) -> None:
-        """Abort the running requests."""
+        """Abort all running requests."""
         self.engine.abort([*self._running])
         self._running.clear()

@@ -1,9 +1,7 @@
-"""The endpoint that programs call: OpenAI's chat completions, completions and models, and Anthropic's messages.
+"""The HTTP endpoint that agents' programs call: OpenAI's chat completions, completions, models; Anthropic's messages.
 
-`served` serves it on loopback, in a thread during a generation.
-
-A request's API key identifies its session. A streamed request for one answer gets the tokens as they come. A streamed
-request for several answers gets them at the end.
+`served` runs the endpoint on loopback, in a thread, during a generation. A request's API key identifies its session.
+Streamed tokens are sent while they are sampled. A streamed request for several answers gets all answers at the end.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ from .session import Session
 
 T = TypeVar("T")
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
-GRACE_SECONDS = 1  # seconds to finish sending answers at the end
-STOP_SECONDS = 10.0  # maximum seconds to wait for the server's thread to end
-KEEP_ALIVE_SECONDS = 600  # seconds to keep an idle connection: a tool may run for long between two requests
+GRACE_SECONDS = 1  # Seconds for the server to finish sending answers when it ends.
+STOP_SECONDS = 10.0  # Maximum seconds to wait for the server's thread to end.
+KEEP_ALIVE_SECONDS = 600  # Seconds to keep an idle connection, because a tool may run for long between two requests.
 
 
 class ClientGone(Exception):
-    """The program has closed the connection."""
+    """The agent's program has closed the connection before its answer was complete."""
 
 
 class _Events(StreamingResponse):
-    """Server-sent events. ``closing`` is closed at the end, also if sending fails."""
+    """A response of server-sent events. ``closing`` is closed at the end, even if sending fails."""
 
     def __init__(self, events: Iterable[str] | AsyncIterator[str], closing: contextlib.ExitStack) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -58,12 +56,12 @@ class _Events(StreamingResponse):
 
 
 class Endpoint:
-    """Answers the requests of one generation's sessions.
+    """Answers the HTTP requests of all agent sessions of one generation.
 
     Args:
         seeds: the run's seed, and the purpose (`train` or `eval`).
         context: maximum number of tokens in a sequence.
-        refuses: whether a request with other sampling settings is an error; False: it is answered, but not trained on.
+        refuses: whether a request with sampling settings other than the run's is an error, not an untrained answer.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Endpoint:
     ) -> None:  # fmt: skip
         self.api, self.queue, self.sampling, self.context, self.refuses = api, queue, sampling, context, refuses
         self._seed, self._purpose = seeds
-        self.sessions: dict[str, Session] = {}  # by API key, including ended sessions
+        self.sessions: dict[str, Session] = {}  # sessions by API key, including ended sessions
         routes = [Route(path, self._answering(api_name), methods=["POST"]) for path, api_name in APIS.items()]
         routes.append(Route("/v1/models", self._models, methods=["GET"]))
         handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
@@ -127,15 +125,15 @@ class Endpoint:
         try:
             content = parse_json(bytes(body), finite=True)
         except ValueError as error:
-            raise BadRequest(f"the body isn't JSON: {error}") from None
+            raise BadRequest(f"the request's body isn't JSON: {error}") from None
         call = self.api.read(api, content, self.sampling)
         if call.shaping and self.refuses:
             name, value = next(iter(call.shaping.items()))
             own = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
             raise BadRequest(
-                f"{name} is {value!r}, but this run samples with {own!r}: tokens drawn otherwise would bias the "
-                "update. Leave it out, or set agent_sampling: untrained in the run, which answers such requests "
-                "without training on them.",
+                f"{name} is {value!r}, but this run samples with {own!r}: tokens sampled with other settings would "
+                "bias the update. Leave it out, or set agent_sampling: untrained in the run, which answers such "
+                "requests without training on them.",
                 400,
                 "sampling_settings",
             )
@@ -145,7 +143,7 @@ class Endpoint:
             closing.callback(session.end, count)
             contexts = self._contexts(session, call)
             works = [self._work(session, call, ids) for ids, _ in contexts]
-            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # None: the answer is complete, or has failed
+            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # all tokens so far; None at the end
             if call.stream and count == 1:
                 works[0].more = news.put_nowait
             closing.enter_context(self._in_the_queue(session, works))
@@ -179,7 +177,7 @@ class Endpoint:
         self, stream: Stream, first: list[int], news: asyncio.Queue[list[int] | None],
         choices: Callable[[], list[Choice]],
     ) -> AsyncIterator[str]:  # fmt: skip
-        """Yield an answer's events as its tokens come."""
+        """Yield the server-sent events of one answer while its tokens are sampled."""
         ids: list[int] | None = first
         for event in stream.begin():
             yield event
@@ -195,7 +193,7 @@ class Endpoint:
             yield f"event: error\ndata: {json.dumps(told)}\n\n"
 
     def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
-        """Return the ids that the model reads for each prompt, with its context if the request has messages."""
+        """Return (token ids, context) per prompt of a request. The context is None for a request without messages."""
         pairs: list[tuple[list[int], Context | None]]
         try:
             if call.messages is None:
@@ -217,7 +215,7 @@ class Endpoint:
             ) from None
         except (BadRequest, UnreadableMessages) as error:
             raise BadRequest(str(error)) from None
-        except Exception as error:  # messages of an unknown shape may cause any error
+        except Exception as error:  # malformed messages may cause any type of error
             raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
         return pairs
 
@@ -245,11 +243,11 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _in_the_queue(self, session: Session, works: list[Work]) -> Iterator[None]:
-        """Queue the requests in the engine, and drop the unfinished ones when the context ends."""
+        """Queue requests for the engine, and drop the unfinished requests when the context manager ends."""
         session.working.update(works)
         for work in works:
             self.queue.put(work)
-        if not session.is_open:  # another thread has closed it and didn't see these requests
+        if not session.is_open:  # a thread that didn't see these requests has closed the session
             self.close(session, session.why_closed)
         try:
             yield
@@ -261,15 +259,15 @@ class Endpoint:
                     self.queue.drop(work)
 
     def close(self, session: Session, why: str) -> None:
-        """End a session and fail its open requests. Any thread may call this."""
+        """End a session and fail its open requests. Any thread may call this method."""
         session.close(why)
-        for work in session.working.copy():  # a copy, as the endpoint's thread changes the set
+        for work in session.working.copy():  # a copy, because the endpoint's thread changes the set
             self.queue.drop(work)
             work.fail(BadRequest(f"this session is over: {why}.", 410, "session_over"))
 
 
 async def _unless_gone(request: Request, result: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine. Raises ClientGone if the program disconnects first."""
+    """Return a coroutine's result. Raise ClientGone if the program disconnects before the result."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -289,7 +287,7 @@ async def _unless_gone(request: Request, result: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
-    """Serve an ASGI application. Yield its address, such as ``http://127.0.0.1:41234``."""
+    """Serve an ASGI application on loopback, in a thread. Yield its address, such as ``http://127.0.0.1:41234``."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""`AgentFeature`: a run with sessions of the user's program as completions."""
+"""`AgentFeature`: adds an agent to a run. Runs of the agent's program (sessions) are the completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGES = 4096  # tokens reserved behind the longest prompt for an agent's mess
 
 
 class AgentFeature(SourceFeature):
-    """The agent of a run."""
+    """The agent (a user's program) of a run: its checks, its reward and its rollout source."""
 
     reserved_tokens = MESSAGES
     writes_prompts = adds_columns = True
@@ -42,17 +42,17 @@ class AgentFeature(SourceFeature):
         for name, other in (("rollout_func", others["rollout_func"]), ("tools", tools or None)):
             if other is not None:
                 raise ValueError(
-                    f"agent and {name} are both set, but an agent's program alone decides what the model is asked, and "
-                    "runs tools itself: give one of them."
+                    f"agent and {name} are both set, but an agent's program sends all requests to the model, and runs "
+                    "tools itself: set only one of the two."
                 )
         if config.router_replay:
             raise ValueError(
-                "router_replay is true, but the experts of an agent's branches aren't recorded: set router_replay: "
-                "false."
+                "router_replay is true, but the experts that the engine chose aren't recorded for an agent's "
+                "sessions: set router_replay: false."
             )
         if config.replays_truncation:
-            raise ValueError(f"{TRUNCATED} of an agent's sessions it isn't recorded what is left: {UNCORRECTED}")
-        # `node agent.js`, `./agent.sh` and, where it is on PATH, `agent.sh` are commands.
+            raise ValueError(f"{TRUNCATED} the truncated distribution isn't recorded for agents: {UNCORRECTED}")
+        # `node agent.js` and `./agent.sh` are commands. `agent.sh` is a command if it is on PATH, else an import path.
         if isinstance(agent, str) and not set(agent) & {" ", "/"} and is_import_path(agent) and not shutil.which(agent):
             agent = find_object(agent, "agent", callable)
         return cls(Agent.of(agent))
@@ -60,12 +60,11 @@ class AgentFeature(SourceFeature):
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
         if policy.processor is not None:
             raise ValueError(
-                f"agent is set, but {policy.path} reads images, and an agent's sessions are of text: choose a model of "
-                "text."
+                f"agent is set, but {policy.path} reads images, and agents' sessions are texts: choose a text model."
             )
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:
-        """Return the source of sessions. The trainer's journal records them during training."""
+        """Return the rollout source of agent sessions. During training a log records the finished sessions."""
         tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
         form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
         api = ChatAPI(

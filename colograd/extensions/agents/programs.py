@@ -1,4 +1,4 @@
-"""A program of the user's that runs while the engine decodes: a function in its own thread, or a command."""
+"""Runs of a user's agent program while the engine decodes: a function in a thread, or a command in a process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Any
 from ...usercode.calls import Outcome, raised_outcome
 from ...usercode.untrusted import parse_json
 
-# Becomes a command that dies with the trainer. Runs in a new process, because code between fork and exec can deadlock
-# in a trainer with threads.
+# Code of a new process, which becomes the agent's command and dies with the trainer. The code isn't run between fork
+# and exec in the trainer, because the code could deadlock in a process with threads.
 STARTER = """
 import contextlib, ctypes, os, signal, sys
 with contextlib.suppress(OSError, AttributeError):  # not on Linux
@@ -33,27 +33,27 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[1]}: {error.strerror}")
 """
-MOST_OUTPUT = 2**20  # bytes kept of a command's output
-SHOWN = 2000  # characters of the output in an error
+MOST_OUTPUT = 2**20  # Maximum bytes of a command's output in memory.
+SHOWN = 2000  # Maximum characters of the output in an error.
 
 
 class FunctionProgram:
-    """A sync or async function in its own thread, so that a function that blocks delays nobody else.
+    """Runs a sync or async agent function in its own thread, so that a blocking function delays no other session.
 
-    An async function has its own event loop, and `stop` cancels it there. A sync function can't be ended.
+    An async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self.future: Future[Outcome] = Future()  # only the program's own end completes it
+        self.future: Future[Outcome] = Future()  # the function's end completes the future; `stop` doesn't
         self._function, self._arguments = function, dict(arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
 
     def stop(self) -> None:
-        """End the program if possible, without waiting for its end."""
+        """Cancel an async function, without waiting for its end. A sync function goes on."""
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
@@ -68,21 +68,20 @@ class FunctionProgram:
             if inspect.isawaitable(value):
                 value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
-        except BaseException as error:  # SystemExit too: it would end the thread, and its session wait for ever
+        except BaseException as error:  # SystemExit would end the thread and leave its session waiting for ever
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
 
 
 class CommandProgram:
-    """A command in a new process. `stop` kills it with all processes of its group. It dies with the trainer.
+    """Runs an agent command in a new process, which dies with the trainer. `stop` kills its process group.
 
-    The command reads ``given`` (JSON) from its standard input. The last line that it prints is its value, if that line
-    is JSON.
+    The command reads ``given`` (JSON) from its standard input. Its value is its last printed line, if that is JSON.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
         if shutil.which(command[0]) is None:
-            raise FileNotFoundError(f"the command {command[0]!r} is no program: install it, or correct agent.")
+            raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", STARTER, *command],
@@ -103,7 +102,7 @@ class CommandProgram:
     def _run(self) -> None:
         started, process, output = time.perf_counter(), self._process, b""
         assert process.stdout is not None
-        while part := os.read(process.stdout.fileno(), 2**16):  # endless output must not fill the memory
+        while part := os.read(process.stdout.fileno(), 2**16):  # keep the end: output may be endless
             output = (output + part)[-MOST_OUTPUT:]
         status = process.wait()
         process.stdout.close()
@@ -119,13 +118,13 @@ class CommandProgram:
         self.future.set_result(Outcome("value", value, seconds))
 
     def _reap(self) -> None:
-        """Wait for the command's end, then end the processes that it left behind. They may keep its output open."""
+        """Wait for the command's end, then kill the processes that it left behind, which may keep its output open."""
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT: its process id isn't reused yet
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps the process id reserved
             self.stop()
 
     def _feed(self, row: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it ended, or closed its input
+        with contextlib.suppress(OSError):  # the command has ended, or closed its input
             self._process.stdin.write(row)
             self._process.stdin.close()

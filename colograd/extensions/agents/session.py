@@ -1,4 +1,4 @@
-"""One run of an agent's program for one row: its key, its limits, its requests and their answers."""
+"""`Session`: one run of an agent's program for one completion: API key, limits, requests and answers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one session's requests to the endpoint."""
+    """The limits of one session's requests to the HTTP endpoint."""
 
-    requests: int  # maximum number of requests
-    at_once: int  # maximum number of unfinished completions; a request for n completions adds n
-    body: int = 32 * 2**20  # maximum bytes of a request
+    requests: int  # Maximum number of requests.
+    at_once: int  # Maximum number of unfinished completions. A request for n completions adds n.
+    body: int = 32 * 2**20  # Maximum bytes of a request's body.
 
 
 @dataclass(eq=False)
 class Session:
-    """The state of one run of a program. The endpoint's thread and the engine's thread both call it."""
+    """The state of one run of an agent's program. The endpoint's thread and the engine's thread call its methods."""
 
     prompt: Prompt
     index: int  # index of the completion in its group
     form: ChatFormat
     limits: Limits
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
-    turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer, for reward functions and the log
+    turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer of the model
     is_open: bool = True
     why_closed: str = ""
 
@@ -53,16 +53,16 @@ class Session:
         self._lock = threading.Lock()
         self._requests = 0
         self._open_requests = 0
-        self._samples: list[tuple[list[int], Sampled, bool]] = []  # a context, an answer, and whether it is trained
-        self._asked: Counter[str] = Counter()  # number of requests by context digest
+        self._samples: list[tuple[list[int], Sampled, bool]] = []  # (Context's ids, answer, whether it is trained).
+        self._asked: Counter[str] = Counter()  # Number of requests by digest of their context.
 
     def begin(self, n: int) -> None:
-        """Count a request with ``n`` completions as open; BadRequest: the session is over, or has reached a limit."""
+        """Count a request for ``n`` completions as open. Raise BadRequest if the session is over or reached a limit."""
         with self._lock:
             self._check_open()
             if self._requests + 1 > self.limits.requests:
                 raise BadRequest(
-                    f"this session has made {self.limits.requests} requests, which is all that agent_requests allows.",
+                    f"this session has made {self.limits.requests} requests, the maximum that agent_requests allows.",
                     403,
                     "session_limit",
                 )
@@ -77,12 +77,12 @@ class Session:
             self._open_requests += n
 
     def end(self, n: int) -> None:
-        """Count a request with ``n`` completions as closed."""
+        """Count a request for ``n`` completions as closed."""
         with self._lock:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Identify a request by its context and its number among equal contexts. Seeds don't depend on the order."""
+        """Return a text for a request's seed: a digest of the context, and the number of equal contexts before."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._asked[digest] += 1
@@ -92,7 +92,7 @@ class Session:
         self, call: Call, context: Context | None, ids: list[int], samples: Sequence[Sampled],
         choices: Sequence[Choice], began: float,
     ) -> None:  # fmt: skip
-        """Record the answers to a request. Raises BadRequest if the session is over."""
+        """Record the answers to a request. Raise BadRequest if the session is over."""
         with self._lock:
             self._check_open()
             for sample, choice in zip(samples, choices, strict=True):
@@ -115,7 +115,7 @@ class Session:
                 )
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
-        """Return the turns of the conversation that ends with a turn, first turn first."""
+        """Return the answers (turns) of the conversation that ends with turn ``number``, oldest first."""
         path = []
         while number is not None:
             path.append(self.turns[number])
@@ -127,21 +127,20 @@ class Session:
             raise BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
 
     def close(self, why: str) -> None:
-        """End the session. No more answers are recorded."""
+        """End the session for the reason ``why``. Later answers aren't recorded."""
         with self._lock:
             if self.is_open:
                 self.is_open, self.why_closed = False, why
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
-        """Return the session's contexts and answers as a tree. Without answers, return one token that isn't trained.
-
-        The rollout's messages are the last conversation, without the messages that it began with.
+        """Return the session's contexts and answers as a rollout with branches. A session without answers becomes one
+        untrained token. The rollout's messages are the last conversation, without its initial messages.
         """
         messages: list[dict[str, Any]] = []
         for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
             messages += [*(turn["messages"] if place else ()), turn["reply"]]
         further: dict[str, Any] = {"messages": tuple(messages), "columns": columns}
-        # A context is longer than every context that it continues. So the order doesn't depend on the times.
+        # Sort by length of the contexts, so that a context comes before its continuations, and times have no influence.
         numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1][0]), s[1][0], list(s[1][1].ids)))
         tree = TokenTree(numbered[0][1][0] if numbered else [])
         for number, (read, wrote, trained) in numbered:
@@ -149,7 +148,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # an answer without tokens has no place
+            turn["at"] = tree.places.get(number, 0)  # an answer without tokens has index 0
         return rollout or Rollout(
             input=self.prompt.input,
             completion_ids=array("i", [min(self.form.ends, default=0)]),

@@ -1,7 +1,7 @@
 """`AgentSessions`: a rollout source that runs the user's program, which calls the model over HTTP.
 
-Each completion of a group is a session: the program runs once for it, with its own API key. Hundreds of sessions decode
-in one batch, because their requests go into the engine's one queue.
+Each completion of a group is a session: one run of the program with its own API key. Hundreds of sessions decode in one
+batch, because all requests go into the queue of one engine.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from .session import Limits, Session
 from .session_log import SessionLog
 from .turn_rewards import FAILURE, SESSION, problem_with
 
-POLL = 0.05  # seconds between two looks at the clock while there are no requests
-REWARD = "agent_reward"  # the rollout's column with the program's reward
-TERMINATED = {  # statuses of a command that a scheduler's signal ended, and of its shell
+POLL = 0.05  # Maximum seconds of a wait while the engine has no requests.
+REWARD = "agent_reward"  # Column of a rollout with the program's reward.
+TERMINATED = {  # Exit statuses of commands (or their shells) that a scheduler's signal ended.
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
-GIVEN = ("base_url", "api_key", "model", "row")  # parameters that a function may take
-LARGEST_SCRIPT = 2**20  # maximum bytes of a program's file in the digest: larger files are interpreters
+GIVEN = ("base_url", "api_key", "model", "row")  # Parameters that an agent function may take.
+LARGEST_SCRIPT = 2**20  # Maximum bytes of a program's file in the digest. Larger files are interpreters.
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The user's program: a function, or a command.
+    """The user's agent program: a function, or a command.
 
-    A function gets base_url, api_key, model and row (a dict, the dataset's row), as far as it has these parameters. A
+    A function gets base_url, api_key, model and row (the dataset's row, a dict), if it has parameters of these names. A
     command has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its
-    environment, and the row as JSON on its standard input.
+    environment, and gets the row as JSON on its standard input.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Agent:
 
     @classmethod
     def of(cls, given: Any) -> Agent:
-        """Make an agent from a function or a command line."""
+        """Return an agent from a function or a command line. Raise if the function needs other parameters."""
         if isinstance(given, str):
             command = tuple(shlex.split(given))
             if not command:
@@ -81,15 +81,15 @@ class Agent:
         ]
         if unknown := [name for name in needed if name not in GIVEN]:
             raise ValueError(
-                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but is given {', '.join(GIVEN)}: "
+                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
                 "rename the parameter, or give it a default (the dataset's columns are in `row`)."
             )
         return cls(getattr(given, "__name__", type(given).__name__), given)
 
     def digest(self) -> str:
-        """Return a digest of a function's source, or of a command's words and the files that they name.
+        """Return a digest of a function's source, or of a command's words and of the files that the words name.
 
-        The program's own file counts if it is a script, not an interpreter of megabytes.
+        The program's file is included if it is small enough for a script. Larger files are interpreters.
         """
         if self.function is not None:
             return code_digest(self.function)
@@ -102,7 +102,7 @@ class Agent:
         return found.hexdigest()
 
     def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> CommandProgram | FunctionProgram:
-        """Run the program once."""
+        """Start the program for one session. Return the running program."""
         if self.function is None:
             environment = {
                 "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,
@@ -120,18 +120,18 @@ class Agent:
 class AgentSettings:
     """The settings of an agent's sessions."""
 
-    timeout: float | None  # maximum seconds of a session; None: no limit
-    at_once: int  # maximum number of sessions at once
+    timeout: float | None  # Maximum seconds of a session. None means no limit.
+    at_once: int  # Maximum number of sessions at the same time.
     limits: Limits
-    refuses: bool  # whether requests with other sampling settings are errors
-    raises: bool  # whether a failed session ends the run; False: its group isn't trained
+    refuses: bool  # Whether requests with sampling settings other than the run's are errors.
+    raises: bool  # Whether a failed session ends the run. False leaves its group untrained.
 
 
 class AgentSessions:
-    """A rollout source that writes groups as sessions of an agent.
+    """A rollout source that samples groups of agent sessions.
 
     Args:
-        log: returns the current record of finished sessions, which aren't run again, or None.
+        log: returns the log of finished sessions, or None. Sessions in the log aren't run again.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class AgentSessions:
     ) -> None:  # fmt: skip
         self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
         self.log = log
-        self.may_fail = True  # failed sessions get no reward, see `turn_rewards`
-        self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
+        self.may_fail = True  # Failed sessions get no reward, see `turn_rewards`.
+        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` since `take_counts`.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time."""
+        """See `RolloutSource.generate`. The seed of a request depends on the session and the context, not on time."""
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
@@ -165,14 +165,14 @@ class AgentSessions:
                 yield from running.finished()
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums of ``agent/...`` since the last call."""
+        """Return the sums of the metrics ``agent/...`` since the last call of `take_counts`."""
         taken = dict(self.counts)
         self.counts.clear()
         return taken
 
 
 class _RunningSessions:
-    """The sessions of one call of `AgentSessions.generate`."""
+    """The unfinished sessions of one call of `AgentSessions.generate`."""
 
     def __init__(self, parent: AgentSessions, endpoint: Endpoint, address: str, version: int) -> None:
         self.agent, self.settings, self.counts, self.form = parent.agent, parent.settings, parent.counts, parent.form
@@ -180,12 +180,12 @@ class _RunningSessions:
         self._log = parent.log()
         self.waiting: list[Session] = []
         self.running: list[Session] = []
-        self._over: dict[int, dict[int, Rollout]] = {}  # prompt's position -> index in the group
-        self._again: set[tuple[int, int]] = set()  # sessions that run a second time
+        self._over: dict[int, dict[int, Rollout]] = {}  # Ended sessions: prompt's position -> index in the group.
+        self._again: set[tuple[int, int]] = set()  # Sessions that run a second time.
         self._size = 0
 
     def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
-        """Queue the sessions of all prompts. Yield the groups that are recorded completely."""
+        """Queue the sessions of all prompts that aren't in the log. Yield groups with all sessions in the log."""
         self._size = size
         for prompt in prompts:
             known = self._log.recall(prompt) if self._log is not None else {}
@@ -194,13 +194,13 @@ class _RunningSessions:
             yield from self._complete(prompt)
 
     def _complete(self, prompt: Prompt) -> Iterator[Group]:
-        """Yield a prompt's group if all its sessions are over."""
+        """Yield the prompt's group if all its sessions have ended."""
         if len(self._over[prompt.position]) == self._size:
             rollouts = tuple(rollout for _, rollout in sorted(self._over.pop(prompt.position).items()))
             yield Group(prompt.example, rollouts, prompt.position)
 
     def start(self) -> None:
-        """Start waiting sessions, as many as `at_once` allows."""
+        """Start waiting sessions until `at_once` sessions run."""
         while self.waiting and len(self.running) < self.settings.at_once:
             session = self.waiting.pop(0)
             self.endpoint.sessions[session.key] = session
@@ -210,7 +210,7 @@ class _RunningSessions:
             self.running.append(session)
 
     def finished(self) -> Iterator[Group]:
-        """End the finished and late sessions. Yield the groups that are complete now."""
+        """End sessions that finished or exceeded the timeout. Yield the groups that became complete."""
         now, limit = time.perf_counter(), self.settings.timeout
         for session in [*self.running]:
             prompt, program = session.prompt, session.program
@@ -223,7 +223,7 @@ class _RunningSessions:
             self.running.remove(session)
             place = prompt.position, session.index
             if outcome.kind == "died" and outcome.value[0] in TERMINATED and place not in self._again:
-                # A scheduler has sent a signal to all processes of the job. The session runs once more.
+                # A scheduler has sent a signal to all processes of the job. Run the session once more.
                 self._again.add(place)
                 self.endpoint.close(session, "its program was terminated")
                 program.stop()
@@ -241,7 +241,7 @@ class _RunningSessions:
         self.endpoint.close(session, over)
         if late:
             self.counts["agent/timeouts"] += 1
-        session.program.stop()  # also ends processes that the command has left behind
+        session.program.stop()  # also kills processes that the command left behind
         columns, failure = returned(outcome)
         failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
@@ -251,20 +251,21 @@ class _RunningSessions:
             self.counts["agent/failures"] += 1
             if self.settings.raises:
                 raise RuntimeError(
-                    f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: {failure} "
-                    "Mend it, or set agent_on_error: abstain, which leaves such a session's group out of training."
+                    f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: "
+                    f"{failure} Correct the program, or set agent_on_error: abstain (groups of failed sessions "
+                    "aren't trained)."
                 )
         return session.rollout(self.version, {**columns, SESSION: session.turns, FAILURE: failure})
 
     def close(self) -> None:
-        """End the running sessions."""
+        """End all running sessions."""
         for session in self.running:
             self.endpoint.close(session, "the generation was aborted")
             session.program.stop()
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """Return a program's value as columns for reward functions, and the reason of a failure, or ""."""
+    """Return a program's value as columns for reward functions, and the reason of a failure or ""."""
     none: dict[str, Any] = {REWARD: None}
     if outcome.kind == "late":
         return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
@@ -289,7 +290,7 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         return {**none, **further}, ""
     try:
         reward = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:  # an integer too large for a float
         reward = math.nan
     if not math.isfinite(reward):
         return none, (
@@ -300,5 +301,5 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
 
 
 def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:
-    """Return the rewards that the sessions' programs returned. None: reward functions decide."""
+    """Return the reward that each session's program returned, or None where other reward functions decide."""
     return list(agent_reward)

@@ -4,7 +4,7 @@
     request 2 reads    p p p a a t    and the model writes    b
     request 3 reads    p p s          and the model writes    c         (its context was compacted)
 
-is the prompt p p p with the branches [a a], [t b] after [a a], and [s c], which sees the prompt's first two tokens.
+form the prompt p p p with the branches [a a], [t b] after [a a], and [s c] after the prompt's first two tokens.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ...batch import Branch, FinishReason, ModelInput, Rollout
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Consecutive tokens, either all sampled or all read, and the nodes that follow them."""
+    """A node of the tree: consecutive tokens, either all sampled or all read, and the nodes that follow."""
 
     ids: array[int]
-    logprobs: array[float] | None  # None: the model read the tokens
-    trained: bool  # whether the tokens were sampled with the run's settings
+    logprobs: array[float] | None  # None means that the model read the tokens.
+    trained: bool  # Whether the tokens were sampled with the run's settings.
     children: list[Node] = field(default_factory=list)
     number: int | None = None  # number of the answer that begins with this node
 
 
 class TokenTree:
-    """The contexts and answers of one session's requests; ``prompt`` is the first request's context."""
+    """The contexts and answers of one session as a tree of tokens. ``prompt`` is the first request's context."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.places: dict[int, int] = {}  # number of an answer -> its first index in the completion
+        self.places: dict[int, int] = {}  # index of an answer's first token in the completion, by the answer's number
         self._roots: list[Node] = []
         self._prompt = array("i", prompt)
         self._read(self._prompt)
@@ -44,17 +44,17 @@ class TokenTree:
         self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True,
         number: int | None = None,
     ) -> None:  # fmt: skip
-        """Add a request's context and answer. The requests that it continues must be in the tree.
+        """Add a request's context ``read`` and answer ``wrote``. The requests that it continues must be in the tree.
 
-        The context joins equal tokens that are already in the tree. The answer never does: two equal samples remain
-        two, and each is trained. ``number`` is the answer's key in `places`.
+        Tokens of a context that are already in the tree are shared. Answers are never shared: two equal samples remain
+        two answers, and both are trained. ``number`` is the answer's key in `places`.
         """
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
 
     def _read(self, ids: array[int]) -> list[Node]:
-        """Follow a context's tokens from the root, and add missing ones. Return the children of the last node."""
+        """Follow a context's tokens from the root, and add missing tokens. Return the children of the last node."""
         children, at = self._roots, 0
         while at < len(ids):
             shared, node = max(
@@ -64,25 +64,25 @@ class TokenTree:
                 node, shared = Node(ids[at:], None, False), len(ids) - at
                 children.append(node)
             elif shared < len(node.ids):
-                logprobs = node.logprobs  # the rest becomes the only child and gets the previous children
+                logprobs = node.logprobs  # split: the node's other tokens become its only child
                 rest = Node(node.ids[shared:], logprobs and logprobs[shared:], node.trained, node.children)
                 node.ids, node.logprobs, node.children = node.ids[:shared], logprobs and logprobs[:shared], [rest]
             children, at = node.children, at + shared
         return children
 
     def rollout(self, version: int, finish_reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout. Its prompt is the first request's context; None: no tokens follow it."""
+        """Return the session as a rollout with the first request's context as prompt. None if no tokens follow it."""
         asked, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
 
-        # A loop, not recursion, because contexts may be thousands of turns deep. Each entry: the node, the index of the
-        # branch before it, and the number of prompt tokens before it (-1: it is after a branch).
+        # A loop in place of recursion, because contexts may be thousands of turns deep. An entry holds a node, the
+        # index of the branch before the node, and the number of prompt tokens before the node (-1 behind a branch).
         todo: list[tuple[Node, int | None, int]] = [(node, None, 0) for node in reversed(self._roots)]
         while todo:
             node, after, seen = todo.pop()
             if seen >= 0 and node.logprobs is None and asked[seen : seen + len(node.ids)] == node.ids:
-                seen += len(node.ids)  # a part of the prompt
+                seen += len(node.ids)  # the node's tokens belong to the prompt
                 todo += [(child, None, seen) for child in reversed(node.children)]
                 continue
             run = [node]
@@ -111,7 +111,7 @@ class TokenTree:
 
 
 def _shared(node: Node, ids: array[int], at: int) -> int:
-    """Return the number of the node's first tokens that ``ids`` has from ``at`` on."""
+    """Return how many first tokens of a node equal the tokens of ``ids`` from index ``at`` on."""
     own, count = node.ids, min(len(node.ids), len(ids) - at)
     if own[:count] == ids[at : at + count]:
         return count

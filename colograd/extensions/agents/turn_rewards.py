@@ -1,9 +1,9 @@
-"""Rewards and advantages of an agent's single answers.
+"""Rewards and advantages of single answers (turns) in an agent's session.
 
 The program returns `turn_rewards`, or a reward function returns a list in place of one number for a session. A column
-of the group's rollouts carries these into the journal and to the advantages.
+of the group's rollouts carries the rewards into the rollout log and to the advantages.
 
-Groups with a failed rollout get no rewards: every reward function abstains, and they aren't trained on.
+A group with a failed session gets no rewards: every reward function abstains, and the group isn't trained.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ...losses.advantages import AdvantageEstimator, group_advantages
 from ...rewards.calling import PARTS as JUDGED
 from ...rollout.stages import BeginScore, PendingRewards, Stages
 
-FAILURE = "agent_failure"  # the rollout's column with the reason of its failure; empty: none
-SESSION = "session"  # the rollout's column with an agent's answers
-TURN_REWARDS = "turn_rewards"  # the rollout's column with the program's reward for each answer
-WITHIN_GROUPS = ("group", "mean")  # scales within a group; other scales work over the step, or don't divide
+FAILURE = "agent_failure"  # Column of a rollout with the reason of a failure, or an empty text.
+SESSION = "session"  # Column of a rollout with the agent's answers.
+TURN_REWARDS = "turn_rewards"  # Column of a rollout with the program's reward for each answer.
+WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide within a group.
 LARGEST = torch.finfo(torch.float32).max
 
 
 def _rule_broken(values: Any, answers: int) -> str:
-    """Return the end of an error if ``values`` aren't a finite float32 number for each of the answers, else ""."""
+    """Return "" if ``values`` are finite float32 numbers, one per answer. Otherwise return the end of an error."""
     fine = isinstance(values, Sequence) and len(values) == answers
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""
@@ -48,7 +48,7 @@ def problem_with(columns: Mapping[str, Any], answers: int) -> str:
 
 
 def split(values: Iterable[Any], rollouts: Sequence[Rollout]) -> tuple[list[Any], list[list[float] | None]]:
-    """Implement the seam ``part_rewards`` (`rewards.calling`): the number in place of a list is its mean."""
+    """Return one number per session, and the rewards per answer or None. A list's number is the mean of the list."""
     whole, turns = list[Any](), list[list[float] | None]()
     for index, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
         kind = type(value).__name__
@@ -62,8 +62,8 @@ def split(values: Iterable[Any], rollouts: Sequence[Rollout]) -> tuple[list[Any]
         if not isinstance(answers, list | tuple) or not all(isinstance(each, Mapping) for each in answers):
             raise ValueError(
                 index,
-                f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's answers have a reward "
-                "each: return a number for the completion.",
+                f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's session can have one reward per "
+                "answer: return one number per completion.",
             )
         if broken := _rule_broken(value, len(answers)):
             raise ValueError(index, f"its turn rewards are {broken}")
@@ -78,17 +78,17 @@ def with_turn_rewards(
 ) -> torch.Tensor:
     """Add the advantages of single answers to a group's advantages.
 
-    An answer's reward is the program's, plus the reward functions' times their weights. Its advantage is relative to
-    the rewards of all answers in the group.
+    An answer's reward is the program's reward plus the weighted rewards of reward functions. An answer's advantage
+    compares its reward with the rewards of all answers in the group.
 
     Args:
-        advantages: [G], one per session.
-        weights: name of a reward function -> weight.
+        advantages: [G], one advantage per session.
+        weights: weight by name of a reward function.
 
     Returns:
-        [sum C], one per completion token. ``advantages`` if no session has turn rewards, or a session has failed.
+        [sum C], one advantage per completion token. ``advantages`` itself without turn rewards or if a session failed.
     """
-    of_sessions: list[list[float]] = []  # per session a reward per answer, or nothing
+    of_sessions: list[list[float]] = []  # per session one reward per answer, or an empty list
     for rollout in group.rollouts:
         parts = [(1.0, rollout.columns.get(TURN_REWARDS) or ())]
         parts += [(weights.get(name, 1.0), turns) for name, turns in rollout.columns.get(JUDGED, {}).items()]
@@ -109,7 +109,7 @@ def with_turn_rewards(
 
 
 def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
-    """Return a function for a source of sessions: failed groups abstain, and single answers may have rewards."""
+    """Return a function that changes agents' stages: failed groups abstain, and answers may have rewards, or None."""
     if not getattr(sampler.source, "may_fail", False):
         return None
 
@@ -129,10 +129,10 @@ def has_failed(group: Group) -> bool:
 
 
 class Abstaining:
-    """`PendingRewards` of some groups. Failed groups get NaN, and no reward function sees them.
+    """`PendingRewards` of agents' groups. Failed groups get NaN, and reward functions aren't called for them.
 
     Args:
-        begin: begins to score the groups that didn't fail.
+        begin: starts to score the groups that didn't fail.
         functions: R, the number of reward functions.
     """
 

@@ -1,4 +1,4 @@
-"""Checks of `metric_for_best_model`, at start and of each evaluation."""
+"""Checks of the setting `metric_for_best_model`, at start and after each evaluation."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "evaluation_check": "metric:check_best_metric",

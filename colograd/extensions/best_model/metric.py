@@ -1,4 +1,4 @@
-"""Checks of `metric_for_best_model`: an error at start if no evaluation can have it, a warning if one lacks it."""
+"""Checks of `metric_for_best_model`: an error if no evaluation can have the metric, a warning if one lacks it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...rewards.calling import parameters_of
 from ...training.eval_prompts import Benchmark
 from ...training.transformers_seam import best_metric
 
-# Names of an evaluation's metrics: of rewards, and of the loss. OF_LOSS matches the loss's other metrics.
+# Names of metrics that an evaluation has from rewards and from the loss. OF_LOSS matches further metrics of the loss.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
 NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
 OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
@@ -26,7 +26,7 @@ OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
 def check_best_metric(
     args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, others: bool = False
 ) -> None:
-    """Check that evaluations can have ``metric_for_best_model``; ``others``: the user's code may add any."""
+    """Raise if no evaluation can have ``metric_for_best_model``. ``others``: the user's code may add any metric."""
     best = args.metric_for_best_model
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
     if best is None or not evaluates or others or args.loss_type not in LOSSES:
@@ -43,7 +43,7 @@ def check_best_metric(
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return why an evaluation can't choose the best model, or nothing; ``earlier``: another one had the metric."""
+    """Return why an evaluation can't choose the best model, or "". ``earlier``: an earlier one had the metric."""
     if (name := best_metric(args)) in metrics:
         return ""
     if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):
@@ -87,7 +87,7 @@ def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) ->
 
 
 def _may_log(function: Callable[..., Any]) -> bool:
-    """Return whether a reward function may log metrics: it takes ``log_metric``, or uses its ``**kwargs``."""
+    """Return whether a reward function may log metrics: the function takes ``log_metric``, or uses its ``**kwargs``."""
     parameters = parameters_of(function)
     further = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
     while isinstance(function, functools.partial):

@@ -1,4 +1,4 @@
-"""Prompts in an order that depends on their pass rates (`curriculum`)."""
+"""A curriculum: prompts are chosen by their pass rates (setting `curriculum`)."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "check_settings": "settings:read_curriculum",

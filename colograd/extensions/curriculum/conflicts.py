@@ -1,4 +1,4 @@
-"""Settings that exclude a curriculum."""
+"""Settings that can't be combined with a curriculum."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Prompts chosen by their pass rates: a pure function of the seed, the round, and the record of earlier rounds.
+"""The curriculum: chooses the prompts of each round (one generation) by their pass rates in earlier rounds.
 
-The record holds three values per prompt: its number of draws, the round of its last draw, and the pass rate of that
-draw. All ranks have the same record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds
-the record (`prompts.json`), so that a resumed run, a replay and any number of ranks draw the same prompts.
+The choice is a pure function of the seed, the round's number and a record. The record holds three values per prompt:
+the number of draws, the round of the last draw, and the pass rate in the last judged draw. All ranks have the same
+record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds the record (`prompts.json`), so
+that a resumed run, a replay and any number of ranks draw the same prompts.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from ...parallel.ranks import gather, on_all_ranks
 from ...rollout.rounds import Tally
 from .settings import LEVELS, Curriculum, read_curriculum
 
-HARD, EASY = 0.25, 0.75  # pass rates: at most HARD is hard, at least EASY is easy
+HARD, EASY = 0.25, 0.75  # A prompt is hard up to the pass rate HARD, and easy from the pass rate EASY.
 
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
-    """Let the curriculum choose among the prompts, if the run has one. Streams refuse a curriculum earlier."""
+    """Let the curriculum choose among the dataset's prompts if the setting `curriculum` is set. Changes ``prompts``."""
     curriculum = read_curriculum(config)
     if curriculum is not None and isinstance(prompts, PromptDataset):
         prompts.choice = CurriculumState(curriculum, prompts.dataset, config)
 
 
 class CurriculumState:
-    """The choice of each round's prompts among a dataset's rows, and the record that it depends on."""
+    """Chooses each round's prompts among a dataset's rows, and records the rows' draws and pass rates."""
 
-    missing = "had no curriculum"  # see `PromptDataset.choice`
+    missing = "had no curriculum"  # end of an error text about a checkpoint without a record
 
     def __init__(self, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> None:
         self.settings, self.rows = curriculum, len(dataset)
@@ -53,18 +54,18 @@ class CurriculumState:
         self.load({})
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's record; ``{}`` begins a new one."""
-        self.rounds = int(state.get("rounds", 0))  # number of rounds before the one being sampled
+        """Continue from the record in a checkpoint's ``state``. An empty ``state`` begins a new record."""
+        self.rounds = int(state.get("rounds", 0))  # number of rounds before the present round
         if state and state.get("rows") != self.rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
-                f"dataset has {self.rows}: give the run's own dataset, or set ignore_data_skip: true for a new record."
+                f"dataset has {self.rows}: give the same dataset, or set ignore_data_skip: true for a new record."
             )
-        self.drawn = self._array(state, "drawn", np.int32, 0)  # int32 [rows], number of draws
-        self.last = self._array(state, "last", np.int32, -1)  # int32 [rows], round of the last draw
-        self.rate = self._array(state, "rate", np.float32, np.nan)  # float32 [rows], pass rate of the last judged draw
-        self.begun = self.rounds  # a resumed run skips the rounds before this one
-        self._present: list[int] = []  # rows of the round that is being sampled
+        self.drawn = self._array(state, "drawn", np.int32, 0)  # Number of draws, int32 [rows].
+        self.last = self._array(state, "last", np.int32, -1)  # Round of the last draw, int32 [rows].
+        self.rate = self._array(state, "rate", np.float32, np.nan)  # Pass rate of the last judged draw, float32 [rows].
+        self.begun = self.rounds  # First round that isn't skipped after a resume.
+        self._present: list[int] = []  # Rows of the round that is being sampled.
 
     def _array(self, state: dict[str, Any], name: str, kind: Any, empty: float) -> np.ndarray:
         if not state:
@@ -73,13 +74,13 @@ class CurriculumState:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The record, for a checkpoint."""
+        """The record as JSON for a checkpoint: the numbers of rounds and rows, and the three arrays in base64."""
         arrays = {"drawn": self.drawn, "last": self.last, "rate": self.rate}
         packed = {name: base64.b64encode(zlib.compress(a.tobytes(), 1)).decode() for name, a in arrays.items()}
         return {"rounds": self.rounds, "rows": self.rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Add (position, pass rate) of the sampled round's prompts on all ranks. NaN: unjudged, the old rate stays."""
+        """Record (position, pass rate) pairs of the sampled round. NaN (not judged) keeps a prompt's old pass rate."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
@@ -89,24 +90,24 @@ class CurriculumState:
         self.rounds += 1
 
     def counts(self) -> dict[str, float]:
-        """Count, over all prompts, the resting ones and the never drawn ones."""
+        """Return metrics: the number of resting prompts (solved and not yet due), and of never drawn prompts."""
         return {
             "curriculum/resting": float(self._resting(self.rounds).sum()),
             "curriculum/never_drawn": float((self.drawn == 0).sum()),
         }
 
     def order(self, config: GRPOConfig) -> CurriculumOrder:
-        """Return the order of a run's prompts."""
+        """Return the order of a run's prompts, with rows chosen by this curriculum."""
         order = CurriculumOrder.of(config, self.rows)
         order.state = self
         return order
 
     def choose(self, number: int) -> list[int]:
-        """Choose the rows of round ``number`` by the record of the rounds before."""
+        """Return the rows of round ``number`` in training order, chosen by the record of the earlier rounds."""
         self.rounds = number
         step, count = number * self._round_length, self.round_size
         ties = self._ties(number)
-        turn = np.lexsort((ties, self.drawn))  # least often drawn first
+        turn = np.lexsort((ties, self.drawn))  # all rows, the least often drawn rows first
         until, shut = self.settings.difficulty_until, np.zeros(self.rows, dtype=bool)
         if self._difficulty is not None and until is not None:
             shut = self._difficulty > until.at(step)
@@ -121,9 +122,9 @@ class CurriculumState:
 
         for pool, wanted in self._quotas(able, step, count, number):
             take(turn[able[turn] & pool[turn]], wanted)
-        take(turn[able[turn]], count - len(chosen))  # a pool had too few
+        take(turn[able[turn]], count - len(chosen))  # fill the round up if a pool had too few rows
         by_rest = np.lexsort((ties, self.last))
-        take(by_rest[~shut[by_rest]], count - len(chosen))  # resting rows, longest at rest first
+        take(by_rest[~shut[by_rest]], count - len(chosen))  # if needed, resting rows, the longest at rest first
         if self._difficulty is not None:
             by_difficulty = np.lexsort((ties, self._difficulty))
             take(by_difficulty, count - len(chosen))
@@ -133,7 +134,7 @@ class CurriculumState:
         return chosen
 
     def _ties(self, number: int) -> np.ndarray:
-        """Return tie-breakers, int64 [rows]: a permutation of this round if rows are shuffled, else row numbers."""
+        """Return tie-breakers, int64 [rows]: a random permutation for this round, or row numbers without shuffling."""
         if not self._shuffle:
             return np.arange(self.rows)
         digest = hashlib.sha256(f"{self._seed} curriculum {number}".encode()).digest()
@@ -141,20 +142,20 @@ class CurriculumState:
         return torch.randperm(self.rows, generator=generator).numpy()
 
     def _resting(self, number: int) -> np.ndarray:
-        """Return a mask of the solved rows that are not yet due again, bool [rows]."""
+        """Return a mask of the resting rows, bool [rows]: solved rows that may not yet be drawn again."""
         if self.settings.solved_at is None:
             return np.zeros(self.rows, dtype=bool)
         due = self.last + self.settings.revisit_after * self.rounds_per_epoch
-        with np.errstate(invalid="ignore"):  # NaN: never judged
+        with np.errstate(invalid="ignore"):  # comparisons with NaN (a prompt that was never judged) would warn
             return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield each pool's mask and number of rows in the round: its share, rounded so that it holds on average."""
+        """Yield (mask of rows, number of rows to draw) per pool. Numbers are rounded so that shares hold on average."""
         shares = self.settings.shares
         if shares is None:
             return
         labels = self._pools
-        if labels is None:  # each row's level by its pass rate; -1 if the level has no share
+        if labels is None:  # the level of each row's pass rate as a pool; -1 if the level has no share
             with np.errstate(invalid="ignore"):
                 conditions = [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY]
             level = np.select(conditions, [LEVELS.index(name) for name in LEVELS[:3]], 3)
@@ -175,7 +176,7 @@ class CurriculumState:
 
 
 class CurriculumOrder(StepOrder):
-    """A `StepOrder` that lets a curriculum draw each round just before its first step."""
+    """A `StepOrder` (order of prompts) that lets the curriculum choose a round's rows just before its first step."""
 
     state: CurriculumState
 
@@ -193,7 +194,7 @@ class CurriculumOrder(StepOrder):
 
 
 def pass_rates(trainer: Any) -> Tally | None:
-    """Return a function that records a round's pass rates of all ranks in the curriculum. A collective."""
+    """Return a function that adds a round's pass rates of all ranks to the curriculum, or None. It is a collective."""
     if trainer.args.curriculum is None:
         return None
 
@@ -213,19 +214,19 @@ def pass_rates(trainer: Any) -> Tally | None:
 
 
 def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
-    """Return the index in ``shares`` of each row's value; every value must have a share."""
+    """Return each row's pool as an index into ``shares``, int [rows]. Raise if a row's value has no share."""
     assert curriculum.shares is not None
     values = [str(value) for value in _column(dataset, curriculum.column)]
     names = list(curriculum.shares)
     if other := sorted({*values} - {*names}):
         raise ValueError(
-            f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares has "
-            f"{listed(names)}): give it one. A share of 0 keeps its prompts out while other prompts are left."
+            f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares "
+            f"has {listed(names)}): give the value a share. 0 keeps its prompts out while others are left."
         )
     if absent := [name for name in names if name not in set(values)]:
         raise ValueError(
             f"curriculum: shares has {absent[0]!r}, but the column {curriculum.column!r} has only "
-            f"{listed(sorted({*values}))}: remove it."
+            f"{listed(sorted({*values}))}: remove the share."
         )
     place = {name: index for index, name in enumerate(names)}
     return np.array([place[value] for value in values])

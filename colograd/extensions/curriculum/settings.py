@@ -1,4 +1,4 @@
-"""The settings of a curriculum: the parsed `GRPOConfig.curriculum`."""
+"""`Curriculum`: the parsed setting `GRPOConfig.curriculum`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from ...config import GRPOConfig
 
-LEVELS = ("new", "hard", "medium", "easy")  # levels by the last pass rate, if no column names the pools
+LEVELS = ("new", "hard", "medium", "easy")  # names of the pools by the last pass rate, used if `column` isn't set
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A number by optimizer step: linear between the given points, constant before and after."""
+    """A number that depends on the optimizer step: linear between the given points, constant before and after them."""
 
-    points: tuple[tuple[int, float], ...]  # (step, number), ascending by step
+    points: tuple[tuple[int, float], ...]  # (optimizer step, number) pairs, ascending by step
 
     @classmethod
     def of(cls, value: Any, name: str) -> Schedule:
-        """Read ``0.5`` or ``{0: 1.0, 200: 0.2}``."""
+        """Parse a constant such as ``0.5``, or numbers by optimizer step such as ``{0: 1.0, 200: 0.2}``."""
         given = value.items() if isinstance(value, Mapping) and value else [(0, value)]
         try:
             points = sorted((int(step), float(number)) for step, number in given)
@@ -34,12 +34,12 @@ class Schedule:
             ) from None
         if any(step < 0 or math.isnan(number) for step, number in points):
             raise ValueError(
-                f"{name} is {value!r}, but its steps must be at least 0 and its values numbers: correct them."
+                f"{name} is {value!r}, but its steps must be at least 0 and its values must not be NaN: correct them."
             )
         return cls(tuple(points))
 
     def at(self, step: int) -> float:
-        """Return the value at an optimizer step."""
+        """Return the number at optimizer step ``step``."""
         place = bisect.bisect_right([at for at, _ in self.points], step)
         if place == 0:
             return self.points[0][1]
@@ -52,23 +52,23 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """The parsed `GRPOConfig.curriculum`."""
+    """The settings of a curriculum, from the mapping in `GRPOConfig.curriculum`."""
 
-    pass_threshold: float = 1.0  # least weighted reward of a pass
-    solved_at: float | None = 1.0  # least pass rate of a resting prompt; None: no prompt rests
-    revisit_after: float = 1.0  # epochs that a solved prompt rests after its draw
-    column: str | None = None  # dataset column with the names of the pools in ``shares``
-    shares: Mapping[str, Schedule] | None = None  # shares of a round's prompts, by pool
-    difficulty: str | None = None  # dataset column of numbers
-    difficulty_until: Schedule | None = None  # the highest difficulty that is drawn
+    pass_threshold: float = 1.0  # Lowest weighted reward of a completion that counts as passed.
+    solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None: no prompt counts as solved.
+    revisit_after: float = 1.0  # Epochs that a solved prompt isn't drawn after its last draw.
+    column: str | None = None  # Dataset column with each prompt's pool. None: pools by pass rate.
+    shares: Mapping[str, Schedule] | None = None  # Shares of a round's prompts, by pool.
+    difficulty: str | None = None  # Dataset column with each prompt's difficulty, a number.
+    difficulty_until: Schedule | None = None  # Highest difficulty that is drawn, by optimizer step.
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Curriculum:
-        """Read the mapping."""
+        """Parse the mapping of the setting. Raise for unknown keys and wrong values."""
         known = [field.name for field in fields(cls)]
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
-                f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: write it as {EXAMPLE}."
+                f"curriculum has the key {unknown[0]!r}, but the keys are {', '.join(known)}: use e.g. {EXAMPLE}."
             )
         found: dict[str, Any] = dict(given)
         for name in ("pass_threshold", "solved_at", "revisit_after"):
@@ -90,29 +90,29 @@ class Curriculum:
     def __post_init__(self) -> None:
         if self.solved_at is not None and not 0 < self.solved_at <= 1:
             raise ValueError(
-                f"curriculum: solved_at is {self.solved_at}, but a pass rate is in (0, 1]: 1.0 skips what every "
-                "completion of the last draw solved, null skips nothing."
+                f"curriculum: solved_at is {self.solved_at}, but must be a pass rate in (0, 1]: with 1.0 a prompt "
+                "rests if all completions of its last draw passed, with null no prompt rests."
             )
         if self.revisit_after < 0:
-            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but epochs are at least 0: raise it.")
+            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but must be at least 0: raise it.")
         if self.column is not None and self.shares is None:
-            raise ValueError(f"curriculum: column is {self.column!r}, but nothing shares out its values: set shares.")
+            raise ValueError(f"curriculum: column is {self.column!r}, but shares is missing: set its values' shares.")
         if self.shares is not None:
             if any(not 0 <= value < math.inf for share in self.shares.values() for _, value in share.points):
                 raise ValueError(
-                    "curriculum: a share is negative or infinite, but shares are numbers from 0 on: correct it."
+                    "curriculum: a share is negative or infinite, but shares must be finite and at least 0: correct it."
                 )
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
                 raise ValueError(
                     f"curriculum: shares has the pool {other[0]!r}, but without a column the pools are "
-                    f"{', '.join(LEVELS)}, by the last pass rate: name one of these, or set column."
+                    f"{', '.join(LEVELS)} (by the last pass rate): name one of these pools, or set `column`."
                 )
         if (self.difficulty is None) != (self.difficulty_until is None):
-            raise ValueError("curriculum: difficulty names a column and difficulty_until its limit: set both or none.")
+            raise ValueError("curriculum: difficulty (a column) and difficulty_until (its limit) must both be set.")
 
 
 def read_curriculum(config: GRPOConfig) -> Curriculum | None:
-    """Parse the curriculum; None: each prompt once per epoch."""
+    """Parse the setting `curriculum`, a mapping or JSON. Return None if the setting is empty: no curriculum."""
     text = config.curriculum
     settings = json.loads(text) if isinstance(text, str) else text
     if settings is None:

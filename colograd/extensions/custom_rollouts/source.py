@@ -1,4 +1,4 @@
-"""Groups that a function of the user's writes (TRL's ``rollout_func``), or a rollout source of the user's."""
+"""Rollouts from the user's code: a function (TRL's ``rollout_func``), or a class that is a rollout source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class UserFeature(SourceFeature):
-    """A function or class of the user's that writes completions (``rollout_func``)."""
+    """Lets a user's function or class write the completions (setting ``rollout_func``)."""
 
     adds_columns = True
 
@@ -39,14 +39,14 @@ class UserFeature(SourceFeature):
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Import the function if it is a path."""
+        """Return the feature if ``rollout_func`` is set, else None. A text is imported as a path."""
         write, others = arguments.sources["rollout_func"], arguments.sources
         if write is None:
             return None
         if others["tools"] or others["environment_factory"] is not None:
             raise ValueError(
-                "rollout_func writes completions by itself, so that tools and environment_factory would never be used: "
-                "give one or the other."
+                "rollout_func writes completions by itself, so that tools and environment_factory would never be "
+                "used: give either rollout_func or these."
             )
         if isinstance(write, str):
             write = find_object(write, "rollout_func", callable)
@@ -54,16 +54,16 @@ class UserFeature(SourceFeature):
             return cls(write)
         if isinstance(write, type):
             raise ValueError(
-                f"rollout_func is the class {write.__name__}, which has no method `generate`, but must be a rollout "
-                "source: see docs/architecture.md."
+                f"rollout_func is the class {write.__name__}, which has no method `generate`, but a class must be a "
+                "rollout source: see docs/architecture.md."
             )
         if config.router_replay:
             raise ValueError(
-                "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose "
-                "for them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
+                "router_replay is true, but a rollout_func returns only tokens, without the experts that the engine "
+                "chose for them: set router_replay: false, or write a rollout source that yields engine groups."
             )
         if config.replays_truncation:
-            raise ValueError(f"{TRUNCATED} a rollout_func returns tokens, not what they were drawn from: {UNCORRECTED}")
+            raise ValueError(f"{TRUNCATED} a rollout_func doesn't return the truncated distribution: {UNCORRECTED}")
         return cls(write)
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
@@ -75,15 +75,15 @@ class UserFeature(SourceFeature):
 
 
 class CustomRollouts:
-    """A rollout source that calls a function of the user's in place of the engine. The function may use the engine.
+    """A rollout source that calls a user's function in place of the engine. The function may use the engine.
 
     Args:
         function: ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
             The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in nats), one
             list per completion. ``env_mask`` is optional (1: the model wrote the token, 0: the environment did). All
-            other entries are passed to the reward functions: a sequence holds one value per completion, any other
-            value is the same for all completions.
-        end_tokens: a completion that ends with one of these tokens isn't truncated.
+            other entries are passed to the reward functions. A sequence holds one value per completion. Any other
+            value is passed for all completions.
+        end_tokens: a completion counts as truncated unless its last token is one of these.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class CustomRollouts:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Generate groups as `Engine.generate` does, but ignore ``seed``: the function makes its own random numbers."""
+        """See `Engine.generate`. Ignores the argument ``seed``, because the function makes its own random numbers."""
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
         if any(prompt.input.media is not None for prompt in prompts):
             raise ValueError(
                 "rollout_func is a function, which gets prompts without their images: give a class with `generate` "
-                "(docs/architecture.md, Add a rollout source), or none."
+                "(docs/architecture.md, Add a rollout source), or remove rollout_func."
             )
         asked = [own_copy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
         answer = self.function(asked)
@@ -117,8 +117,8 @@ class CustomRollouts:
         answer = {name: values for name, values in answer.items() if values is not None}
         if reserved := {*answer} & {*RESERVED, "environments"} - {*NEEDED}:
             raise ValueError(
-                f"rollout_func returned {', '.join(sorted(reserved))}, which reward functions get from the trainer: "
-                "rename it."
+                f"rollout_func returned {', '.join(sorted(reserved))}, but the trainer passes a value of this name to "
+                "reward functions: rename it."
             )
         for name, values in answer.items():
             if name not in (*NEEDED, "env_mask") and not isinstance(values, SEQUENCES):
@@ -126,7 +126,7 @@ class CustomRollouts:
             elif not hasattr(values, "__len__") or len(values) != size:
                 raise ValueError(
                     f"rollout_func returned {getattr(values, '__len__', lambda: 'a single')()} {name} for {size} "
-                    "prompts (each is given once per completion): return one for each, in their order."
+                    "prompts (each prompt is repeated once per completion): return one for each, in their order."
                 )
         further = [name for name in answer if name not in (*NEEDED, "env_mask")]
         masks = answer.get("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
@@ -134,8 +134,8 @@ class CustomRollouts:
         for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
             if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):
                 raise ValueError(
-                    f"rollout_func, completion {index}: {len(ids)} completion_ids, {len(logprobs)} logprobs and a mask "
-                    f"of {len(masks[index])}: give as many of each, and at least one."
+                    f"rollout_func, completion {index}: {len(ids)} completion_ids, {len(logprobs)} logprobs and a "
+                    f"mask of {len(masks[index])}: the three lengths must be equal, and at least 1."
                 )
             if (highest := max(map(int, (*prompt, *ids)))) >= self.engine.vocab_size:
                 raise ValueError(

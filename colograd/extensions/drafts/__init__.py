@@ -1,3 +1,3 @@
-"""Speculative decoding that changes no token."""
+"""Speculative decoding that samples the same tokens as decoding without drafts."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"engine_feature": "engine.speculation:drafts_of"}

@@ -1,4 +1,4 @@
-"""`HarnessBenchmark`: tasks of lm-evaluation-harness with their questions as tokens."""
+"""`HarnessBenchmark`: loads tasks of lm-evaluation-harness, and tokenises their questions."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
 GENERATE, SCORE, ROLLING = "generate_until", "loglikelihood", "loglikelihood_rolling"
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one in a task counts
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first set one counts
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
-DEFAULT_TOKENS = 256  # the harness's maximum length of a completion, if a task has none
-FEWSHOT_SEED = 1234  # the harness's default
+DEFAULT_TOKENS = 256  # The harness's maximum length of a completion if a task sets none.
+FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a question."""
+    """One request to the engine for a question: sample completions of a prompt, or score given continuations."""
 
     kind: str
-    arguments: tuple[Any, ...]  # as the task made them
-    prompt: tuple[int, ...] = ()  # token ids to continue
-    sampling: Sampling | None = None  # None: log-probabilities of `parts` are wanted
-    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
+    arguments: tuple[Any, ...]  # Arguments of the request, as the task made them.
+    prompt: tuple[int, ...] = ()  # Token ids to continue. Empty in a request to score.
+    sampling: Sampling | None = None  # Sampling settings. None in a request to score `parts`.
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids.
 
     @property
     def tokens(self) -> int:
@@ -46,11 +46,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One document of a task."""
+    """One document (question) of a task, with its requests to the engine."""
 
-    row: int  # number of the document
+    row: int  # number of the document in the task
     doc: Any
-    target: str  # the right answer, for people
+    target: str  # correct answer, for people
     requests: tuple[Request, ...]
 
 
@@ -59,35 +59,35 @@ class Rules:
     """The settings that turn documents into requests."""
 
     tokenizer: Any
-    context: int  # maximum tokens of a prompt plus its completion
-    max_tokens: int | None = None  # maximum tokens of a completion, in place of the task's maximum
-    limits: bool = False  # whether the smaller of `max_tokens` and the task's maximum counts
-    temperature: float | None = None  # in place of the task's
+    context: int  # Maximum tokens of a prompt with its completion.
+    max_tokens: int | None = None  # Maximum tokens of a completion, in place of the task's maximum.
+    limits: bool = False  # Whether the smaller one of `max_tokens` and the task's maximum counts.
+    temperature: float | None = None  # Temperature in place of the task's temperature.
     top_p: float | None = None
-    spread: float = 1.0  # temperature of several completions per question of a task that samples greedily
-    template: bool | None = None  # whether to use the chat template; None: for completions, if the model has one
+    spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
+    template: bool | None = None  # Whether to use the chat template. None: for completions, if the model has one.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()  # folders with YAML files of tasks
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its questions. Each completion is judged alone if ``n`` is set."""
+    """A task with its questions. If ``n`` is set, each completion of a question is judged separately."""
 
     name: str
-    task: Any  # lm_eval's object
+    task: Any  # task object of lm_eval
     questions: tuple[Question, ...]
     n: int | None
-    cut: int  # prompts that lost their beginning
+    cut: int  # number of prompts with a beginning that was cut off
 
     @property
     def sampling(self) -> Sampling | None:
-        """Sampling of the first question; None: the task samples nothing."""
+        """Sampling settings of the first question. None if the task only scores continuations."""
         return next((each.sampling for each in self.questions[0].requests if each.sampling is not None), None)
 
 
 class HarnessBenchmark:
-    """A task, group or tag of the harness."""
+    """A task, group or tag of lm-evaluation-harness, with its questions as token ids."""
 
     def __init__(self, text: str, rules: Rules) -> None:
         check_harness()
@@ -110,18 +110,18 @@ class HarnessBenchmark:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, or of the longest scored text."""
+        """Number of tokens in the longest prompt or the longest scored text."""
         return max(request.tokens for task in self.tasks for each in task.questions for request in each.requests)
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with its longest completion, or of the longest scored text."""
+        """Number of tokens in the longest prompt with its longest completion, or in the longest scored text."""
         requests = [request for task in self.tasks for each in task.questions for request in each.requests]
         return max(each.tokens + (each.sampling.max_tokens if each.sampling else 0) for each in requests)
 
     @property
     def generations(self) -> int:
-        """Largest number of requests that a question puts into the engine's queue."""
+        """Largest number of sequences that one question puts into the engine's queue."""
         return max(
             sum(len(request.parts) or (request.sampling.n if request.sampling else 0) for request in each.requests)
             for task in self.tasks
@@ -129,14 +129,11 @@ class HarnessBenchmark:
         )
 
     def metric_names(self) -> list[str]:
-        """Return the common names of metrics, without the evaluation's prefix."""
+        """Return the names of metrics that tasks have in common, without the evaluation's prefix."""
         names = ["accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens"]
         if len(self.tasks) > 1:
             return [*names, *(f"{task.name}_accuracy" for task in self.tasks)]
         return [*names, *map(str, self.tasks[0].task.aggregation())]
-
-
-# -- the harness's tasks
 
 
 @contextlib.contextmanager
@@ -166,7 +163,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. Indexing all of the harness's takes long."""
+    """Load a task, group or tag by its name or YAML file. The whole index is built last, because it takes long."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 
@@ -178,7 +175,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
         for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml"):
-            entry = TaskIndex.entry_from_path(file)  # a group's tasks need the whole index
+            entry = TaskIndex.entry_from_path(file)  # load only a single task, because a group needs the whole index
             if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) and entry.name == name:
                 return own.load([str(file)])
         whole = _manager(include, True)
@@ -189,7 +186,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
             f"The task {name!r} can't be loaded: {why}. It may need a package, a connection to the Hub or a filled "
-            "cache; a task of your own is a YAML file, by its path or in a folder of --include-path."
+            "cache. A task of your own is a YAML file, given by its path or found in --include-path."
         ) from error
     meant = f" Did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"lm-evaluation-harness has no task {name!r}, and no folder of --include-path has one.{meant}")
@@ -197,7 +194,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
 
 def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask:
     if getattr(task, "MULTIMODAL", False):
-        raise ValueError(f"The task {name!r} asks about images or sounds, but benchmarks are texts here: leave it out.")
+        raise ValueError(f"The task {name!r} has images or sounds, but only text is supported: leave the task out.")
     if task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
     task.set_fewshot_seed(FEWSHOT_SEED)
@@ -236,11 +233,8 @@ def _chat(rules: Rules, messages: list[dict[str, str]], add_generation_prompt: b
     text = functools.partial(rules.tokenizer.apply_chat_template, tokenize=False, **ends, **rules.template_kwargs)
     try:
         return str(text(messages))
-    except jinja2.TemplateError:  # many templates refuse a system message; the harness leaves it out too
+    except jinja2.TemplateError:  # many templates refuse a system message, and the harness then leaves it out
         return str(text([message for message in messages if message["role"] != "system"]))
-
-
-# -- requests as tokens
 
 
 def _encoder(tokenizer: Any) -> Any:
@@ -251,7 +245,7 @@ def _encoder(tokenizer: Any) -> Any:
         prefix_token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            if add_special_tokens is None:  # a chat template writes the first token itself
+            if add_special_tokens is None:  # the text may begin with the BOS token already
                 add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
             ids: list[int] = tokenizer(string, add_special_tokens=add_special_tokens).input_ids
             return ids
@@ -260,23 +254,23 @@ def _encoder(tokenizer: Any) -> Any:
             return [(context, continuation) for _, context, continuation in requests]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise AssertionError("only its rules of tokens are used")
+            raise AssertionError("this class is used only to tokenise requests")
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise AssertionError("only its rules of tokens are used")
+            raise AssertionError("this class is used only to tokenise requests")
 
     return Encoder()
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a request, and whether its beginning is cut off, as the harness does with too long ones."""
+    """Return a request as token ids, and whether its beginning was cut off. The harness also cuts long requests."""
     kind, arguments = instance.request_type, tuple(instance.args)
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
         return Request(kind, arguments, tuple(ids[-room:]), sampling), len(ids) > room
-    room = rules.context - 1  # the engine samples a token behind
+    room = rules.context - 1  # one token is left for the token that the engine has to sample
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
@@ -292,11 +286,11 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
 
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
     if unknown := [key for key in kwargs if key not in (*NO_SAMPLING, *SHAPING)]:
-        raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, which the engine doesn't have.")
+        raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, but the engine has no such setting.")
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
     tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
     temperature = 0.0 if kwargs.get("do_sample") is False else float(kwargs.get("temperature") or 0.0)
-    if temperature == 0 and n > 1:  # at 0 all completions of a question would be equal
+    if temperature == 0 and n > 1:  # at temperature 0 all completions of a question would be equal
         temperature = rules.spread
     options = {key: kwargs[key] for key in SHAPING if key in kwargs}
     if rules.temperature is not None:
@@ -314,11 +308,11 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
 
 
 def stops(kwargs: dict[str, Any]) -> list[str]:
-    """Return the strings that end a completion."""
+    """Return a task's stop strings, which end a completion."""
     until = kwargs.get("until") or []
     return [each for each in ([until] if isinstance(until, str) else until) if each]
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model thinks before it answers. Strings that end an answer may stand in its thought."""
+    """Return whether the model's chat template has reasoning. Stop strings may occur in a completion's reasoning."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

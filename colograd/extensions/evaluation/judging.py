@@ -1,7 +1,7 @@
-"""`Judge`: the filters and metrics of a task, called in worker processes that can be killed.
+"""`Judge`: calls the filters and metrics of a benchmark's task, in worker processes that can be killed.
 
-Code that a model wrote runs below the worker, in an interpreter of its own: `CodeEval` takes the place of the metric
-`code_eval` of Hugging Face's evaluate, which runs it in a copy of the calling process, with its environment variables.
+Code that a model wrote runs in a new interpreter, a child of the worker. `CodeEval` replaces the metric `code_eval` of
+Hugging Face's evaluate, which runs the code in a copy of the calling process, with its environment variables.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import cloudpickle
 from ...rewards.answers import chance_of_pass
 from .python_runner import run_python
 
-CODE_SECONDS = 20.0  # limit of one program and its tests
-# Attributes of the harness's tasks that hold documents. A judge gets each document with its call.
+CODE_SECONDS = 20.0  # Maximum seconds of one program with its tests.
+# Attributes of the harness's tasks that hold documents. A judge lacks them, because each call brings its document.
 DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
 
 
 class Judge:
-    """Computes a document's metrics from the model's responses."""
+    """Computes the metrics of one document (question) from the model's responses."""
 
     def __init__(self, task: Any) -> None:
         self.task = copy.copy(task)
@@ -35,15 +35,15 @@ class Judge:
 
     def __reduce__(self) -> Any:
         for name, module in [*sys.modules.items()]:
-            if name.startswith("/"):  # the harness's name for a module next to a task's YAML file
+            if name.startswith("/"):  # a module next to a task's YAML file, as named by the harness
                 cloudpickle.register_pickle_by_value(module)
         return _restored, (cloudpickle.dumps(self.task),)
 
     def __call__(
         self, doc: Any, requests: Sequence[tuple[str, tuple[Any, ...]]], responses: Sequence[list[Any]]
     ) -> dict[tuple[str, str], Any]:
-        """Return the metrics by (metric, filter) of requests (kind, arguments) and responses to each, one per repeat:
-        a text, or (log-probability, is greedy)."""
+        """Return the metrics by (metric, filter). ``requests`` are (kind, arguments) pairs. ``responses`` has a list
+        per request, with a text or (log-probability, is greedy) per repeat."""
         from lm_eval.api.instance import Instance
 
         instances = [
@@ -65,12 +65,12 @@ def _restored(pickled: bytes) -> Judge:
 
 
 class CodeEval:
-    """The metric `code_eval`: pass@k of programs with their tests, each in an interpreter of its own."""
+    """The metric `code_eval`: pass@k of programs with their tests. Each program runs in a new interpreter."""
 
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[Any]]]:
-        """Return pass@k by name, and for each reference whether its predictions passed."""
+        """Return pass@k by name, and by the index of each reference (index, passed) of the predictions."""
         passes = [
             [run_python(f"{code}\n{tests}\n", CODE_SECONDS).passed for code in candidates]
             for tests, candidates in zip(references, predictions, strict=True)
@@ -85,7 +85,7 @@ class CodeEval:
 
 @contextlib.contextmanager
 def code_runs_apart() -> Iterator[None]:
-    """Give `CodeEval` to tasks that load the metric `code_eval`. It needs no connection."""
+    """Make `evaluate.load("code_eval")` return `CodeEval`, which needs no connection to the Hub."""
     try:
         import evaluate
     except ImportError:

@@ -1,11 +1,10 @@
-"""Runs a Python program that a model wrote, in a new interpreter that can be killed. Called in a worker.
+"""Runs a Python program that a model wrote, in a new interpreter that can be killed. A worker process calls this.
 
 The program gets none of the trainer's environment variables, an empty folder to write into, and limits of time, memory
-and file size. It passes if it reaches its last line; an earlier exit with status 0 is a failure. This contains bugs,
-but is no protection against an attacker: the program has the user's rights and the network. Use it where neither
-matters.
+and file size. The program passes if it reaches its last line. An earlier exit with status 0 is a failure. The limits
+contain bugs, but don't protect against an attacker, because the program has the user's rights and the network.
 
-Imports nothing from Colograd, as workers import it.
+This module imports nothing from Colograd, because workers import it.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-MEMORY = 4 * 2**30  # bytes of address space
+MEMORY = 4 * 2**30  # maximum bytes of a program's address space
 FILE_BYTES = 16 * 2**20
-ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # see `stop_signals`
-SHOWN = 2000  # characters of standard error in `Ended.problem`
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses, see `stop_signals`.
+SHOWN = 2000  # Maximum characters of standard error in `Ended.problem`.
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The result of a program."""
+    """The result of running a program."""
 
-    passed: bool  # whether the program reached its last line
-    problem: str = ""  # reason of a failure: `late`, or the end of its standard error
+    passed: bool  # Whether the program reached its last line.
+    problem: str = ""  # Reason of a failure: `late`, or the end of the program's standard error.
 
 
 def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
-    """Run ``program`` to its end, or kill it with all processes of its group after so many ``seconds``."""
+    """Run a Python program. Kill the program with all processes of its group if it runs longer than ``seconds``."""
     reader, writer = os.pipe()
     token = secrets.token_hex(16)
     try:
@@ -46,11 +45,11 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
                 file.write(f"{program}\nimport os as _os\n_os.write({writer}, b'{token}')\n")
             with open(errors, "wb") as stderr:
                 status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
-                if status in ENDED_BY_SCHEDULER:  # the job still judges its last answers
+                if status in ENDED_BY_SCHEDULER:  # run it once more, because the job still judges its last answers
                     status = _run(path, folder, stderr.fileno(), writer, seconds, memory)
             os.close(writer)
             writer = -1
-            os.set_blocking(reader, False)  # a process that outlived the group may hold the other end
+            os.set_blocking(reader, False)  # a process outside the group may hold the pipe open, so don't wait
             with contextlib.suppress(BlockingIOError):
                 if os.read(reader, 64).decode("ascii", "replace") == token:
                     return Ended(True)
@@ -65,7 +64,7 @@ def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
 
 
 def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memory: int) -> int | None:
-    """Run a file. Return its exit status, or None if it was killed because it was late."""
+    """Run a Python file. Return its exit status, or None if it was killed after ``seconds``."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-B", path],
         stdin=subprocess.DEVNULL,
@@ -97,5 +96,5 @@ def _limit(seconds: float, memory: int) -> None:
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die when the worker is killed
+    with contextlib.suppress(OSError, AttributeError):  # The call exists only on Linux.
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the program dies with the worker.

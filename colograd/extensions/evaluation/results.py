@@ -1,8 +1,8 @@
-"""Results of benchmarks: the harness's metrics, 95 % intervals over questions, pass@k, lengths; as a table and JSON.
+"""Results of benchmarks: the harness's metrics, 95 % intervals over questions, pass@k and lengths, as table and JSON.
 
-Intervals are the normal approximation over questions (arXiv 2411.00640, section 2.1 and 2.2). A question's value is the
-mean of its completions' values; the interval is the mean ± 1.96 standard deviations of these values over the root of
-their number. So the completions of a question count once, because they are not independent.
+Intervals are the normal approximation over questions (arXiv 2411.00640, section 2.1 and 2.2): mean ± 1.96 s / sqrt(n)
+with n questions and the standard deviation s of the questions' values. A question's value is the mean over its
+completions. So the completions of a question count once, because they are not independent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...rewards.answers import chance_of_pass
 from .harness import HarnessBenchmark, LoadedTask
 
 NORMAL_95 = 1.959964
-Key = tuple[str, str]  # metric and filter
+Key = tuple[str, str]  # (metric, filter), the key of a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Compute the estimate from each question's value."""
+        """Compute mean and interval from one value per question."""
         count = len(values)
         mean = sum(values) / count
         if count < 2:
@@ -44,24 +44,24 @@ class Estimate:
 
 @dataclass(slots=True)
 class Answered:
-    """One question with its verdicts."""
+    """One answered question with its verdicts (values by metric and filter)."""
 
     row: int
-    verdicts: list[dict[Key, Any]]  # one per completion that is judged alone, else one; empty: the check failed
-    tokens: int = 0  # tokens of all completions
-    cut_off: int = 0  # completions that ended at their limit of tokens
+    verdicts: list[dict[Key, Any]]  # One per separately judged completion, else one. {}: a check failed.
+    tokens: int = 0  # Tokens of all completions.
+    cut_off: int = 0  # Number of completions that ended at their token limit.
 
 
 @dataclass(slots=True)
 class TaskResult:
-    """The result of a task over all ranks' questions, in the order of its rows."""
+    """The result of a task over the questions of all ranks, in the order of the task's rows."""
 
     loaded: LoadedTask
     answered: list[Answered]
-    counts: Counter[str] = field(default_factory=Counter)  # checks that were late, died or raised
-    example: str = ""  # the error of a check that raised
-    seconds: float = 0.0  # seconds of the whole benchmark
-    aggregates: dict[Key, float] = field(default_factory=dict)  # the harness's values
+    counts: Counter[str] = field(default_factory=Counter)  # Failed checks by kind: late, died, raised.
+    example: str = ""  # Error of one check that raised.
+    seconds: float = 0.0  # Seconds of the whole benchmark.
+    aggregates: dict[Key, float] = field(default_factory=dict)  # Values aggregated by the harness.
 
     @property
     def completions(self) -> int:
@@ -69,7 +69,7 @@ class TaskResult:
         return 0 if sampling is None else len(self.answered) * sampling.n
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return by metric each question's values, one per verdict. A failed check counts as a wrong answer."""
+        """Return a list of values per question, by metric: one value per verdict. A failed check is a wrong answer."""
         found: dict[Key, list[list[Any]]] = defaultdict(list)
         keys = list(dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict))
         better = self.loaded.task.higher_is_better()
@@ -84,12 +84,12 @@ class TaskResult:
 
     @property
     def primary(self) -> Key | None:
-        """The task's first metric and filter."""
+        """The first metric and filter of the task. None if the task has no numeric metric."""
         return next(iter(self.aggregates), None)
 
     @property
     def accuracy(self) -> Estimate | None:
-        """The primary metric with its interval; None: it isn't a mean of shares."""
+        """The primary metric with its interval. None if the metric isn't a mean of values from 0 to 1."""
         values = self.values().get(self.primary) if self.primary is not None else None
         if values is None or not _are_numbers(values) or not all(0 <= each <= 1 for v in values for each in v):
             return None
@@ -97,7 +97,7 @@ class TaskResult:
         return found if math.isclose(found.mean, self.aggregates[self.primary], abs_tol=1e-6) else None  # type: ignore[index]
 
     def passes(self) -> dict[int, Estimate]:
-        """Compute pass@k for k = 2, 4, 8 ... up to n (k = 1 is the accuracy); empty if any value isn't 0 or 1."""
+        """Return pass@k for k = 2, 4, 8 ... up to n (k = 1 is the accuracy). Empty if a value isn't 0 or 1."""
         n = self.loaded.n or 1
         values = self.values().get(self.primary, []) if self.accuracy is not None else []  # type: ignore[arg-type]
         if n < 2 or any(each not in (0, 1) for v in values for each in v):
@@ -107,7 +107,7 @@ class TaskResult:
         return {k: Estimate.of([chance_of_pass(n, right, k) for right in rights]) for k in ks}
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics for the log of a run: shares, not percent."""
+        """Return the task's metrics for the log of a run. Accuracies are fractions, not percent."""
         found: dict[str, float] = {}
         if (accuracy := self.accuracy) is not None:
             found["accuracy"] = accuracy.mean
@@ -122,7 +122,7 @@ class TaskResult:
         return found | {f"checks/{kind}": float(count) for kind, count in self.counts.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole result with its settings."""
+        """Return the task's result, with its settings, as JSON values."""
         sampling, task = self.loaded.sampling, self.loaded.task
         found = {
             "task": self.loaded.name,
@@ -143,19 +143,19 @@ class TaskResult:
 
 @dataclass(slots=True)
 class SuiteResult:
-    """The results of a benchmark's tasks, and of its groups."""
+    """The results of all tasks and groups of a benchmark."""
 
     tasks: list[TaskResult]
     groups: dict[str, dict[Key, float]]
 
     @classmethod
     def of(cls, benchmark: HarnessBenchmark, tasks: Sequence[TaskResult]) -> SuiteResult:
-        """Let the harness aggregate the verdicts."""
+        """Return the results of tasks and groups. The harness aggregates the verdicts."""
         from lm_eval.evaluator_utils import _process_results
 
         gathered = {}
         for each in tasks:
-            raw = {  # a question's mean if the values are numbers
+            raw = {  # for each metric: numbers are averaged per question
                 key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [*itertools.chain(*values)]
                 for key, values in each.values().items()
             }
@@ -166,11 +166,11 @@ class SuiteResult:
         return cls(list(tasks), {name: dict(_numbers(whole[name])) for name in benchmark.groups})
 
     def metrics(self) -> dict[str, float]:
-        """Return the log's metrics; with several tasks or a group each task's have its name in front."""
+        """Return metrics for the log. With several tasks or a group, a task's metrics have the task's name in front."""
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}
-        for index, values in enumerate(self.groups.values()):  # the first one has the others in it
+        for index, values in enumerate(self.groups.values()):  # the first group contains all other groups
             if values and index == 0:
                 found["accuracy"] = next(iter(values.values()))
                 found |= {_name(key): value for key, value in values.items()}
@@ -180,7 +180,7 @@ class SuiteResult:
 
 
 def table(results: Sequence[SuiteResult]) -> list[str]:
-    """Format lines for people: a row per task and metric, then groups and failed checks."""
+    """Return the lines of a table with a row per task and metric, then the groups and failed checks."""
     rows = [("task", "questions", "metric", "value", "pass@k", "tokens", "cut off")]
     lines = []
     for result in (each for suite in results for each in suite.tasks):
@@ -212,7 +212,7 @@ def _name(key: Key) -> str:
 
 
 def _numbers(metrics: dict[str, Any]) -> Iterable[tuple[Key, float]]:
-    """Yield the harness's values, without standard errors."""
+    """Yield ((metric, filter), value) of the harness's numbers, without standard errors."""
     for joined, value in metrics.items():
         metric, comma, name = joined.partition(",")
         if comma and not metric.endswith("_stderr") and _is_number(value):

@@ -1,4 +1,4 @@
-"""A benchmark on this rank's engine: its questions are sampled or scored, and judged in workers at the same time."""
+"""Runs a benchmark: this rank's engine samples or scores the questions, while worker processes judge the answers."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, sto
 from .judging import Judge
 from .results import Answered, SuiteResult, TaskResult
 
-MOST_WORKERS = 8  # default limit
-CHECK_SECONDS = 120.0  # limit of one call: all filters and metrics of a question
+MOST_WORKERS = 8  # Maximum number of worker processes.
+CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The engine, and the run or command that it belongs to."""
+    """The engine for a benchmark, with the configuration, tokenizer and console of its run or command."""
 
     config: Any
     engine: Any
     tokenizer: Any
     console: Any
-    version: int  # the optimizer step of the engine's weights
+    version: int  # optimizer step of the engine's weights
 
 
 @dataclass(slots=True)
 class Sat:
-    """This rank's work on one question."""
+    """A question that this rank has answered, with the calls that judge the answers."""
 
     task: str
     question: Question
     calls: list[WorkerCall]
-    groups: list[Group]  # one per sampled request
-    texts: list[list[str]]  # the judged texts of each sampled request
+    groups: list[Group]  # One group per sampled request.
+    texts: list[list[str]]  # Judged texts of each sampled request.
 
 
 def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
-    """Start the worker processes that judge these benchmarks' questions."""
+    """Start the worker processes that judge the questions of all tasks in ``benchmarks``."""
     judges = {f"{each.text}: {task.name}": Judge(task.task) for each in benchmarks for task in each.tasks}
     pool = WorkerPool("benchmarks", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
     if lost := [name for name in judges if name not in pool]:
-        raise ValueError(f"The checks of {lost[0]} run in no worker process: {'; '.join(pool.notes)}")
+        raise ValueError(f"The checks of {lost[0]} can't run in a worker process: {'; '.join(pool.notes)}")
     return pool
 
 
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[tuple[Sat, list[dict[Any, Any]]]]]:
-    """Take all questions, and judge them. Return all ranks' result, and this rank's verdicts. A collective."""
+    """Answer and judge all questions: a collective. Return all ranks' result, and this rank's answers and verdicts."""
     started, mine = time.perf_counter(), host.config.layout
     with turn, on_all_ranks("the benchmark"):
         sat: list[Sat] = host.engine.on_engine_leader(
@@ -107,7 +107,7 @@ def take(
 
 
 def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool, text: str) -> list[Sat]:
-    """Answer this engine's questions of a task: log-probabilities first, then samples, judged as they finish."""
+    """Answer questions of a task on this engine: score first, then sample. Judging of an answer starts at once."""
     sat = {each.row: Sat(task.name, each, [], [], [[] for _ in each.requests]) for each in questions}
     responses: dict[int, list[list[Any]]] = {each.row: [[] for _ in each.requests] for each in questions}
 
@@ -117,7 +117,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
             return
         question, of_requests = sat[row].question, responses.pop(row)
         asked = [(request.kind, request.arguments) for request in question.requests]
-        # One call of `Judge`, or one per completion that is judged alone.
+        # One call of `Judge` per question, or one per completion if each completion is judged separately.
         alone = [[[each] for each in of_one] for of_one in zip(*of_requests, strict=True)] if task.n else [of_requests]
         keywords = [{"doc": question.doc, "requests": asked, "responses": of_call} for of_call in alone]
         sat[row].calls = [pool.submit(f"{text}: {task.name}", of_call) for of_call in keywords]
@@ -131,7 +131,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
     wanted: dict[int, tuple[Question, int, Request]] = {}
     for each in questions:
         wanted |= {each.row * len(each.requests) + i: (each, i, r) for i, r in enumerate(each.requests) if r.prompt}
-    by_sampling: dict[str, list[Prompt]] = {}  # one entry for nearly all tasks
+    by_sampling: dict[str, list[Prompt]] = {}  # prompts by sampling settings, mostly one entry
     for position, (question, _, request) in wanted.items():
         example = {"prompt": request.arguments[0], "answer": question.target}
         prompt = Prompt(example, ModelInput(request.prompt), position)
@@ -152,7 +152,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
 
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
-    """Return the completions as the task's filters want them: without a thought, and up to its `until`."""
+    """Return the completions' texts for the task's filters: without reasoning, and cut at the task's stop strings."""
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if thinks(tokenizer):
@@ -164,12 +164,12 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
 
 
 class RunBenchmark(HarnessBenchmark, Benchmark):
-    """A benchmark in a run's evaluations."""
+    """A benchmark of lm-evaluation-harness in a run's evaluations."""
 
-    pool: WorkerPool | None = None  # started by the first evaluation
+    pool: WorkerPool | None = None  # worker processes, started by the first evaluation
 
     def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
-        """Take the benchmark with the policy's present weights, and log its completions with their verdicts."""
+        """Run the benchmark with the policy's present weights. Log the completions with verdicts. Return metrics."""
         started, sampler = time.perf_counter(), trainer.sampler
         host = Host(trainer.args, trainer.engine, trainer.policy.tokenizer, trainer.console, trainer.state.global_step)
         with on_all_ranks("the benchmark's checkers"):
@@ -178,7 +178,7 @@ class RunBenchmark(HarnessBenchmark, Benchmark):
                 weakref.finalize(self, self.pool.close)
         result, judged = take(self, host, self.pool, sampler.device_turns.sampling(trainer.optimizer))
         if trainer.completion_log is not None:
-            groups = []  # the sampled ones, with the primary metric as their reward
+            groups = []  # sampled groups, with the primary metric as their reward
             primary = {each.loaded.name: each.primary for each in result.tasks}
             for sat, verdicts in judged:
                 values = [float(verdict.get(primary[sat.task], 0.0)) for verdict in verdicts]
@@ -193,7 +193,7 @@ class RunBenchmark(HarnessBenchmark, Benchmark):
 
 
 def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> RunBenchmark:
-    """Load a benchmark for a run. Its completions have at most the length of other evaluations'."""
+    """Load a benchmark for a run. Its completions are at most as long as other evaluations' completions."""
     temperature = args.temperature if args.temperature_eval is None else args.temperature_eval
     rules = Rules(
         policy.tokenizer,

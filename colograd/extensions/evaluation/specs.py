@@ -1,4 +1,4 @@
-"""`TaskSpec`: a task of lm-evaluation-harness, as a command line or a recipe names it."""
+"""`TaskSpec`: the parsed name of a task of lm-evaluation-harness, from a command line or a recipe."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 _FORM = re.compile(r"(?P<name>[^\[\]@=]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?")
 YAML = (".yaml", ".yml")
-# Former exams of this project, and their names in the harness where these differ.
+# Names of benchmarks in earlier versions, with the harness's names of these tasks.
 FORMER = {"math500": "minerva_math500", "gpqa": "gpqa_diamond_cot_zeroshot"}
 INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama lxml evaluate"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """A task, group or tag with the requested changes: ``NAME[:ROWS]@N``, where only the name is required."""
+    """A task, group or tag of the harness, written ``NAME[:ROWS]@N``. Only the name is required."""
 
-    name: str  # name in the harness, or path of a YAML file
-    limit: int | None = None  # number of first rows; None: all rows
-    n: int | None = None  # completions per question, each judged alone; None: the task's own number
+    name: str  # Name in the harness, or path of a YAML file.
+    limit: int | None = None  # Number of first rows to use. None means all rows.
+    n: int | None = None  # Completions per question, each judged separately. None means the task's number.
 
     @classmethod
     def parse(cls, text: str) -> TaskSpec:
-        """Read ``gsm8k``, ``mmlu[:100]``, ``aime24@16``, ``tasks/mine.yaml`` or a mixture of these."""
+        """Parse a text such as ``gsm8k``, ``mmlu[:100]``, ``aime24@16`` or ``tasks/mine.yaml[:100]@4``."""
         match = _FORM.fullmatch(text)
         if match is None:
             own = (
@@ -37,21 +37,21 @@ class TaskSpec:
                 f"completions per question, or FILE.yaml for a task of your own.{own if '=' in text else ''}"
             )
         if match["limit"] == "0" or match["n"] == "0":
-            raise ValueError(f"The task {text!r} asks for 0 rows or completions, but both are at least 1.")
+            raise ValueError(f"The task {text!r} requests 0 rows or completions, but must request at least 1.")
         limit, n = (None if match[each] is None else int(match[each]) for each in ("limit", "n"))
         return cls(FORMER.get(match["name"], match["name"]), limit, n)
 
 
 def names_of(texts: Sequence[str]) -> Mapping[str, str]:
-    """Map each task's name in the log to its text."""
+    """Return each task's text by the task's name in the log. Raise if two tasks have one name."""
     check_harness()
     names: dict[str, str] = {}
     for text in texts:
         TaskSpec.parse(text)
-        name = re.split(r"[\[@]", text)[0]  # a former name stays: `eval_math500_accuracy`
+        name = re.split(r"[\[@]", text)[0]  # metrics keep a name of earlier versions: `eval_math500_accuracy`
         name = Path(name).stem if name.endswith(YAML) else name
         if name in names:
-            raise ValueError(f"The task {name!r} is named twice: name it once.")
+            raise ValueError(f"The task {name!r} is named twice: name each task once.")
         names[name] = text
     return names
 

@@ -1,4 +1,4 @@
-"""Rewards by more than a completion's text: mathematics in a process of its own, a judge behind an address, models."""
+"""Rewards that need more than a text comparison: mathematics, a judge model behind an address, reward models."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "reward_models": "models:with_models",

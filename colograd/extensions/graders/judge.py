@@ -1,7 +1,7 @@
 """`Judge`: a reward function that asks a language model behind an OpenAI-compatible address for a score.
 
-All questions of a step are asked at once, beside the engine. Replies are cached on disk. The judge abstains where it
-gets no score: after the last try, without a number in the scale, or when the budget is spent.
+All questions of a step are sent concurrently while the engine samples. Replies are cached on disk. The judge abstains
+(returns None) if all requests failed, if the reply has no number in the scale, or if the budget is spent.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ QUESTION = (
     "<question>\n{prompt}\n</question>\n\n<answer>\n{completion}\n</answer>\n\n"
     "Reply with one integer from {low:g} (useless) to {high:g} (perfect), and nothing else."
 )
-PASSING = (408, 409, 429)  # HTTP statuses to try again, in addition to 5xx
-LONGEST_WAIT = 60.0  # maximum seconds between two tries
+PASSING = (408, 409, 429)  # HTTP statuses, in addition to 5xx, after which a request is repeated.
+LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
 
 
 @dataclass(eq=False)
 class Judge:
-    """Scores completions from 0 to 1, by the last number of the judge's reply.
+    """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
-    The budget counts each process's own requests since its start; the ranks of a run share it equally.
+    Each process counts its requests and tokens since its start. The ranks of a run share the budgets equally.
     """
 
-    address: str = ""  # such as http://localhost:8000/v1; default: the environment variable COLOGRAD_JUDGE_ADDRESS
-    model: str = ""  # name in requests; default: COLOGRAD_JUDGE_MODEL
-    question: str = QUESTION  # with {prompt}, {completion}, {low}, {high} and columns of the dataset
-    scale: tuple[float, float] = (0.0, 10.0)  # lowest and highest valid number; outside, the judge abstains
-    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # of each request
-    cache: str | None = field(  # folder of replies; None: no cache
+    address: str = ""  # URL such as http://localhost:8000/v1. Default: the environment variable COLOGRAD_JUDGE_ADDRESS.
+    model: str = ""  # Model's name in requests. Default: the environment variable COLOGRAD_JUDGE_MODEL.
+    question: str = QUESTION  # Template with {prompt}, {completion}, {low}, {high} and columns of the dataset.
+    scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number. The judge abstains outside.
+    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Request fields.
+    cache: str | None = field(  # Folder of cached replies. None disables the cache.
         default_factory=lambda: os.path.join(
             os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge"
         )
     )
-    tries: int = 4  # maximum requests for one score
-    backoff: float = 1.0  # seconds before the second try, doubled before each later one
-    timeout: float = 120.0  # seconds of one request
-    parallel: int = 32  # maximum requests at once
-    max_calls: int | None = None  # budget of requests
-    max_tokens: int | None = None  # budget of tokens, as the replies count them
+    tries: int = 4  # Maximum number of requests for one score.
+    backoff: float = 1.0  # Seconds before the second try, doubled before each later try.
+    timeout: float = 120.0  # Maximum seconds of one request.
+    parallel: int = 32  # Maximum number of concurrent requests.
+    max_calls: int | None = None  # Maximum number of requests. None: unlimited.
+    max_tokens: int | None = None  # Maximum number of tokens, as counted in the replies. None: unlimited.
 
-    __name__ = "judge"  # its name in metrics
+    __name__ = "judge"  # name of this reward function in metrics
 
     def __post_init__(self) -> None:
-        self.calls = self.tokens = 0  # spent by this process
+        self.calls = self.tokens = 0  # requests and tokens that this process has spent
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
-        """Check the settings, at a run's start."""
+        """Raise at a run's start if the address or the model is missing, or the scale is wrong."""
         if not (self.address or os.environ.get(ADDRESS)) or not (self.model or os.environ.get(MODEL)):
             raise ValueError(
                 f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1) and "
                 f"{MODEL}, or name your own colograd.rewards.judge.Judge(address=..., model=...) by its import path."
             )
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(f"the judge's scale is {self.scale}, but its first number must be below its second.")
+            raise ValueError(f"the judge's scale is {self.scale}, but the first number must be below the second.")
 
     async def __call__(
         self,
@@ -78,7 +78,7 @@ class Judge:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return a score from 0 to 1 for each completion; None where the judge abstains."""
+        """Return a score from 0 to 1 for each completion, or None for a completion where the judge abstains."""
         self.check_settings()
         import httpx
 
@@ -113,7 +113,7 @@ class Judge:
         return self.question.format(**(row | own))
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
-        """Return the judge's reply, from the cache or the address; None: there is none."""
+        """Return the judge's reply from the cache or the address. None if requests failed or the budget is spent."""
         request = {
             "model": self.model or os.environ[MODEL],
             "messages": [{"role": "user", "content": question}],
@@ -138,8 +138,8 @@ class Judge:
                 counts["calls"] += 1
                 found, wait = await self._request(client, address, request)
             if found is not None:
-                with contextlib.suppress(OSError):  # a full disk only loses the cache
-                    if file is not None:  # written whole or not at all
+                with contextlib.suppress(OSError):  # A reply that a full disk doesn't take isn't cached.
+                    if file is not None:  # The file is written atomically.
                         file.parent.mkdir(parents=True, exist_ok=True)
                         part = file.with_name(f"{file.name}.{os.getpid()}")
                         part.write_text(json.dumps({"reply": found}))
@@ -153,7 +153,7 @@ class Judge:
         return None
 
     async def _request(self, client: Any, address: str, request: dict[str, Any]) -> tuple[str | None, float | None]:
-        """Send one request. Return the reply, or None and the seconds to wait before another try; None: don't try."""
+        """Send one request. Return (reply, None), (None, seconds until the next try), or (None, None) to give up."""
         import httpx
 
         key = next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
@@ -169,7 +169,7 @@ class Judge:
             found = answer.json()
             self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
             return str(found["choices"][0]["message"]["content"]), None
-        except (ValueError, LookupError, TypeError, AttributeError):  # an error's page, or no completion
+        except (ValueError, LookupError, TypeError, AttributeError):  # an error page, or an answer without a completion
             return None, None
 
 

@@ -1,6 +1,6 @@
-"""Judges mathematical answers with math-verify. Runs in a separate process, see `mathematics`.
+"""`judge`: compares mathematical answers with math-verify, in a separate process (see `mathematics`).
 
-math-verify's time limits use SIGALRM, so they need that process's main thread.
+math-verify's time limits use SIGALRM, so they work only in the main thread of that process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from ...rewards.answers import Verdict
 
-SECONDS = 5  # time limit for math-verify to read one expression, or to compare two
-# The last box of a completion counts, else LaTeX behind words such as "the answer is" (TRL's rule).
+SECONDS = 5  # Seconds for math-verify to parse one expression, or to compare two expressions.
+# TRL's rule: a completion's answer is its last \boxed{}, or else LaTeX behind words such as "the answer is".
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
-# The last box, else other LaTeX, else a bare number (lighteval's rule for MATH-500 and AIME).
+# lighteval's rule for MATH-500 and AIME: the answer is the last \boxed{}, or else other LaTeX, or else a bare number.
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
-ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # number of compared decimals of floats: math-verify's, lighteval's
+ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # number of decimals that are compared, as in math-verify and in lighteval
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
-MOST_DIGITS = 30  # maximum digits to write out a number with an exponent
+MOST_DIGITS = 30  # numbers with an exponent are written out up to this number of digits
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
 _JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
@@ -29,15 +29,15 @@ _EXPONENT = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(
 _ANCHOR = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _WORD = re.compile(r"\b(?!(?:and|or)\b)[A-Za-z]{2,}")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # no message for each time limit reached
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides math-verify's message for each reached time limit
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    """Compare a completion's answer with the right one.
+    """Compare the answer in a completion with the correct answer. Return the verdict and both parsed answers.
 
     Args:
-        gold: a number, LaTeX with or without ``$``, or a text with the answer in a box or at its end.
-        bare_numbers: whether a number outside LaTeX is an answer, too.
+        gold: the correct answer: a number, LaTeX with or without ``$``, or a text with a box or a final answer.
+        bare_numbers: whether a number outside LaTeX counts as an answer.
     """
     expected = _read_gold(gold)
     if not expected:
@@ -45,7 +45,7 @@ def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
     extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
     answer = _read(_answer_in(text), extraction, first=not bare_numbers)
     shown, rounding = _shown(expected), ROUNDING[extraction]
-    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # zeros behind the decimal point: 3 for 0.0001
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # small numbers need more decimals: 0.0001 needs 3 more
         number = Decimal(shown)
         rounding += max(0, -number.adjusted() - 1) if number else MOST_DIGITS
     right = verify(expected, answer, float_rounding=rounding, timeout_seconds=SECONDS)
@@ -59,7 +59,7 @@ def _read(text: str, extraction: tuple[Any, ...], first: bool = False) -> list[A
 
 
 def _read_gold(gold: str) -> list[Any]:
-    """Read the right answer. A text without ``$`` is LaTeX, unless it has words, as in "the answer is 42"."""
+    """Parse the correct answer. A text without ``$`` is LaTeX unless it contains words, as in "the answer is 42"."""
     text = _answer_in(gold.rpartition("####")[2].strip())
     ways = [text]
     if not _ANCHOR.search(text):
@@ -69,24 +69,24 @@ def _read_gold(gold: str) -> list[Any]:
 
 
 def _shown(parsed: list[Any]) -> str:
-    """Return the parsed text, not the expression: printing an expression evaluates powers, and may never end."""
+    """Return the source text of a parsed answer. Printing the expression would evaluate powers and might never end."""
     return next((part for part in parsed if isinstance(part, str)), "[unparseable]")
 
 
 def _answer_in(text: str) -> str:
-    """Return the last box of a text, in a form that math-verify reads. Without boxes return the text.
+    """Return the last ``\\boxed{}`` of a text, in a form that math-verify reads. Without boxes return the whole text.
 
-    math-verify joins boxes that are near each other, even if the later box corrects the earlier one. Here boxes are one
+    math-verify joins neighbouring boxes, even if the later box corrects the earlier box. Here several boxes form one
     answer only if nothing but commas, "and" or "or" stands between them.
     """
-    boxes: list[tuple[int, int, str]] = []  # start, end and content of closed boxes that aren't inside another one
-    opened: list[re.Match[str]] = []  # braces and boxes that aren't closed yet
+    boxes: list[tuple[int, int, str]] = []  # Start, end and content of closed boxes that aren't inside a closed box.
+    opened: list[re.Match[str]] = []  # Braces and boxes that aren't closed yet.
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{":
             while boxes and boxes[-1][0] > start.start():
-                boxes.pop()  # it is inside the new box
+                boxes.pop()  # drop a box that lies inside the new box
             boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
     if not boxes:
         return _readable(text)
@@ -100,7 +100,7 @@ def _answer_in(text: str) -> str:
 
 
 def _readable(text: str) -> str:
-    """Return a text without a full stop at its end. Rewrite numbers such as 1e-05 and the empty set for math-verify."""
+    """Return a text without a final full stop. Rewrite numbers such as 1e-05 and the empty set for math-verify."""
     text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
     return _EXPONENT.sub(_without_exponent, text)
 

@@ -1,7 +1,7 @@
-"""Rewards for mathematical answers. math-verify compares the answers in a separate process that can be killed.
+"""Rewards for mathematical answers. math-verify compares answers in a separate process, which can be killed.
 
-Evaluating a model's answer may never end, and math-verify's own limits work only on a main thread. So any thread of
-this process sends its answers to that process, and waits at most `LIMIT` seconds for each.
+The evaluation of a model's answer may never end, and math-verify's time limits work only on a main thread. So each
+thread sends its answers to the separate process, and waits at most `LIMIT` seconds for one answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import cloudpickle
 from ...rewards.answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
 from ...usercode.worker_pool import Worker, WorkerCall
 
-LIMIT = 25.0  # maximum seconds for one answer; math-verify's own limits, of 5 s each, almost always come first
-LOOK_SECONDS = 0.1  # seconds between two chances to interrupt the caller
+LIMIT = 25.0  # Maximum seconds for one answer. math-verify's limits of 5 s almost always end earlier.
+LOOK_SECONDS = 0.1  # Seconds of one wait, so that the caller can be interrupted.
 
 
 def accuracy_reward(
@@ -33,9 +33,9 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Return 1.0 if math-verify finds the completion's LaTeX answer equal to the column ``solution``, else 0.0.
 
-    The rule is TRL's. The last box is the answer, else LaTeX behind words such as "the answer is"; text outside LaTeX
-    isn't an answer. The reward is None if the solution can't be parsed. The texts of both are logged in the completions
-    table (``gold_parsed``, ``answer_parsed``).
+    The rule is TRL's. A completion's answer is its last box, or else LaTeX behind words such as "the answer is". Text
+    outside LaTeX isn't an answer. The reward is None if the solution can't be parsed. The completions table gets the
+    parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
     """
     return _accuracy([text_of(completion) for completion in completions], solution, log_extra)
 
@@ -50,8 +50,8 @@ def reasoning_accuracy_reward(
     """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: texts that end the reasoning. The first one in the list that occurs is used, at its last
-            place. Default: ``</think>``.
+        reasoning_delimiters: texts that end the reasoning, ``</think>`` by default. The first text in this list that
+            the completion contains is used, and its last occurrence ends the reasoning.
     """
     answers: list[str | None] = []
     for completion in completions:
@@ -64,10 +64,10 @@ def reasoning_accuracy_reward(
 def math_answer_reward(
     completions: list[Any], expected_answer: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Return 1.0 if the answer behind the completion's thought equals the column ``expected_answer``, else 0.0.
+    """Return 1.0 if the answer behind the completion's reasoning equals the column ``expected_answer``, else 0.0.
 
-    The last box is the answer, else other LaTeX, else a bare number: lighteval's rule for MATH-500 and AIME. The reward
-    is None if the expected answer can't be read.
+    The answer is the last box, or else other LaTeX, or else a bare number (lighteval's rule for MATH-500 and AIME).
+    The reward is None if the expected answer can't be parsed.
     """
     begun = thought_begun(prompt_texts, len(completions))
     texts = [
@@ -98,9 +98,9 @@ def _reward_of(verdict: Verdict) -> float | None:
 
 
 def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge one answer (see `math_judging.judge`). An answer that takes too long is wrong.
+    """Judge the answer in ``text`` in the separate process (see `math_judging.judge`).
 
-    A ``gold`` of None or NaN can't be read: the verdict is None.
+    An answer that exceeds the time limit is wrong. If ``gold`` is None or NaN, the verdict has no judgement (None).
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
@@ -109,7 +109,7 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
     call = WorkerCall(0, {"text": text, "gold": str(gold), "bare_numbers": bare_numbers}, None)
     worker, thread = _process_of(os.getpid())
     pending = thread.submit(worker.run, call, LIMIT, lambda: False)
-    while not pending.done():  # an interrupt of the calling thread arrives between two waits
+    while not pending.done():  # an interrupt of the calling thread is raised between two waits
         with contextlib.suppress(futures.TimeoutError):
             pending.result(LOOK_SECONDS)
     outcome = pending.result()
@@ -120,9 +120,9 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the judging process, and the thread that drives it. A fork of this process gets its own pair.
+    """Return the judging process and the thread that drives the process. A forked process gets its own pair.
 
-    Linux kills a child when the thread that started it ends. So the child is started by this separate thread.
+    Linux kills a child process when the thread that started the child ends. So this separate thread starts the child.
     """
     from .math_judging import judge
 

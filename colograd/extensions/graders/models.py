@@ -1,8 +1,8 @@
-"""Reward models: sequence classifiers with one output, which score prompt and completion in the trainer's process.
+"""Reward models: sequence classifiers with one output. They score prompt and completion in the trainer's process.
 
-A model runs on the device that the engine samples on (on a CPU, on the same cores). So a call during the generation
-would gain nothing, but large batches of similar lengths do. `Scorer.score_with_models` scores all completions at once,
-after the generation.
+A reward model runs on the device that the engine samples on (on a CPU, on the same cores). So running it during the
+generation would save no time, but large batches of similar lengths do. `Scorer.score_with_models` scores all
+completions at once, after the generation.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ...rewards.builtin import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
-BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward, including padding
+BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward of a reward model, including padding
 GPU_BATCH_TOKENS = 16384
-# Entries of `model_init_kwargs` that concern the policy only. All other entries apply to reward models, too.
+# Entries of `model_init_kwargs` that apply to the policy only. All other entries apply also to reward models.
 POLICY_KWARGS = ("revision", "device_map")
 
 
 def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> list[Any]:
-    """Return the reward functions as a list, with each model turned into a `RewardModel`.
+    """Return the reward functions as a list. Each model in it is replaced by a `RewardModel`.
 
     Args:
-        reward_funcs: one or several items for `resolve_rewards`, or modules, folders and Hub ids of models.
-        processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the only reward function, or a list
-            with one entry per function. None: the model's own tokenizer. Entries for functions are ignored.
+        reward_funcs: one item or several items: items for `resolve_rewards`, or modules, folders and Hub ids of models.
+        processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the single reward function, or a list
+            with one entry per function. None means the model's tokenizer. Entries for functions are ignored.
     """
     given = as_list(reward_funcs)
     classes = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
     classes = [None] * len(given) if processing_classes is None else list(classes)
     if len(classes) != len(given):
         raise ValueError(
-            f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one for "
-            "each, None where it is a function or a model with a tokenizer of its own."
+            f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one entry "
+            "for each, None for a function or for a model with its own tokenizer."
         )
     return [
         RewardModel(item, tokenizer, config) if _is_model(item) else item
@@ -56,20 +56,19 @@ def _is_model(item: Any) -> bool:
 
 
 class RewardModel(ModelReward):
-    """A reward function that runs a model: the reward is the model's logit for prompt and completion.
+    """A reward function that runs a model. The reward is the model's logit for prompt and completion.
 
-    The logit is read at the last token. If the checkpoint names a padding token, it is read at the last other token, as
-    in the checkpoint's training. So a text that ends in the padding token has its logit at an earlier token.
+    The logit is read at the last token. If the checkpoint names a padding token, the logit is read at the last token
+    that isn't padding, as in the checkpoint's training. So a text that ends in the padding token has an earlier logit.
 
-    Conversations are written by the tokenizer's chat template, with the run's ``chat_template_kwargs``. Other prompts
-    and completions are joined as they are. As in TRL 1.16, no special tokens are added, and rows are padded to the
-    right.
+    The tokenizer's chat template writes conversations, with the run's ``chat_template_kwargs``. Prompts and completions
+    that are plain texts are concatenated. As in TRL 1.16, no special tokens are added. Rows are padded on the right.
 
     Args:
         model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
-        tokenizer: the tokenizer; None: the model's own.
-        config: the run's configuration. Its ``model_init_kwargs``, except `POLICY_KWARGS`, apply to a model that is
-            loaded here.
+        tokenizer: the tokenizer. None means the model's tokenizer.
+        config: the run's configuration. The entries of its ``model_init_kwargs``, except `POLICY_KWARGS`, apply to a
+            model that is loaded from a folder or the Hub.
     """
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
@@ -89,7 +88,7 @@ class RewardModel(ModelReward):
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return the rewards of any number of completions, computed in batches of similar lengths."""
+        """Return one reward per completion. Any number of completions is computed in batches of similar lengths."""
         texts = [self._joined_text(*pair) for pair in zip(prompts, completions, strict=True)]
         rows = self.tokenizer(text=texts, add_special_tokens=False)
         lengths = [len(ids) for ids in rows["input_ids"]]
@@ -101,17 +100,17 @@ class RewardModel(ModelReward):
             if logits.shape != (len(batch), 1):
                 raise ValueError(
                     f"reward model {self.__name__!r} gives logits of shape {tuple(logits.shape)} for {len(batch)} "
-                    "texts, but must give one number each: use a model for sequence classification with num_labels 1."
+                    "texts, but must give one number per text: use a sequence classifier with num_labels 1."
                 )
             for row, reward in zip(batch, logits[:, 0].float().tolist(), strict=True):
                 rewards[row] = reward
         return rewards
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        """Return rows of tokens as tensors, padded to the right with the model's padding token.
+        """Return rows of tokens as tensors [rows, longest row], padded on the right with the model's padding token.
 
         transformers' classifiers read the last token that isn't padding. If a model names no padding token, rows are
-        padded with a token that none of them has. The end token wouldn't do, as it may be the last token of a text.
+        padded with a token that no row contains. The end token isn't used, because a text may end with it.
         """
         padding = self._padding
         if padding is None:
@@ -139,7 +138,7 @@ class RewardModel(ModelReward):
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield batches of row indices, longest first, of at most ``tokens`` tokens with padding. A longer row is alone."""
+    """Yield lists of row indices, longest rows first. A list has at most ``tokens`` padded tokens, or a single row."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
@@ -168,8 +167,8 @@ def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
     )
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"reward model {path!r} has no weights for {', '.join(missing[:3])}: it wasn't trained to give rewards. "
-            "Give a checkpoint of a model for sequence classification."
+            f"reward model {path!r} has no weights for {', '.join(missing[:3])}, so that it wasn't trained to give "
+            "rewards: give a checkpoint of a model for sequence classification."
         )
     return model
 
@@ -178,7 +177,7 @@ def _check_outputs(shown: str, labels: int) -> None:
     if labels != 1:
         raise ValueError(
             f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for sequence "
-            "classification with num_labels 1, or wrap it in a function that says what its outputs are worth."
+            "classification with num_labels 1, or a function that turns the model's outputs into one number."
         )
 
 
@@ -189,4 +188,4 @@ def _load_tokenizer(shown: str, path: str, config: GRPOConfig) -> Any:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0]
-    raise ValueError(f"reward model {shown!r} has no tokenizer ({problem}): give it in reward_processing_classes.")
+    raise ValueError(f"reward model {shown!r} has no tokenizer ({problem}): give one in reward_processing_classes.")

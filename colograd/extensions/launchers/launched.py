@@ -1,7 +1,7 @@
-"""The sharding that accelerate's FSDP2 files and DeepSpeed's configurations request.
+"""Reads the sharding that accelerate's FSDP2 files and DeepSpeed's configurations request.
 
-Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a sharding strategy, which keeps the policy's
-weights where the engine reads them.
+Accelerate's wrapping and DeepSpeed don't run. A requested stage of ZeRO becomes one of Colograd's sharding
+strategies, which keep the policy's weights where the engine reads them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# The variable that hides the launcher's request from accelerate and transformers, which would wrap the policy
-# themselves and load it on one rank only.
+# Environment variable that holds the launcher's request, hidden from accelerate and transformers. These would wrap the
+# policy themselves and load the policy on one rank only.
 KEPT = "COLOGRAD_LAUNCHED"
-STAGES = ("none", "optimizer", "gradients", "fsdp")  # the index is the stage of ZeRO
-# Sections of a DeepSpeed configuration, and Colograd's keys for the same setting.
+STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` by the stage of ZeRO, which is the index.
+# Sections of a DeepSpeed configuration, and Colograd's settings that replace them.
 OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
 
 
@@ -26,18 +26,18 @@ class Launched:
     """The sharding that a launcher or a DeepSpeed configuration requests."""
 
     sharding: str
-    name: str  # the method's name, such as FSDP2
-    reshard_after_forward: bool | None = None  # None: not set
+    name: str  # Name of the requested method, such as FSDP2.
+    reshard_after_forward: bool | None = None  # None means that the request doesn't set resharding.
     offload_params: bool | None = None
     offload_optimizer: bool | None = None
 
     def describe(self) -> str:
-        """Format a line for the start of a run."""
+        """Return a log line with the requested method and the sharding that is used."""
         return f"sharding: {self.name}, as requested, is sharding: {self.sharding} here"
 
 
 def take_launcher() -> None:
-    """Move the launcher's request from its variables to `KEPT`. Called first."""
+    """Move the launcher's request from accelerate's environment variables to the variable `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
@@ -52,13 +52,13 @@ def take_launcher() -> None:
 
 
 def launched() -> Launched | None:
-    """Return the launcher's request, if there is one."""
+    """Return the launcher's request from the variable `KEPT`, or None if the launcher requested no sharding."""
     text = os.environ.get(KEPT)
     return Launched(**json.loads(text)) if text else None
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
-    """Return what the launcher's file and the setting ``deepspeed`` request."""
+    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``, without `none`."""
     take_launcher()
     sources = (launched(), from_deepspeed(deepspeed) if deepspeed else None)
     return [request for request in sources if request is not None and request.sharding != "none"]
@@ -94,12 +94,12 @@ def _deepspeed() -> Launched:
 
 
 def from_deepspeed(source: str | dict[str, Any]) -> Launched:
-    """Convert a DeepSpeed configuration, a file or a mapping."""
+    """Convert a DeepSpeed configuration to a request. ``source`` is a mapping or the path of a JSON file."""
     config, origin = (source, "deepspeed") if isinstance(source, dict) else (_read(source), source)
     for section, key in OWN_KEYS.items():
         if config.get(section):
             raise ValueError(
-                f"{origin} has a section {section!r}, but it is {key} that says which is used: remove the section and "
+                f"{origin} has a section {section!r}, but only the setting {key} has an effect: remove the section and "
                 f"set {key}."
             )
     if (config.get("fp16") or {}).get("enabled") in (True, "true"):
@@ -107,7 +107,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if str(stage) not in ("0", "1", "2", "3"):
-        raise ValueError(f"{origin} has the ZeRO stage {stage!r}, but it must be 0, 1, 2 or 3: change it.")
+        raise ValueError(f"{origin} has the ZeRO stage {stage!r}, but the stage must be 0, 1, 2 or 3: change it.")
     offload = {part: str((zero.get(f"offload_{part}") or {}).get("device", "none")) for part in ("optimizer", "param")}
     for part, device in offload.items():
         if device not in ("none", "cpu"):
@@ -117,7 +117,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
             )
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":
-        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it goes with stage 3: remove it.")
+        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it needs stage 3: remove it.")
     return Launched(
         sharding,
         f"DeepSpeed's ZeRO-{stage}",
@@ -132,5 +132,5 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"The DeepSpeed configuration {path!r} can't be read ({error}): give a JSON file.") from None
     if not isinstance(config, dict):
-        raise ValueError(f"The DeepSpeed configuration {path!r} is no mapping: give one with zero_optimization.")
+        raise ValueError(f"The DeepSpeed configuration {path!r} isn't a mapping: give one with zero_optimization.")
     return config

@@ -1,4 +1,4 @@
-"""A run's record for people: events and alarms of its report, the completions log, trackers' charts, the model card."""
+"""The record of a run for people: its report's events and alarms, completions log, tracker charts, model card."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "completion_log": "completion_log:log_of",

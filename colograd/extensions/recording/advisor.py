@@ -1,8 +1,8 @@
-"""The advisor: rules over a run's logged metrics, and alarms with the finding, the reason and the remedy.
+"""The advisor: rules over a run's logged metrics. A rule's finding becomes an alarm with its reason and a remedy.
 
-A rule is a function of a `History`. It looks at the last steps together, so that one odd step raises nothing (except a
-spike, which is one step by its nature). An alarm is raised once, ends when its rule has been quiet for a while, and may
-then be raised again.
+A rule is a function of a `History`, the metrics so far. Rules use several steps together, so that one odd step raises
+no alarm, except in the rule for gradient spikes. An alarm is raised once. The alarm ends when its rule has found
+nothing for `QUIET` steps, and may then be raised again.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ...config.sampling import shaping
 
-WINDOW = 5  # steps that a rule looks at together
-LEAST = 3  # fewest steps for a finding
-QUIET = 20  # steps without a finding that end an alarm
-KEPT = 200  # steps with all metrics kept
-ROLLOUTS = 32  # rollouts that are kept
+WINDOW = 5  # Number of last steps that a rule looks at.
+LEAST = 3  # Minimum number of steps for a finding.
+QUIET = 20  # Number of steps without a finding that end an alarm.
+KEPT = 200  # Number of last steps with all metrics in memory.
+ROLLOUTS = 32  # Number of last rollout events in memory.
 
 
 class Seen(NamedTuple):
-    """A rule's finding."""
+    """The finding of an advisor's rule."""
 
-    text: str  # a sentence with numbers
-    severe: bool = False  # the policy learns nothing as long as it lasts
-    good: bool = False  # a note, no alarm
+    text: str  # Sentence with the measured numbers.
+    severe: bool = False  # Whether the policy learns nothing while this lasts.
+    good: bool = False  # Whether the finding is good news and no alarm.
 
 
 @dataclass(slots=True)
 class History:
-    """A run's log so far, oldest first."""
+    """The metrics that a run has logged so far, oldest first."""
 
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the run's knobs
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the run by name
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    first: list[Mapping[str, float]] = field(default_factory=list)  # metrics of the first `WINDOW` steps
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (step, reward) of all steps
-    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # reward by the metrics' prefix
+    first: list[Mapping[str, float]] = field(default_factory=list)  # Metrics of the first `WINDOW` steps.
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps.
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Rewards by evaluation.
     rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a step's or an evaluation's metrics."""
+        """Add the metrics of a step or of an evaluation."""
         if any(name.startswith("eval") for name in metrics):
             for name, value in metrics.items():
                 if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
@@ -59,7 +59,7 @@ class History:
                 self.rewards.append((step, float(reward)))
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """Return a metric's values in the last ``count`` steps that logged it."""
+        """Return a metric's values in the last ``count`` steps, without steps that lack the metric."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
@@ -67,13 +67,13 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return a metric's mean over the last steps; NaN, which no comparison holds for, if there are too few."""
+        """Return a metric's mean over the last steps. With too few values return NaN, so that comparisons fail."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 
     @property
     def is_solved(self) -> bool:
-        """Whether the reward has risen to the pass threshold: low entropy is then wanted."""
+        """Whether the mean reward has risen to the pass threshold. A low entropy is then no problem."""
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         if not _is_number(wanted) or not now >= wanted - 0.1 * abs(wanted):
             return False
@@ -97,16 +97,16 @@ def _mean(values: Sequence[float]) -> float:
 class Rule:
     name: str
     look: Callable[[History], Seen | None]
-    when: str  # the rule's condition, for the documentation
+    when: str  # condition that raises the alarm, for the documentation
     why: str
-    remedy: str  # keys in backquotes; an alarm shows their present values
-    source: str  # URL
+    remedy: str  # Text with settings in backquotes. An alarm adds their present values.
+    source: str  # URL of a source.
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
     rule: str
-    severity: str  # severe, warning or note
+    severity: str  # "severe", "warning" or "note"
     seen: str
     why: str
     remedy: str
@@ -121,7 +121,7 @@ _TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encodin
 
 
 def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-    """Make a function one of `RULES`, with its texts in alarms.toml."""
+    """Decorate a rule: add the function to `RULES`, with its texts from alarms.toml."""
     name = look.__name__.replace("_", "-")
     RULES.append(Rule(name, look, **_TEXTS[name]))
     return look
@@ -206,7 +206,7 @@ def reward_hacked(history: History) -> Seen | None:
 def all_truncated(history: History) -> Seen | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
-    if not share >= 0.7 or longest == 1:  # a completion of one token needs no end
+    if not share >= 0.7 or longest == 1:  # with a limit of one token all completions are truncated
         return None
     return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
@@ -243,7 +243,7 @@ def entropy_collapse(history: History) -> Seen | None:
 @rule
 def gradient_spike(history: History) -> Seen | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
-    before = [norm for norm in before if norm > 0]  # 0 in a step without a reward difference
+    before = [norm for norm in before if norm > 0]  # the gradient is 0 in a step without reward differences
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
@@ -254,10 +254,10 @@ def gradient_spike(history: History) -> Seen | None:
 def sampler_trainer_gap(history: History) -> Seen | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
-        return None  # shaped sampling renormalises over kept tokens, another cause of a difference
+        return None  # top_p, for example, renormalises probabilities, which causes a difference
     before, now = history.at_first(name), history.recently(name)
     share, old = (history.recently(f"carry_over/{old}") for old in ("old_tokens_share", "old_logp_difference"))
-    if not math.isnan(share * old):  # `stale_tokens` judges old tokens
+    if not math.isnan(share * old):  # subtract the part of old tokens, because rule `stale_tokens` judges them
         now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
     if not now > 0.1 and not grown:
@@ -318,7 +318,7 @@ def engine_waits(history: History) -> Seen | None:
     preempted = [sum(rollout.get("preemptions") or 0 for rollout in ranks) for ranks in of_rounds]
     if all(preempted):
         return Seen(f"the engine preempted {sum(preempted)} sequences in the last {LEAST} rollouts")
-    full = set()  # rounds in which, in half of a rank's samples, as many sequences waited as ran in a full cache
+    full = set()  # rounds with a full KV cache and waiting >= running sequences in half of a rank's samples
     for rollout in history.rollouts:
         looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
         waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
@@ -332,10 +332,10 @@ def engine_waits(history: History) -> Seen | None:
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._raised: dict[str, int] = {}  # rule -> step of its last finding, for raised alarms
+        self._raised: dict[str, int] = {}  # step of the last finding, by rule with a raised alarm
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Read a run's events up to step ``last``, where it resumes, so that no alarm is raised twice."""
+        """Restore the alarms from a run's events up to step ``last``, so that a resumed run raises no alarm twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -353,7 +353,7 @@ class Advisor:
         self.history.rollouts.append(event)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
-        """Add a step's or an evaluation's metrics. Return new alarms, and the rules with ended alarms."""
+        """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms."""
         self.history.add(step, metrics)
         begin, end = [], []
         for each in RULES:
@@ -371,7 +371,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Insert the present value behind the first mention of each knob in a remedy."""
+    """Return a remedy's text with the present value behind the first mention of each setting."""
     shown_before: set[str] = set()
 
     def shown(match: re.Match[str]) -> str:

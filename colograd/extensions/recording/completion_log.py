@@ -1,4 +1,4 @@
-"""The completions log of a run: files (`completions`), a table on the console, and tables for trackers."""
+"""`CompletionLog`: writes a run's completions to files, prints some as a table, and sends tables to trackers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
 from .group_views import as_utf8, completion_rows
 from .trackers import Trackers
 
-UPLOAD_MINUTES = 2  # TRL's interval
+UPLOAD_MINUTES = 2  # minutes between uploads to the Hub, as in TRL
 PROBLEM = "log_completions: some completions can't be logged"
 
 
 class CompletionLog:
-    """One file per step and per evaluation, and a table of some of its rows."""
+    """Logs completions: one file per optimizer step and per evaluation, and a table of some of the file's rows."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class CompletionLog:
         self._spare = Spare(warn)
         self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
-        self._texts: dict[int, list[bytes]] = {}  # texts of groups by position, until they are logged
+        self._texts: dict[int, list[bytes]] = {}  # decoded texts by the group's position, deleted after logging
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             from huggingface_hub import CommitScheduler
@@ -50,13 +50,13 @@ class CompletionLog:
             self._uploads = CommitScheduler(folder_path=folder, every=UPLOAD_MINUTES, **hub)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Keep texts that were decoded for the rewards: decoding takes longer than the rest of the log."""
+        """Store texts that were decoded for the rewards, because decoding takes longer than all other logging work."""
         self._texts |= {group.position: as_utf8(of_group) for group, of_group in zip(groups, texts, strict=True)}
 
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
-        """Log the completions of a round's steps, of all ranks: a collective. ``decode`` makes the texts not kept."""
+        """Log the completions of steps on all ranks: a collective. ``decode`` returns texts that `keep` didn't get."""
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
@@ -67,7 +67,7 @@ class CompletionLog:
                 write_log(str(config.output_dir), rows, self.names, step, images=self.images)
                 if (step - 1) % every == 0:
                     self._show(rows, f"Step {step}", "completions", self.names)
-        self._texts.clear()  # also texts of groups that no step took
+        self._texts.clear()  # also deletes texts of groups that no step trains
 
     def add_evaluation(
         self,
@@ -77,7 +77,7 @@ class CompletionLog:
         name: str,
         reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions, with a benchmark's own ``reward_names`` or the run's: a collective."""
+        """Log an evaluation's completions on all ranks: a collective. ``reward_names`` defaults to the run's names."""
         names, step = self.names if reward_names is None else reward_names, state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
@@ -100,7 +100,7 @@ class CompletionLog:
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
         own: list[CompletionRow] = []
-        with self._spare(PROBLEM):  # not around the exchange, where all ranks meet
+        with self._spare(PROBLEM):  # catches errors, because all ranks must reach `gather`
             texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
             own = completion_rows(groups, texts, step, self.images)
         parts = gather(own)
@@ -114,7 +114,7 @@ class CompletionLog:
 
 
 def log_of(trainer: Any) -> CompletionLog | None:
-    """Return a run's log; None: completions aren't logged."""
+    """Return the completions log of a run, or None if `log_completions` is off."""
     if not trainer.args.log_completions:
         return None
     names, images = [reward.name for reward in trainer.rewards], trainer.policy.processor is not None

@@ -1,4 +1,4 @@
-"""The table that shows completions in a terminal."""
+"""The table of completions that is printed in a terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rich.text import Text
 from ...usercode.untrusted import printable
 from .completions import CompletionRow, extra_names
 
-DEFAULT_WIDTH = 120  # characters
+DEFAULT_WIDTH = 120  # width of the table in characters
 STDERR = 2
-TEXT_LINES = 6  # target number of lines of a cell of text
-EXTRA_CHARACTERS = 60  # characters of a logged value
-# A model's text must not steer the terminal: control characters except newline and tab are replaced.
+TEXT_LINES = 6  # Target number of lines in a cell of text.
+EXTRA_CHARACTERS = 60  # Maximum characters of a logged value.
+# Control characters except newline and tab are replaced, because a model's text must not control the terminal.
 _CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
@@ -35,15 +35,14 @@ def completions_table(
     unique_prompts: bool,
     width: int = DEFAULT_WIDTH,
 ) -> Table:
-    """Build a table of completions with their rewards and advantages, and their steps if these differ. Long texts are
-    shortened in the middle.
+    """Return a table of completions with rewards, advantages, and steps if the steps differ. Long texts are shortened.
 
     Args:
-        limit: rows at most, one of each group before the second of any; None is all.
-        unique_prompts: show one completion per group.
+        limit: maximum number of rows. All groups' first completions come before any second one. None shows all.
+        unique_prompts: whether to show only one completion per group.
     """
     extra, several = extra_names(rows), len({row.step for row in rows}) > 1
-    # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
+    # A column of numbers is as wide as its header and border. Prompt and completion share the remaining width 1 : 2.
     room = max(width - (48 if several else 40) - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
     prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
     table = Table(title=title, width=width, show_lines=True)
@@ -77,11 +76,11 @@ def print_table(
     unique_prompts: bool,
     width: int | None = None,
 ) -> None:
-    """Write `completions_table` to standard output; ``width`` defaults to the terminal's, also in a pager."""
+    """Print `completions_table`. ``width`` defaults to the terminal's width, also if a pager reads the output."""
     terminal = sys.stdout.isatty()
     if not width and terminal:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
-    elif not width:  # piped into a pager, or a log
+    elif not width:  # standard output is a pipe into a pager, or a log file
         with contextlib.suppress(OSError):
             width = os.get_terminal_size(STDERR).columns
     width = width or DEFAULT_WIDTH
@@ -93,15 +92,15 @@ def print_table(
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
-    """Choose the rows to show, by group: at most ``limit``, the first of each group before the second of any."""
-    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # counters of each group
+    """Return at most ``limit`` rows. First completions of all groups are chosen before any second completion."""
+    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # number of completions of each group so far
     by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
     return [rows[index] for index in sorted(chosen)]
 
 
 def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
-    """Return the text of a prompt, or of its last user message, with a mark such as "[image 32x32]" for each image."""
+    """Return the text of a prompt or of its last user message. Images appear as texts such as "[image 32x32]"."""
     if not isinstance(prompt, list):
         return str(prompt)
     messages = [message for message in prompt if isinstance(message, dict)] or [{}]
@@ -109,23 +108,23 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
     marks = iter([f"[image {size}]" for size in sizes])
     before = ""
     contents = [message.get("content") for message in messages]
-    # Each content as parts: texts, and None for an image.
+    # The parts of each message's content: a text, or None for an image.
     parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
     if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
-        before = "".join(marks)  # TRL puts the images before the first user message then
+        before = "".join(marks)  # TRL puts all images before the only user message
     texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
     return before + texts[users[-1] if users else -1]
 
 
 def _part_text(part: Any) -> str | None:
-    """Return the text of a part of a message; None for an image."""
+    """Return the text of one content part of a message, or None for an image."""
     if not isinstance(part, dict):
         return str(part)
     return None if part.get("type") == "image" else str(part if part.get("text") is None else part["text"])
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Shorten a text to at most ``limit`` characters (at least 3): start, ellipsis, end."""
+    """Return a text of at most ``limit`` (at least 3) characters: the start, an ellipsis and the end of ``text``."""
     text = text.translate(_CONTROLS)
     if len(text) <= limit:
         return text

@@ -1,8 +1,8 @@
 """Files of completions: one parquet file per optimizer step and per evaluation, written and read without torch.
 
-The files have TRL's names (``completions/completions_00001.parquet``, ``eval_00001.parquet``), TRL's columns, and more:
-the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``, small pictures of
-prompts' images. Each row has its prompt's pictures; parquet's dictionaries store equal ones of ROWS rows once.
+The files have TRL's names (``completions/completions_00001.parquet``, ``eval_00001.parquet``) and TRL's columns.
+Further columns: the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``,
+thumbnails of prompts' images. Parquet stores equal thumbnails of ROWS rows once.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import pyarrow.parquet as pq
 from ...usercode.untrusted import clean
 
 FOLDER = "completions"
-TEXT = "completion"  # the column of `CompletionRow.text`
+TEXT = "completion"  # name of the column with `CompletionRow.text`
 FIXED = (
     "step", "position", "prompt", TEXT, "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
 )  # fmt: skip
-IMAGES = "image"  # small pictures of a prompt's first images, as `datasets` stores images (TRL's name)
-SIZES = "image_size"  # sizes of all images of a prompt, as in "640x480"
-# Entries of the file's metadata:
-NAMES_KEY = b"colograd.reward_names"  # the columns that are rewards, in order
-EXTRA_KEY = b"colograd.extra_names"  # the columns that reward functions logged
-IMAGES_KEY = b"colograd.images"  # present if the file has the columns of images
-IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  # `datasets.Image`, several per row
-# `datasets`, and the viewer on the Hub, show the column as images.
+IMAGES = "image"  # Column with thumbnails of a prompt's first images, stored as by `datasets` (TRL's name).
+SIZES = "image_size"  # Column with the sizes of all images of a prompt, as in "640x480".
+# Keys of the file's metadata:
+NAMES_KEY = b"colograd.reward_names"  # Names of the reward columns, in order.
+EXTRA_KEY = b"colograd.extra_names"  # Names of the columns that reward functions logged.
+IMAGES_KEY = b"colograd.images"  # Present if the file has image columns.
+IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  # `datasets.Image`, several per row.
+# Metadata that makes `datasets` and the Hub's viewer show the column as images.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
-ROWS = 256  # rows that are packed and written together
-PACKING = 4096  # largest ratio of unpacked rows to their file's size
-ROW_BYTES = 2048  # bytes of Python objects per row
-LARGEST_LIST = 100_000  # entries in a parquet file's description of itself
-# Errors that reading a file other than a completions log may raise, in addition to Arrow's own.
+ROWS = 256  # Number of rows that are packed and written together.
+PACKING = 4096  # Largest accepted ratio of the size of unpacked rows to their file's size.
+ROW_BYTES = 2048  # Bytes of Python objects per row.
+LARGEST_LIST = 100_000  # Maximum entries of a list in a parquet file's header.
+# Errors that reading a file other than a completions log may raise, in addition to Arrow's errors.
 NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -54,18 +54,18 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # the optimizer step that trains on the completion, from 1
-    position: int  # the prompt's position in the stream of prompts: one per group
-    prompt: Any  # text, or messages
-    text: bytes  # UTF-8: one rare character makes a Python string four times as large
+    step: int  # Optimizer step that trains on the completion, from 1.
+    position: int  # Position of the prompt in the stream of prompts, one per group.
+    prompt: Any  # Text or messages.
+    text: bytes  # UTF-8, because one rare character makes a Python string four times as large.
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
-    rewards: tuple[float, ...]  # [R], NaN where a function abstained
-    advantage: float  # the mean over its tokens if each token has one
-    extra: dict[str, Any] = field(default_factory=dict)  # logged by reward functions, by column
-    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images, which its completions share
-    sizes: tuple[str, ...] = ()  # sizes of all the prompt's images, as in "640x480"
+    rewards: tuple[float, ...]  # [R], NaN where a reward function abstained.
+    advantage: float  # Mean over the completion's tokens if each token has an advantage.
+    extra: dict[str, Any] = field(default_factory=dict)  # Values that reward functions logged, by column.
+    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images, shared by its completions.
+    sizes: tuple[str, ...] = ()  # Sizes of all images of the prompt, as in "640x480".
 
     @property
     def completion(self) -> str:
@@ -79,14 +79,14 @@ def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
 def column_names(
     reward_names: Sequence[str], extra: Sequence[str], images: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Name the columns of rewards and of logged values, with a prefix if an earlier column has the name."""
+    """Return the column names of rewards and of logged values, with a prefix if an earlier column has the name."""
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
-    """Convert rows into columns, without the small pictures; texts as UTF-8."""
+    """Return the rows as lists by column, without thumbnails. The texts of completions are UTF-8 bytes."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     found["prompt"] = _storable(found["prompt"], functools.partial(json.dumps, default=str))
     if images:
@@ -101,16 +101,13 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: 
 
 
 def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
-    """Return the values, or their texts if parquet has no common type for them or can't write it (an empty struct)."""
+    """Return the values, or the values as texts if parquet has no common type for them or can't write the type."""
     try:
         values = [clean(value) for value in values]
         pq.write_table(pa.table({"values": values}), pa.BufferOutputStream())
-    except Exception:  # Arrow's own errors, and errors of other objects
+    except Exception:  # Arrow and values of unknown types raise many kinds of errors
         return [None if value is None else clean(text(value)) for value in values]
     return values
-
-
-# -- writing
 
 
 def write_log(
@@ -121,7 +118,7 @@ def write_log(
     kind: str = "completions",
     images: bool = False,
 ) -> Path:
-    """Write the completions of a step, or of the evaluation ``kind`` after it. A file is either complete or absent."""
+    """Write the completions of a step, or of the evaluation ``kind`` after the step. The file is written atomically."""
     data = columns(rows, reward_names, images)
     data[TEXT] = pa.array(data[TEXT], pa.string())
     table = pa.table(data)
@@ -137,7 +134,7 @@ def write_log(
     schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE)) if images else table.schema
     try:
         with pq.ParquetWriter(aside, schema, write_page_checksum=True) as file:
-            for first in range(0, max(len(rows), 1), ROWS):  # Arrow repeats the pictures for each row
+            for first in range(0, max(len(rows), 1), ROWS):  # write in parts: Arrow repeats thumbnails per row
                 part = table.slice(first, ROWS)
                 if images:
                     chosen = rows[first : first + ROWS]
@@ -146,18 +143,15 @@ def write_log(
                 file.write_table(part)
         os.replace(aside, path)
     except BaseException:
-        aside.unlink(missing_ok=True)  # a full disk has room again
+        aside.unlink(missing_ok=True)  # delete the incomplete file, to free room on a full disk
         raise
     return path
 
 
-# -- reading
-
-
 class CompletionFile:
-    """A file of completions of ``size`` bytes, written here or by TRL. TRL's names no rewards.
+    """A completions file of ``size`` bytes, written by Colograd or by TRL. TRL's files don't name the reward columns.
 
-    Rows that unpack to more than PACKING times its size, or to half of the free memory, are an error.
+    Reading raises if the unpacked rows are larger than PACKING times ``size``, or than half of the free memory.
     """
 
     def __init__(self, source: Path | BinaryIO, size: int) -> None:
@@ -169,13 +163,13 @@ class CompletionFile:
         self._most_bytes = min(PACKING * size + 2**26, psutil.virtual_memory().available // 2)
 
     def rows(self, pictures: bool) -> Iterator[dict[str, Any]]:
-        """Yield the rows by column, with or without the small ``pictures``. At most ROWS rows are in memory at once."""
+        """Yield the rows as dicts by column, with thumbnails if ``pictures``. Memory holds at most ROWS rows."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
-            raise ValueError("it says that it holds more than can be packed into it")
-        if "dictionary<" in str(schema.types):  # the size of their rows isn't known before unpacking
-            raise TypeError("a column is packed as no log's is")
+            raise ValueError("the header of the file claims more content than the file can hold")
+        if "dictionary<" in str(schema.types):  # the size of dictionary columns isn't known before unpacking
+            raise TypeError("a column has a dictionary type, which no completions log has")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None
         for batch in self._file.iter_batches(batch_size=ROWS, columns=read, use_threads=False):
             taken += batch.nbytes + ROW_BYTES * batch.num_rows
@@ -193,12 +187,12 @@ class CompletionFile:
 def _names(json_list: bytes) -> list[str]:
     names = json.loads(json_list)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{json_list[:50]!r} are no names of columns")
+        raise TypeError(f"{json_list[:50]!r} isn't a list of column names")
     return names
 
 
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
-    """Read the rows of a file, without their small pictures, and the names of their rewards."""
+    """Return the rows of a completions file, without thumbnails, and the names of the rewards."""
     try:
         file = CompletionFile(path, path.stat().st_size)
         rows = [
@@ -221,13 +215,13 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
     except (pa.ArrowException, *NONSENSE) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{path} can't be read ({type(error).__name__}: {reason}): it is damaged, or no completions log. Show "
-            "another step, or bring it back from a copy."
+            f"{path} can't be read ({type(error).__name__}: {reason}): the file is damaged, or isn't a completions "
+            "log. Show another step, or restore the file from a copy."
         ) from None
 
 
 def prompt_of(logged: Any) -> Any:
-    """Convert a logged prompt to the dataset's form: messages if the file has them as JSON."""
+    """Convert a logged prompt to the dataset's form: messages if the text is JSON of messages, else the text."""
     if isinstance(logged, str) and logged.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(logged)
@@ -237,6 +231,6 @@ def prompt_of(logged: Any) -> Any:
 
 
 def logged_steps(run_dir: Path) -> dict[int, Path]:
-    """Map the steps with logged completions to their files, in order."""
+    """Return the completions files of a run by optimizer step, in ascending order."""
     paths = {path.stem.removeprefix("completions_"): path for path in (run_dir / FOLDER).glob("completions_*.parquet")}
     return dict(sorted((int(number), path) for number, path in paths.items() if number.isdigit()))

@@ -1,8 +1,8 @@
-"""The events of a run, for its report: `_report/events.jsonl` in its folder. The file only grows.
+"""`EventLog`: writes a run's events for its report to `_report/events.jsonl` in the run's folder.
 
-It holds the run's start, each step's metrics, rollouts, groups and histograms, alarms, and the run's end. Each line is
-whole and on its way to the disk when `event` returns, so another process can read along. Numbers that aren't finite are
-null. If the file can't be written, there is one warning, and the run goes on.
+Events are the run's start and end, each step's metrics, rollouts, groups, histograms and alarms. The file only grows.
+When `event` returns, a whole line was written, so that another process can read the file meanwhile. Numbers that aren't
+finite are null. If writing fails, the user gets one warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = "_report"  # transformers pushes no such name to the Hub
+FOLDER = "_report"  # in the run's folder; transformers doesn't push this name to the Hub
 EVENTS = "events.jsonl"
-BINS = 20  # bins of a histogram
-BEGINNING = 160  # characters of a prompt in a line
+BINS = 20  # Number of bins of a histogram.
+BEGINNING = 160  # Maximum characters of a prompt in an event.
 
 
 class EventLog:
-    """A writer of a run's events. ``warn`` gets one line, once, if writing fails."""
+    """Writes a run's events. If writing fails, ``warn`` is called once with a line for the user."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER
@@ -36,15 +36,15 @@ class EventLog:
         line = json_line({"kind": kind, "time": round(time.time(), 3), **content})
         try:
             self._open()
-            if self._file.write(line) != len(line):  # a disk may be full in the middle of a line
-                raise OSError("no room for a whole line")
+            if self._file.write(line) != len(line):  # a full disk may take only a part of the line
+                raise OSError("the disk has no room for a whole line")
         except OSError as error:
             self.warn(error)
-            self.close()  # `_open` then starts a new line
+            self.close()  # the next `_open` begins a new line behind the incomplete line
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # some disks report only now that they are full
+            with contextlib.suppress(OSError):  # some disks report only at `close` that they are full
                 self._file.close()
             self._file = None
 
@@ -62,12 +62,12 @@ class EventLog:
             self._file = open(self.folder / EVENTS, "a+b", buffering=0)  # noqa: SIM115 - until `close`
             if end := self._file.seek(0, 2):
                 self._file.seek(end - 1)
-                if self._file.read() != b"\n":  # a torn line
+                if self._file.read() != b"\n":  # the file's last line is incomplete
                     self._file.write(b"\n")
 
 
 def json_line(entry: Mapping[str, Any]) -> bytes:
-    """Encode an entry as a line of UTF-8. Values that JSON has no type for become null (NaN) or their text."""
+    """Encode an entry as a line of JSON in UTF-8. NaN becomes null. Values of types unknown to JSON become texts."""
     form: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     try:
         text = json.dumps(entry, **form)
@@ -77,7 +77,7 @@ def json_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON: NaN and infinities become None, types without a counterpart their text."""
+    """Convert a value for JSON. NaN and infinities become None. Values of types unknown to JSON become texts."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -92,7 +92,7 @@ def plain(value: Any) -> Any:
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:
-    """Return ``edges`` [n + 1] and ``counts`` [n] of the finite values, in equally wide bins; both empty for none."""
+    """Return ``edges`` [n + 1] and ``counts`` [n] of equally wide bins. Without finite values both lists are empty."""
     finite = np.asarray([value for value in values if math.isfinite(value)], dtype=np.float64)
     if not finite.size:
         return {"edges": [], "counts": []}
@@ -100,15 +100,12 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
     return {"edges": [round(edge, 6) for edge in edges.tolist()], "counts": counts.tolist()}
 
 
-# -- reading
-
-
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return a run's events in order, without the events of steps that a resumed run took again."""
+    """Return a run's events in order, without the events of steps that a resumed run repeated."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:
-            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):  # a line that isn't an event's
+            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):  # skip what isn't an event
                 entry = json.loads(line)
                 if entry["kind"] == "start":
                     found = [earlier for earlier in found if earlier.get("step", 0) <= entry["step"]]
@@ -117,7 +114,7 @@ def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def prompt_beginning(prompt: Any) -> str:
-    """Return a prompt's text, or its last user message's, short enough for a line; "" for another type."""
+    """Return the beginning of a prompt's text, or of its last user message. Return "" for another type of prompt."""
     if isinstance(prompt, list):
         messages = [message for message in prompt if isinstance(message, dict)]
         asked = [message for message in messages if message.get("role") == "user"] or messages[-1:]

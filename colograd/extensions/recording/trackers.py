@@ -1,11 +1,10 @@
-"""Tables, histograms and alarms for the trackers of ``report_to``. transformers' callbacks start the trackers
-and send metrics.
+"""Tables, histograms and alarms for the trackers of ``report_to``, which transformers' callbacks start and feed.
 
     wandb, trackio   Table, Histogram, alert
     tensorboard      histograms, alarms as texts
 
-wandb and trackio count their own steps; nothing here begins one. For wandb `commit=False` joins the metrics' step; for
-trackio the data waits until transformers' callback has sent the metrics (`flush`).
+wandb and trackio count steps by themselves, so this module must not begin a new step. For wandb, `commit=False` adds
+data to the step of the metrics. For trackio, data waits until transformers' callback has sent the metrics (`flush`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 
 
 class Trackers:
-    """The running trackers of ``report_to``; ``writer`` returns TensorBoard's, ``warn`` gets one line on errors."""
+    """Sends data to the trackers of ``report_to``. ``writer`` returns TensorBoard's; ``warn`` gets a line per error."""
 
     def __init__(
         self,
@@ -32,24 +31,24 @@ class Trackers:
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._names, self._writer, self._spare = list(report_to), writer, Spare(warn)
-        self._waiting: dict[str, Any] = {}  # data for trackio
+        self._waiting: dict[str, Any] = {}  # data for trackio that waits for `flush`
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
     def flush(self) -> None:
-        """Send trackio the data of the step, after its metrics were sent."""
+        """Send the waiting data of a step to trackio. Call this after the step's metrics were sent."""
         for name, tracker in self._running("trackio"):
             if self._waiting:
                 data, self._waiting = self._waiting, {}
-                following = getattr(_current_run(tracker), "_next_step", None)  # it has no public name
+                following = getattr(_current_run(tracker), "_next_step", None)  # trackio's next step, a private name
                 with self._sending(name):
                     tracker.log(data, step=None if following is None else max(following - 1, 0))
 
     def table(
         self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
     ) -> None:
-        """Send a table of columns, and of columns with some picture files in each row."""
+        """Send a table. ``columns`` has one value per row, ``pictures`` has a list of image files per row."""
         import pandas as pd
 
         for name, tracker in self._running("wandb", "trackio"):
@@ -85,7 +84,7 @@ class Trackers:
 
     def _running(self, *names: str) -> Iterator[tuple[str, Any]]:
         for name in names:
-            tracker = sys.modules.get(name)  # transformers' callback has imported it
+            tracker = sys.modules.get(name)  # None if transformers' callback hasn't imported the tracker
             if name in self._names and tracker is not None and _current_run(tracker) is not None:
                 yield name, tracker
 

@@ -1,12 +1,12 @@
 """Model FLOPs of a training step, and the device's peak FLOP/s.
 
-FLOPs = 6 x the matrices of the layers x tokens through the model          (4 instead of 6 if they are frozen)
-      + 6 x the head's matrix x predicted tokens                          (it takes no others)
-      + 12 x layers x heads x head size x pairs of a query and a key that it sees
+FLOPs = 6 x the matrices of the layers x tokens through the model          (4 x for frozen matrices)
+      + 6 x the head's matrix x predicted tokens                          (the head computes only these)
+      + 12 x layers x heads x head size x pairs of a query and a key that the query attends to
 
 A multiplication with its addition is 2 FLOPs in a forward, and 4 in its backward (2 for weights without a gradient). A
 pair has two products, with the key and with the value. Tokens are counted in the packed rows, so a shared prompt counts
-once. Repeated work (checkpointing, tiles of logits) isn't counted, nor are norms, rotations and the optimizer.
+once. Repeated work (checkpointing, tiles of logits) isn't counted, and neither are norms, rotations and the optimizer.
 Attention windows are counted as full attention. Only dense models are supported.
 """
 
@@ -29,8 +29,8 @@ from ...runtime.sizes import num_experts
 PEAKS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
 }  # fmt: skip
-SECONDS = 0.2  # limit of the measurement for other devices
-SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices in that measurement
+SECONDS = 0.2  # Maximum seconds of a measurement, for devices without a number.
+SIZES = {"cpu": 1024, "cuda": 4096}  # Rows and columns of the measured matrices.
 
 
 def peak_of(device: str) -> float | None:
@@ -62,13 +62,13 @@ def _measured(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    tokens: int = 0  # packed tokens
-    predicted: int = 0  # completion tokens among them
-    pairs: int = 0  # pairs of a query and a key that it sees
+    tokens: int = 0  # Packed tokens.
+    predicted: int = 0  # Completion tokens among the packed tokens.
+    pairs: int = 0  # Pairs of a query and a key that the query attends to.
 
     @classmethod
     def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
-        """Add up the work of (prompt tokens, [(tokens before it, own tokens) of each completion or branch])."""
+        """Add up the work of groups: (prompt tokens, [(tokens before, tokens) of each completion or branch])."""
         tokens = predicted = pairs = 0
         for prompt, completions in groups:
             own = sum(c for _, c in completions)
@@ -91,17 +91,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Elements of a model's matrices, and multiplications of its attention per pair of query and key."""
+    """Numbers of elements of a model's matrices, to compute FLOPs from a step's `Work`."""
 
-    trained: int  # elements of the layers' matrices with a gradient
-    frozen: int  # elements of the layers' matrices without a gradient
-    head: int  # elements of the head's matrix
-    attention: int  # layers x heads x head size
+    trained: int  # Elements of the layers' matrices with a gradient.
+    frozen: int  # Elements of the layers' matrices without a gradient.
+    head: int  # Elements of the head's matrix.
+    attention: int  # Multiplications in attention per pair: layers x heads x head size.
     head_is_trained: bool = True
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Count a model's matrices; None for a model that isn't dense."""
+        """Count the elements of a model's matrices. Return None for a mixture of experts, which isn't supported."""
         base = unwrap(model)
         if num_experts(base.config):
             return None
@@ -110,12 +110,12 @@ class Matrices:
         trained = sum(p.numel() for p in inside if p.requires_grad)
         shape = Shape.of(base.config)
         frozen = sum(p.numel() for p in inside) - trained
-        parts = parts_of(base)  # matrices are this rank's parts, but `shape` has the whole model's heads
+        parts = parts_of(base)  # with tensor parallelism a rank has only a part of `shape`'s heads
         queries = shape.queries if parts is None else shape.queries // parts.engine.size
         return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 
     def flops(self, work: Work) -> int:
-        """Return the FLOPs of a forward and its backward."""
+        """Return the FLOPs of a forward and its backward over ``work``."""
         layers = (6 * self.trained + 4 * self.frozen) * work.tokens
         head = (6 if self.head_is_trained else 4) * self.head * work.predicted
         return layers + head + 12 * self.attention * work.pairs

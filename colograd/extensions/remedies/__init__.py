@@ -1,3 +1,3 @@
-"""What would fit: the changes that an error names when a run doesn't fit its device."""
+"""Changes of settings that an error proposes when a run doesn't fit the memory of its device."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"remedies": "changes:remedies"}

@@ -1,4 +1,4 @@
-"""Proposals for a run that doesn't fit its device: changes, any one of which would make it fit."""
+"""Proposals for a run that doesn't fit its device's memory: changes of settings, each enough to make the run fit."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...memory.policy_sizes import PolicySizes
 from ...memory.shape import Shape
 from ...runtime import registry
 
-LORA_RANK = 16  # rank of a proposed adapter
-MOST_RANKS = 1024  # largest number of ranks to propose
+LORA_RANK = 16  # Rank of a proposed LoRA.
+MOST_RANKS = 1024  # Largest number of ranks to propose.
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return a sentence, without its full stop, that lists changes, any one of which would make the run fit."""
+    """Return a sentence without full stop that lists changes of settings. Each single change makes the run fit."""
     if not (found := [*_changes(run, strategy)]):
         return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Yield changes, any one of which makes the run fit, the least costly first. Extensions add more at the seam
-    "host_remedies": functions of (run, strategy, fit). ``fit`` returns whether the run fits with changed fields."""
+    """Yield changes of settings, the least costly first. Each single change makes the run fit. Extensions add changes
+    at the seam "host_remedies": functions of (run, strategy, fit). ``fit`` returns whether a changed run fits."""
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
 
 
 def with_adapter(sizes: PolicySizes, trained: int) -> PolicySizes:
-    """Return the same model, frozen, with a LoRA adapter of ``trained`` elements of its dtype and optimizer."""
+    """Return the sizes of the frozen model with a LoRA adapter of ``trained`` elements in the model's dtype."""
     share = trained / max(sizes.trained, 1)
     return dataclasses.replace(
         sizes,
@@ -83,13 +83,13 @@ def with_adapter(sizes: PolicySizes, trained: int) -> PolicySizes:
 
 
 def adapter_elements(shape: Shape, rank: int) -> int:
-    """Count the elements of a LoRA (A and B) on all linear layers."""
+    """Return the number of elements in LoRA's matrices A and B of all linear layers."""
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """Return the longest context that fits: a half, a quarter ... of the run's, at least 256."""
+    """Return the longest context in tokens that fits, halving the run's context down to 256. None if none fits."""
     length = run.length // 2
     while length >= 256:
         part = length / run.length
@@ -102,7 +102,7 @@ def _shorter(run: RunDescription, strategy: str) -> int | None:
 
 
 def _in_larger_engines(run: RunDescription) -> Iterator[str]:
-    """Yield the settings of larger engines that make the run fit, the fewest ranks first."""
+    """Yield settings with more ranks per engine that make the run fit, the fewest ranks first."""
     for ranks, strategies in run.larger_engines.items():
         if not run.devices.takes_rows_of(ranks * run.ranks_per_sequence):
             continue
@@ -114,7 +114,7 @@ def _in_larger_engines(run: RunDescription) -> Iterator[str]:
 
 
 def _more_ranks(run: RunDescription) -> str:
-    """Return the fewest ranks, in doublings, that make the run fit, and their settings; empty: no number does."""
+    """Return the smallest number of ranks (doubled from the run's) that fits, with settings. Empty if none fits."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         share = run.devices.ranks / ranks

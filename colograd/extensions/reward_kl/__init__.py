@@ -1,3 +1,3 @@
-"""The divergence from the reference as a part of the reward."""
+"""A penalty in the reward: the KL divergence from the reference model."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"loss_term": "penalty:penalty_of"}

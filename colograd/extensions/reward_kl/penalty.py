@@ -1,10 +1,10 @@
-"""KL penalty in the reward (`kl_in_reward`): beta times an estimate of KL(pi, reference) is subtracted from it.
+"""KL penalty in the reward (setting `kl_in_reward`). The reward of completion i, with beta = `kl_in_reward`, becomes
 
     r_i - beta * sum over the completion's sampled tokens of k(log pi, log reference)
 
-The group's baseline and scale see this reward, as in verl (`use_kl_in_reward`), where a penalty per token is summed
-before GRPO's advantages. (OpenRLHF subtracts it after them.) The log-probabilities of pi are the sampler's, as in
-verl's bypass mode; a token without one adds 0.
+k estimates KL(pi, reference model) at one token. The group's mean and deviation are computed from these rewards, as in
+verl (`use_kl_in_reward`). OpenRLHF subtracts the penalty after the advantages. log pi is the sampler's log-probability,
+as in verl's bypass mode. A token without a log-probability adds 0.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ...rewards import weighted_sum
 
 
 def k3(difference: torch.Tensor) -> torch.Tensor:
-    """Compute e^-d + d - 1 with verl's bounds: d within +-20, the result within +-10."""
+    """Return the estimate e^-d + d - 1 of the KL divergence, with verl's bounds: d in +-20, the result in +-10."""
     bounded = (-difference).clamp(-20.0, 20.0)
     return (bounded.exp() - bounded - 1).clamp(-10.0, 10.0)
 
 
-# Estimators of KL(pi, reference) from log pi - log reference of a token; http://joschu.net/blog/kl-approx.html.
+# Estimators of KL(pi, reference) at a token from log pi - log reference; http://joschu.net/blog/kl-approx.html.
 ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda difference: difference,
     "k2": lambda difference: difference.square() / 2,
@@ -41,7 +41,7 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class RewardPenalty(LossTerm):
-    """The penalty of a run."""
+    """The loss term of `kl_in_reward`: subtracts a KL penalty from the rewards, and recomputes the advantages."""
 
     coefficient: float
     estimator: str
@@ -50,11 +50,11 @@ class RewardPenalty(LossTerm):
     waits = "kl_in_reward changes the advantages after all groups are sampled"
 
     def of_tokens_of(self, sampler: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """Estimate the divergence at each token; 0 where the sampler gave no log-probability (NaN)."""
+        """Estimate the KL divergence at each token. The value is 0 where the sampler's log-probability is NaN."""
         return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        sums: dict[RolloutId, float] = {}  # of each completion, over its sampled tokens
+        sums: dict[RolloutId, float] = {}  # KL estimates summed over a completion's sampled tokens
         for row in step.rows:
             assert row.ref_logprobs is not None, "the reference has read every row"
             rollouts = [rollout for part in row.parts for rollout in part.rollouts]
@@ -78,8 +78,8 @@ class RewardPenalty(LossTerm):
     ) -> ScoredGroup:
         if not torch.equal(scored.advantages, estimator.of_group(scored.rewards)):
             raise ValueError(
-                f"kl_in_reward is {self.coefficient:g}, but the advantages aren't those of the rewards' group "
-                "(a compute_advantages of your own, or one advantage per token): set beta instead."
+                f"kl_in_reward is {self.coefficient:g}, but the advantages weren't computed from the group's rewards "
+                "alone (compute_advantages is overridden, or there is one advantage per token): set beta."
             )
         rewards = weighted_sum(scored.rewards, estimator.weights).double()
         sums = torch.tensor([known[identity] for identity in scored.group.rollout_ids], dtype=torch.float64)
@@ -95,7 +95,7 @@ class RewardPenalty(LossTerm):
 
 
 def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the penalty of a run with `kl_in_reward`."""
+    """Return the KL penalty if `kl_in_reward` isn't 0, else None. Raise for settings that exclude a penalty."""
     if config.kl_in_reward == 0:
         return None
     name = f"kl_in_reward is {config.kl_in_reward:g}"
@@ -107,7 +107,7 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
         )
     if config.scale_rewards.startswith("batch") or config.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            f"{name}, but the advantages are divided by a deviation over the step, which is known before the penalty: "
-            "set scale_rewards: group, mean or none, and multi_objective_aggregation: sum_then_normalize."
+            f"{name}, but the advantages are divided by a deviation over the step, which is computed before the "
+            "penalty: set scale_rewards: group, mean or none, and multi_objective_aggregation: sum_then_normalize."
         )
     return RewardPenalty(config.kl_in_reward, config.kl_in_reward_estimator)

@@ -1,3 +1,3 @@
-"""Streamed datasets: prompts without a length, tokenised while they are read."""
+"""Prompts of streamed datasets, which have no length and are tokenised while they are read."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"prompt_stream": "stream:PromptStream"}

@@ -1,4 +1,4 @@
-"""Streamed prompts: a dataset without a length, tokenised while it is read, in the order of its rows."""
+"""`PromptStream`: prompts of a streamed dataset, tokenised while the rows are read."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from ...data.columns import by_column, check_columns, check_no_images, check_pro
 from ...data.order import seed_of
 from ...data.prompts import PromptRules
 
-ROWS_AT_ONCE = 64  # rows that are read and tokenised together
+ROWS_AT_ONCE = 64  # number of rows that are read and tokenised together
 
 
 class PromptStream(torch.utils.data.IterableDataset):
-    """The prompts of a `datasets.IterableDataset`; each item is the list of this rank's prompts of one optimizer step.
+    """The prompts of a `datasets.IterableDataset`. An item is the list of this rank's prompts of one optimizer step.
 
-    As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass. Rows that don't fill a round
-    are left out of the pass, and the next pass begins. Every rank reads all rows and takes its own.
+    As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass over the dataset. The last
+    rows of a pass are skipped if they don't fill a generation. Every rank reads all rows and yields its part.
 
-    A resumed run finds its place by reading the earlier rows again. A checkpoint holds a digest of the prompts read so
-    far, which shows whether the rows are the same (see `saved` and `load`).
+    A resumed run reads the rows before the checkpoint once more. The checkpoint holds a digest of the prompts read so
+    far. A different digest shows that the dataset has changed (see `saved` and `load`).
     """
 
-    missing = "wasn't streamed"  # see `PromptDataset.choice`
+    missing = "wasn't streamed"  # end of an error text about a checkpoint without a state
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         check_columns(dataset, rules.name)
         if rules.reader is not None:
             raise ValueError(
-                f"{rules.name} is a streamed dataset, but a model that reads images trains on ones that are loaded "
-                "whole in this version: set streaming: false."
+                f"{rules.name} is a streamed dataset, but a model that reads images trains only on datasets that are "
+                "loaded whole in this version: set streaming: false."
             )
         self.dataset, self.rules = dataset.with_format(None), rules
-        self.longest = rules.max_prompt_tokens  # tokens, an upper bound: later prompts are unknown
+        self.longest = rules.max_prompt_tokens  # upper bound of the prompts' tokens, because later prompts are unknown
         self.num_dropped = 0
         if config.max_steps <= 0:
             raise ValueError(
@@ -53,30 +53,30 @@ class PromptStream(torch.utils.data.IterableDataset):
         self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
-        self.saved: dict[str, Any] = {}  # {"items", "digest"} of the yielded prompts
+        self.saved: dict[str, Any] = {}  # "items": number of yielded items; "digest": digest of their prompts
         self._expected: dict[str, Any] = {}
         self.first(1)
 
     @property
     def choice(self) -> PromptStream:
-        """See `PromptDataset.choice`."""
+        """The stream itself, because it saves and loads the state of the prompts (see `PromptDataset.choice`)."""
         return self
 
     def loader(self) -> StreamLoader:
         return StreamLoader(self)
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first prompts that fit, without taking them."""
+        """Return the first ``count`` prompts within the token limit. The training still begins with them."""
         found = list(itertools.islice(self._pass(0, counts=False), count))
         if not found:
             raise ValueError(
-                f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens: add prompts, or "
-                "raise max_prompt_tokens."
+                f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
+                "prompts, or raise max_prompt_tokens."
             )
         return _prompts(found, 0)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Make the next iteration fail unless it passes through ``state``, which a checkpoint holds."""
+        """Set a checkpoint's state. The next iteration raises if the prompts up to that state are different ones."""
         self._expected = state
 
     def __iter__(self) -> Iterator[list[Prompt]]:
@@ -96,8 +96,8 @@ class PromptStream(torch.utils.data.IterableDataset):
                         if self._expected != self.saved:
                             raise ValueError(
                                 f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first "
-                                f"{items} steps' prompts are others now, so that resuming can't go on where it "
-                                "stopped. Make its order repeatable, or set ignore_data_skip: true to begin it anew."
+                                f"{items} steps have other prompts now. Make the stream's order repeatable, or set "
+                                "ignore_data_skip: true to begin the stream anew."
                             )
                         self._expected = {}
                     first = step * self.per_step + self.layout.data_rank * per_rank
@@ -109,7 +109,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 )
 
     def _pass(self, epoch: int, counts: bool = True) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-        """Yield the rows of one pass over the dataset that fit, with their tokens."""
+        """Yield (row, token ids) of the rows within the token limit, in one pass over the dataset."""
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
         while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
@@ -121,7 +121,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                     yield block[row - number], ids
                     continue
                 self.num_dropped += counts
-                if counts and str(self.num_dropped).rstrip("0") == "1":  # the first, tenth, hundredth ...
+                if counts and str(self.num_dropped).rstrip("0") == "1":  # report the 1st, 10th, 100th dropped prompt
                     self.rules.tell(
                         f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were "
                         f"dropped, with a limit of {self.rules.max_prompt_tokens} tokens: the latest is row {row} of "
@@ -135,8 +135,8 @@ def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> 
 
 
 class StreamLoader(DataLoader):
-    """The training dataloader of a `PromptStream`: a plain one, so that `accelerate.skip_first_batches` resumes it."""
+    """The dataloader of a `PromptStream`: a plain one, so that `accelerate.skip_first_batches` can resume training."""
 
     def __init__(self, stream: PromptStream) -> None:
-        # Its own generator, because starting would otherwise draw a number from the global one.
+        # A separate generator, because the start of an iteration would draw a number from the global generator.
         super().__init__(stream, batch_size=None, num_workers=0, generator=torch.Generator())

@@ -1,3 +1,3 @@
-"""Weights of single tokens in the loss, which a reward function logs."""
+"""Weights of single completion tokens in the loss. A reward function logs the weights."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"riders": "rider:TokenWeights"}

@@ -1,8 +1,8 @@
-"""Weights of a completion's tokens: each token's advantage is multiplied by its weight.
+"""Weights of a completion's tokens. Each token's advantage is multiplied by the token's weight.
 
-A reward function that knows which tokens matter, such as the first wrong step of a proof, logs them:
+A reward function logs the weights if it knows which tokens matter, e.g. the first wrong step of a proof:
 
-    log_extra("token_weights", [[1.0, 1.0, 0.2, 0.2], None])     one list per completion; None: all weights are 1
+    log_extra("token_weights", [[1.0, 1.0, 0.2, 0.2], None])     one list per completion; None means weights of 1
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ...riders import Rider, RowRider
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights(Rider):
-    """The weights of a rollout's tokens. Without it they are 1."""
+    """The weights of a rollout's completion tokens. Without this rider (per-token data) all weights are 1."""
 
-    weights: tuple[float, ...]  # [C]
+    weights: tuple[float, ...]  # [C], one finite weight per completion token
 
     KEY = COLUMN = "token_weights"
 
@@ -50,9 +50,9 @@ class TokenWeights(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWeights(RowRider):
-    """The weights of a row's labels."""
+    """The token weights of a packed row, one per label. They multiply the row's advantages."""
 
-    weights: torch.Tensor  # (N,) float32
+    weights: torch.Tensor  # float32 [N], one weight per label
 
     def applied(self, row: MicroBatch) -> MicroBatch:
         return dataclasses.replace(row, advantages=row.advantages * self.weights)

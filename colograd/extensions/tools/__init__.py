@@ -1,3 +1,3 @@
-"""Python functions and environments that completions call."""
+"""Python functions (tools) and environments that the model calls while it writes a completion."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS", "source": "feature:ToolFeature"}

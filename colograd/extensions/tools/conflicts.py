@@ -1,4 +1,4 @@
-"""Settings of tools that exclude each other."""
+"""Settings of tools that can't be combined with other settings."""
 
 from __future__ import annotations
 

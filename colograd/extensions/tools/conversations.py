@@ -1,7 +1,8 @@
-"""Conversations with tools: turns of the model with the tools' answers between them, all in the engine's one queue.
+"""`Conversations`: a rollout source for completions with tool calls, sampled by the engine in one common queue.
 
-When the model ends a turn with calls, the calls run while the engine decodes other conversations. The answers' tokens
-are appended and masked from the loss, and the model continues. Sampled tokens are never tokenised again.
+When the model ends an assistant message (a turn) with tool calls, the calls run while the engine decodes other
+conversations. The tokens of the tools' answers are appended and masked from the loss, and the model continues.
+Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from .tool_calls import Answers, characters, shown_content, text_of
 from .tool_format import ToolFormat
 from .toolbox import ConversationTools, Toolbox
 
-POLL = 0.02  # seconds between two looks at tools while the engine has nothing to do
+POLL = 0.02  # maximum seconds of a wait for tools while the engine is idle
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One unfinished completion."""
+    """One unfinished completion: assistant messages (turns) with tools' answers between them."""
 
     prompt: Prompt
     index: int  # index of the completion in its group
     session: ConversationTools
-    input: ModelInput  # the prompt's tokens, with the text that the environment's `reset` returned
-    asked: Any  # the prompt's messages, with the content that `reset` returned
-    read: ModelInput  # the input and all later tokens: the engine reads it for the next turn
+    input: ModelInput  # Tokens of the prompt, with the text that the environment's `reset` returned.
+    asked: Any  # Messages of the prompt, with the content that `reset` returned.
+    read: ModelInput  # Tokens that the engine reads for the next turn: the input and all later tokens.
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
-    finish_reason: FinishReason | None = None  # None: the conversation goes on
-    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # of parts of the ids, with lengths
-    media: list[Media] = field(default_factory=list)  # media in tools' answers, with places among the ids
+    finish_reason: FinishReason | None = None  # None while the conversation goes on.
+    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # (Per-token data, number of tokens).
+    media: list[Media] = field(default_factory=list)  # Media in tools' answers, with positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
-        """Append the tokens of a turn, or of tools' answers."""
+        """Append the tokens of a sampled ``turn``, or of tools' answers if ``turn`` is None."""
         self.read = self.read.followed_by(part.ids, part.media)
         if part.media is not None:
             self.media.append(part.media.shifted(len(self.ids)))
@@ -78,11 +79,11 @@ class Conversation:
 
 
 class Conversations:
-    """A rollout source that writes groups as conversations.
+    """A rollout source that samples groups of conversations with tools.
 
     Args:
-        rules: tokenises a prompt that an environment has changed.
-        max_iterations: rounds of calls in one conversation; None: no limit.
+        rules: tokenise a prompt that an environment's `reset` has changed.
+        max_iterations: maximum number of turns of a conversation that may call tools. None means no limit.
     """
 
     def __init__(
@@ -92,18 +93,18 @@ class Conversations:
         self.rules, self.max_iterations = rules, max_iterations
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums of ``tools/...`` since the last call."""
+        """Return the sums of the metrics ``tools/...`` since the last call of `take_counts`."""
         return self.tools.take_counts()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. A seed depends on the conversation and its turn, not on the tools' timing."""
+        """See `RolloutSource.generate`. Seeds depend on the conversation and its turn, not on the tools' timing."""
         self.engine.require(version)
         self.tools.environments.take_back()
         running = _RunningConversations(self, sampling, seed, purpose)
         running.unopened.extend((prompt, index) for prompt in prompts for index in range(sampling.n))
-        over: dict[int, list[Conversation]] = {}  # finished conversations, by the prompt's position
+        over: dict[int, list[Conversation]] = {}  # finished conversations of incomplete groups, by prompt position
         try:
             while running.writing or running.waiting or running.unopened:
                 for conversation in running.advance():
@@ -120,19 +121,19 @@ class Conversations:
 
 
 class _RunningConversations:
-    """The conversations of one call of `Conversations.generate`."""
+    """The unfinished conversations of one call of `Conversations.generate`."""
 
     def __init__(self, parent: Conversations, sampling: Sampling, seed: int, purpose: str) -> None:
         self.engine, self.tools, self.form, self.rules = parent.engine, parent.tools, parent.form, parent.rules
         self.max_iterations, self.sampling, self.seed, self.purpose = parent.max_iterations, sampling, seed, purpose
-        self.writing: dict[str, Conversation] = {}  # conversations that the engine decodes, by request
-        self.waiting: list[tuple[Conversation, Answers]] = []  # conversations that wait for tools
-        self.unopened: deque[tuple[Prompt, int]] = deque()  # prompt, index in its group
-        self.shows_images = self.form.reader is not None  # whether an answer may have images
-        self._is_limited = True  # whether the number of environments in use at once is limited
+        self.writing: dict[str, Conversation] = {}  # Conversations that the engine decodes, by request id.
+        self.waiting: list[tuple[Conversation, Answers]] = []  # Conversations that wait for tools.
+        self.unopened: deque[tuple[Prompt, int]] = deque()  # (Prompt, index in its group) of conversations not begun.
+        self.shows_images = self.form.reader is not None  # Whether tools' answers may have images.
+        self._is_limited = True  # Whether the number of environments in use at once is limited.
 
     def _open_next(self) -> None:
-        """Begin as many conversations as there are environments for."""
+        """Begin further conversations until the limit of environments in use is reached."""
         environments = self.tools.environments
         while self.unopened and (not self._is_limited or environments.has_room(self.sampling.n)):
             prompt, index = self.unopened.popleft()
@@ -144,14 +145,14 @@ class _RunningConversations:
             else:
                 self.waiting.append((conversation, beginning))
         if self.unopened and not (self.writing or self.waiting):
-            if environments.in_scoring:  # async reward functions still run
+            if environments.in_scoring:  # wait for async reward functions, which make environments free
                 time.sleep(POLL)
-            else:  # no group is scored before all are sampled, as in a subclass that collects them
+            else:  # nothing makes environments free, e.g. in a subclass that scores only when all are sampled
                 self._is_limited = False
                 self._open_next()
 
     def advance(self) -> list[Conversation]:
-        """Run one step of the engine, then continue behind finished tools. Return the conversations that ended."""
+        """Run one engine step, then continue conversations with finished calls. Return the conversations that ended."""
         over = []
         self._open_next()
         if self.writing:
@@ -181,13 +182,13 @@ class _RunningConversations:
         position, index, turn = conversation.prompt.position, conversation.index, conversation.turns
         if turn:
             seed = request_seed(self.seed, position, f"{self.purpose}/{index}/{turn}")
-        else:  # the same seed as in one request of n completions
+        else:  # the same seed as in one request for n completions
             seed = request_seed(self.seed, position, self.purpose) + index
         request = self.engine.submit(conversation.read, self.sampling, seed, n=1, spent=len(conversation.ids))
         self.writing[request] = conversation
 
     def _continue(self, conversation: Conversation, answers: Answers) -> bool:
-        """Continue behind the tools' answers. Return False if there is no room for them."""
+        """Append the tools' answers and request the next turn. Return False if the answers are too long."""
         if not conversation.turns:
             self._begin(conversation, answers)
             return True
@@ -204,7 +205,7 @@ class _RunningConversations:
             return False
         try:
             answer = tokens()
-        except FAILURES as error:  # e.g. a picture that the processor doesn't take
+        except FAILURES as error:  # e.g. a picture that the processor doesn't accept
             if not images:
                 raise
             messages = self.tools.refused(messages, error)
@@ -217,11 +218,11 @@ class _RunningConversations:
         return True
 
     def _begin(self, conversation: Conversation, answers: Answers) -> None:
-        """Append the value that the environment's `reset` returned to the prompt, and let the model write.
+        """Append the value that the environment's `reset` returned to the prompt, and request the first turn.
 
         Raises:
-            RuntimeError: ``reset`` raised or is late.
-            ValueError: the prompt is too long with that value.
+            RuntimeError: ``reset`` raised or timed out.
+            ValueError: the prompt with the returned value is too long.
         """
         ((_, outcome),) = answers.outcomes()
         assert conversation.session.environment is not None
@@ -238,14 +239,14 @@ class _RunningConversations:
                 asked = self.rules.changed({name: columns[name] for name in COLUMNS if name in columns}, where)
             if asked is None:
                 raise ValueError(
-                    f"{where}: with what reset returned the prompt has more than "
-                    f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less."
+                    f"{where}: with the text that reset returned the prompt has more than "
+                    f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less text."
                 )
             conversation.input = conversation.read = asked
         self._submit(conversation)
 
     def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
-        """Return the prompt's messages with the value of `reset` at the end of the last message."""
+        """Return the prompt's messages with the value of `reset` appended to the last message's content."""
         (*earlier, last), shown = conversation.asked, shown_content(value, self.shows_images)
         own, has_images = None, False
         if self.shows_images:

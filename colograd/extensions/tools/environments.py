@@ -1,4 +1,4 @@
-"""Environments: the user's factories make them, and each is lent to one conversation at a time, then used again."""
+"""`Environments`: makes environments with the user's factories, and lends each to one conversation at a time."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from ...rewards.functions import function_name
 from ...usercode.calls import place_in, raised_outcome
 from .threads import EnvironmentThread, MainThreadAdvice, wait_for_result
 
-CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
+CONTROL = ("reset", "get_reward")  # public methods of an environment that the model can't call
 
 
 @dataclass(slots=True, eq=False)
 class Environment:
-    """An environment of the user's, and the thread that it lives in."""
+    """A user's environment, and the thread that made it and runs its methods."""
 
     instance: Any
-    name: str  # name of the environment in main_thread_tools
-    factory: str | None  # key of the factory that made it
-    thread: EnvironmentThread | None  # its thread; None: it needs the main thread
-    stuck: bool = False  # whether a call never came back, so that its state is unknown
+    name: str  # Name of the environment in main_thread_tools.
+    factory: str | None  # Key of the factory that made the environment.
+    thread: EnvironmentThread | None  # Thread that runs the methods. None means the main thread.
+    stuck: bool = False  # Whether a call never returned, so that the environment's state is unknown.
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """The environment's public methods, by name, looked up on the class so that no property is evaluated."""
+        """The environment's public methods by name, without `reset` and `get_reward`. No property is evaluated."""
         names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
         if "reset" not in names:
             raise ValueError(
-                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define one, "
-                "which begins an episode from the row's columns and returns None or a text that ends the prompt."
+                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define "
+                "one. It begins an episode from the row's columns, and returns None or a text to append to the "
+                "prompt."
             )
         tools = [name for name in names if name not in CONTROL and not name.startswith("_")]
         return {name: getattr(self.instance, name) for name in tools}
 
 
 def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
-    """Return an environment's names in main_thread_tools: its key, if there are several, and its factory's name."""
+    """Return an environment's names in main_thread_tools: its key in a dict of factories, and its factory's name."""
     own = function_name(factory)
     return [own] if key is None else [key, own]
 
 
 class Environments:
-    """Makes environments, lends them, and takes them back.
+    """Makes environments, lends each to one conversation, and makes it free again after scoring.
 
-    An environment is lent to a conversation until the reward functions that may look at it have returned. A factory's
-    key is the name in a row's column `environment`, or None if there is only one.
+    An environment is lent until the reward functions that may read it have returned. A factory's key is the name in a
+    row's column `environment`, or None if the run has a single factory.
     """
 
     def __init__(
@@ -61,17 +62,17 @@ class Environments:
         limit: int | None = None,
     ) -> None:
         self._factories, self._main_thread, self._advice, self._limit = factories, main_thread, advice, limit
-        self._known: dict[int, Environment] = {}  # by the id of the instance
+        self._known: dict[int, Environment] = {}  # all environments by `id(instance)`
         self._lent: list[Environment] = []
-        self._returning = threading.Lock()  # async reward functions end in a thread of their own
-        self.in_scoring: set[int] = set()  # positions of groups whose environments reward functions will give back
-        self._begins = True  # whether the next environment lent is the first of a round
-        self.latest: list[Any] | None = None  # instances of the present or else the last round's conversations
-        self.first = {key: self._make(key) for key in factories}  # one environment per key, to describe its tools
+        self._returning = threading.Lock()  # Guards returns, because async reward functions end in other threads.
+        self.in_scoring: set[int] = set()  # Positions of groups that reward functions are scoring.
+        self._begins = True  # Whether the next environment lent is the first of a generation.
+        self.latest: list[Any] | None = None  # Instances lent in the present or the last generation.
+        self.first = {key: self._make(key) for key in factories}  # One environment per key, to describe its tools.
         self._free = {key: [environment] for key, environment in self.first.items()}
 
     def lend(self, key: str | None) -> Environment:
-        """Return an environment for one conversation, until `take_back`."""
+        """Return a free or new environment for one conversation. It is lent until `end_scoring` or `take_back`."""
         free = self._free[key]
         environment = free.pop() if free else self._make(key)
         self._lent.append(environment)
@@ -81,15 +82,15 @@ class Environments:
         return environment
 
     def has_room(self, group: int) -> bool:
-        """Return whether another environment may be lent. One group of ``group`` conversations always has room."""
+        """Return whether one more environment may be lent. One group's ``group`` conversations may always run."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     def begin_scoring(self, groups: Sequence[Group]) -> None:
-        """Note that reward functions look at the groups' environments."""
+        """Record that reward functions use the environments of ``groups`` until `end_scoring`."""
         self.in_scoring |= {group.position for group in groups}
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
-        """Take the groups' environments back, as no reward function looks at them any more."""
+        """Make the environments of ``groups`` free again, because their reward functions have returned."""
         scored = {id(rollout.columns.get("environments")) for group in groups for rollout in group.rollouts}
         with self._returning:
             for environment in [each for each in self._lent if id(each.instance) in scored]:
@@ -98,14 +99,14 @@ class Environments:
             self.in_scoring -= {group.position for group in groups}
 
     def take_back(self) -> None:
-        """Make all lent environments free again, as their conversations are over and scored."""
+        """Make all lent environments free again, because their conversations have ended and are scored."""
         with self._returning:
             for environment in self._lent:
                 self._take_back(environment)
             self._lent, self.in_scoring, self._begins = [], set(), True
 
     def _take_back(self, environment: Environment) -> None:
-        """Make an environment free. Forget a stuck one."""
+        """Make an environment free again. Drop a stuck environment and end its thread."""
         if not environment.stuck:
             self._free[environment.factory].append(environment)
             return
@@ -114,7 +115,7 @@ class Environments:
             environment.thread.close()
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Call ``get_reward`` of each environment, None for None. A call that hangs leaves its environment stuck."""
+        """Return ``get_reward()`` of each environment, None for None. A hanging call marks its environment as stuck."""
         environments = [self._known.get(id(instance)) for instance in instances]
         asked: list[Future[Any] | None] = [
             None if known is None or known.thread is None else known.thread.ask(known.instance.get_reward)
@@ -134,7 +135,7 @@ class Environments:
             raise
 
     def close(self) -> None:
-        """End the environments' threads."""
+        """End the threads of all environments."""
         for environment in self._known.values():
             if environment.thread is not None:
                 environment.thread.close()
@@ -153,11 +154,11 @@ class Environments:
             place = place_in(outcome.value[1])
             most = f" Up to {self._limit} are lent at once (per_device_train_batch_size x steps_per_generation)."
             raise ValueError(
-                f"environment_factory {name!r} raised {outcome.value[0].removesuffix(': ')} when it was to make "
+                f"environment_factory {name!r} raised {outcome.value[0].removesuffix(': ')} while making "
                 f"environment {len(self._known) + 1} of this rank{f' ({place})' if place else ''}."
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
-        if thread is not None and environment.thread is not thread:  # the factory returned a known instance again
+        if thread is not None and environment.thread is not thread:  # the factory returned a known instance
             thread.close()
         return environment

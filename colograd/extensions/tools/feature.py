@@ -1,4 +1,4 @@
-"""`ToolFeature`: a run with tools or environments."""
+"""`ToolFeature`: adds tools and environments to a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward
 
-OBSERVATION = 1024  # tokens reserved after the longest prompt for the text of an environment's `reset`
+OBSERVATION = 1024  # tokens reserved after the longest prompt for the text that an environment's `reset` returns
 
 
 class ToolFeature(SourceFeature):
-    """The tools and environments of a run."""
+    """The tools and environments of a run: their rewards, dataset columns, empty prompts and rollout source."""
 
     form: ToolFormat
     may_add_images = True
@@ -46,7 +46,7 @@ class ToolFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         tools, factory = arguments.sources["tools"], arguments.sources["environment_factory"]
         if tools or factory is not None:
-            # No limit for `reward_call: all`: every conversation keeps its environment until the one call at the end.
+            # No limit with `reward_call: all`: each conversation keeps its environment until the last group is scored.
             most = config.environments_at_once if config.reward_call == "group" else None
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
@@ -62,7 +62,7 @@ class ToolFeature(SourceFeature):
         self.form = ToolFormat(policy.tokenizer, kwargs, reader_of(policy))
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Make an empty row for each prompt of one generation; an environment writes the prompts' texts."""
+        """Return a dataset of empty prompts, one per prompt of a generation. An environment writes their texts."""
         if not self.toolbox.has_environments:
             return super().empty_prompts(config)
         if self.toolbox.by_name:
@@ -72,8 +72,8 @@ class ToolFeature(SourceFeature):
             )
         if config.max_steps <= 0:
             raise ValueError(
-                f"train_dataset is missing and max_steps is {config.max_steps}, but without a dataset nothing else "
-                "says when to end: set max_steps."
+                f"train_dataset is missing and max_steps is {config.max_steps}, but without a dataset only "
+                "max_steps can end the training: set max_steps."
             )
         rows = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
         return Dataset.from_dict({"prompt": [EMPTY] * rows})

@@ -1,4 +1,4 @@
-"""Daemon threads: one for each call of a tool, one for each environment."""
+"""Daemon threads that run the user's code: one thread per call of a tool, one thread per environment."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ import torch
 
 from ...usercode.calls import Outcome, awaited_outcome, event_loop, raised_outcome
 
-# Python's errors when another thread sets a signal handler (for `signal.alarm`), or uses a connection that the main
-# thread opened. Only the main thread may do these.
+# Texts of Python's errors when a thread other than the main thread sets a signal handler (for `signal.alarm`), or uses
+# a database connection that the main thread opened.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
-PIECE = 0.2  # maximum seconds of one wait
+PIECE = 0.2  # maximum seconds of one wait in `wait_for_result`
 
 
 @dataclass(frozen=True, slots=True)
 class UserCall:
-    """A call of the user's code, and the future that gets its outcome."""
+    """A call of a user's function, and the future that gets the call's outcome."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
     future: Future[Outcome] = field(default_factory=Future)
 
     def run(self) -> None:
-        """Run the call in this thread, unless it has run or was cancelled."""
+        """Run the call in this thread and set the future. Do nothing if the call has run or was cancelled."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
         started = time.perf_counter()
         try:
             value = self.function(**self.arguments)
-            if inspect.isawaitable(value):  # an environment's async method, in the order of its calls
+            if inspect.isawaitable(value):  # async method of an environment; waiting here keeps the order of its calls
                 outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
             else:
                 outcome = Outcome("value", value, time.perf_counter() - started)
-        except BaseException as error:  # SystemExit too: it would end the thread, and the conversation wait for ever
+        except BaseException as error:  # SystemExit would end the thread and leave the conversation without an outcome
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
             outcome = raised_outcome(error)
@@ -50,9 +50,9 @@ class UserCall:
 
 
 class EnvironmentThread:
-    """Makes one environment and runs its sync methods, in one thread.
+    """A thread that makes one environment and runs its sync methods.
 
-    An environment's database connection or browser may be bound to the thread that opened it.
+    A database connection or a browser of an environment may work only in the thread that opened it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class EnvironmentThread:
         threading.Thread(target=run, name="colograd-environment", daemon=True).start()
 
     def ask(self, function: Callable[[], Any]) -> Future[Any]:
-        """Queue a function. Return a future for its result or exception."""
+        """Queue a function for the environment's thread. Return a future with the function's result or exception."""
         future = Future[Any]()
 
         def work() -> None:
@@ -78,20 +78,20 @@ class EnvironmentThread:
         return future
 
     def close(self) -> None:
-        """End the thread after the queued functions."""
+        """End the environment's thread once the queued functions have run."""
         self._work.put(None)
 
 
 class MainThreadAdvice:
-    """Warns once per name that a call failed because it needs the main thread, and moves the tool there if possible."""
+    """Warns once about each tool that needs the main thread. Moves the tool's later calls to it if possible."""
 
     def __init__(self) -> None:
         self._advised: set[str] = set()
-        # Moves a tool's later calls to the main thread. False: impossible, as for an environment's methods.
+        # Function that moves a tool's later calls to the main thread. It returns False for an environment's method.
         self.move: Callable[[str], bool] = lambda name: False
 
     def give(self, name: str, outcome: Outcome) -> None:
-        """Warn if the traceback contains one of the texts in `NEEDS_MAIN`."""
+        """Warn if the traceback of a failed call contains one of the texts in `NEEDS_MAIN`."""
         if name in self._advised or outcome.kind != "raised" or not any(p in outcome.value[1] for p in NEEDS_MAIN):
             return
         self._advised.add(name)
@@ -107,14 +107,14 @@ class MainThreadAdvice:
 
 
 def wait_for_result(future: Future[Any]) -> Any:
-    """Wait for the result in short pieces, as an exception that interrupts this thread isn't raised during a wait."""
+    """Return a future's result. Wait in short intervals, because an interrupt is raised only between two waits."""
     while not future.done():
         wait([future], timeout=PIECE)
     return future.result()
 
 
 def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """Return the work for another thread, with this thread's CUDA device. A new thread has the default device."""
+    """Wrap ``work`` for a new thread: set the CUDA device of the calling thread first, then run ``work``."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None
 

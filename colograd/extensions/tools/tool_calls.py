@@ -1,4 +1,4 @@
-"""Calls of tools that have begun, and their outcomes as the model reads them."""
+"""Tool calls that were started (`RunningCall`, `Answers`), and the content of the messages with their outcomes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ PARTS = ("text", "image", "image_url", "audio", "video")  # types of content par
 
 @dataclass(slots=True)
 class RunningCall:
-    """A call that has begun, or that runs when its outcome is requested."""
+    """A tool call that was started. A main-thread call runs only when its outcome is requested."""
 
     name: str
     future: Future[Outcome]
-    deadline: float = math.inf  # latest time to wait for the call, in `time.monotonic` seconds
-    asker_runs: UserCall | None = None  # the call to run in the requesting thread (main_thread_tools)
-    environment: Environment | None = None  # environment of the method
-    declarable: str | None = None  # name that could be added to main_thread_tools; None: none
+    deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
+    asker_runs: UserCall | None = None  # Call that the requesting thread runs (main_thread_tools).
+    environment: Environment | None = None  # Environment of a method. None for a tool.
+    declarable: str | None = None  # Name that could be added to main_thread_tools, or None.
 
     @classmethod
     def failed(cls, name: str, line: str) -> RunningCall:
-        """Return a call that never begins, with the reason ``line``."""
+        """Return a call that failed before it started, with the error text ``line``."""
         future = Future[Outcome]()
         future.set_result(Outcome("raised", (line, ""), 0.0))
         return cls(name, future)
 
     def done(self) -> bool:
-        """Return whether there is nothing left to wait for."""
+        """Return whether the call has ended, is late, or runs only in the requesting thread."""
         return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
 
     def abandon(self) -> None:
-        """Cancel the call, as nobody waits for it any more."""
+        """Cancel the call. If an environment's thread still runs the call, the environment becomes stuck."""
         if self.environment is not None and self.asker_runs is None and not self.future.done():
             self.environment.stuck = True
         self.future.cancel()
@@ -49,18 +49,18 @@ class RunningCall:
 
 @dataclass(slots=True)
 class Answers:
-    """The pending outcomes of a turn's calls."""
+    """The pending outcomes of all tool calls in one assistant message."""
 
     calls: list[RunningCall]
     timeout: float | None
     advice: MainThreadAdvice
 
     def done(self) -> bool:
-        """Return whether there is nothing left to wait for."""
+        """Return whether no call needs further waiting."""
         return all(call.done() for call in self.calls)
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
-        """Return each call's name and outcome, in the order of the calls; ``late`` for a call that hasn't ended."""
+        """Return (tool's name, outcome) for each call, in order. A call that hasn't ended gets the outcome ``late``."""
         outcomes = []
         for call in self.calls:
             if call.asker_runs is not None:
@@ -71,7 +71,7 @@ class Answers:
             else:
                 try:
                     outcome = call.future.result()
-                except (Exception, CancelledError) as error:  # e.g. an async tool without its arguments
+                except (Exception, CancelledError) as error:  # e.g. an async tool called without a required argument
                     outcome = raised_outcome(error)
             if call.declarable is not None:
                 self.advice.give(call.declarable, outcome)
@@ -79,19 +79,20 @@ class Answers:
         return outcomes
 
     def abandon(self) -> None:
-        """Cancel all calls, as nobody waits for them any more."""
+        """Cancel all calls, because the conversation won't read their outcomes."""
         for call in self.calls:
             call.abandon()
 
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """Return the content of a tool's message, for a model that reads ``images`` or not.
+    """Return the content of the message with a tool's outcome. ``images``: whether the model reads images.
 
-    A list stays a list for the reward functions, as in TRL; the model reads its `shown_content`. Any other value
-    becomes text. Lone surrogates are replaced, as no tokenizer takes them.
+    A list stays a list, because reward functions get a list in TRL. The model reads the list's `shown_content`. Any
+    other value becomes text. Lone surrogates are replaced, because no tokenizer accepts them.
 
     Raises:
-        RuntimeError, ValueError: the call failed, or its value can't be shown.
+        RuntimeError: the call failed.
+        ValueError: the value can't be shown to the model.
     """
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
@@ -103,13 +104,13 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
     if not isinstance(outcome.value, list):
         return shown
     try:
-        return clean(copy.deepcopy(outcome.value))  # a copy, so that the tool can't change the message later
-    except Exception:  # e.g. an object with a lock or a connection
+        return clean(copy.deepcopy(outcome.value))  # A copy, so that the tool can't change the message later.
+    except Exception:  # The value can't be copied, e.g. an object with a lock.
         return shown
 
 
 def shown_content(content: Any, images: bool) -> Any:
-    """Return a tool's value as the model reads it: as text, or as content parts if it has images."""
+    """Return a tool's value for the model: text, or content parts if the value has images and ``images`` is true."""
     if not images or not _is_parts(content) or all(part["type"] != "image" for part in content):
         return text_of(content)
     (in_rgb,) = registry.hooks_of("images", "picture")
@@ -122,7 +123,7 @@ def shown_content(content: Any, images: bool) -> Any:
 
 
 def characters(content: Any) -> int:
-    """Count the characters of text in a tool's value."""
+    """Count the characters of the texts in a tool's value. Images count as 0."""
     texts = [part.get("text", "") for part in content] if _is_parts(content) else [content]
     return sum(len(str(text)) for text in texts)
 
@@ -141,5 +142,5 @@ def text_of(content: Any) -> str:
         return str(clean(str(content)))
     for part in content:
         if part["type"] != "text":
-            raise ValueError(f"A part of type {part['type']!r} can't be shown, only text.")
+            raise ValueError(f"A part of type {part['type']!r} can't be shown to the model, which reads only text.")
     return str(clean("".join(str(part["text"]) for part in content)))

@@ -1,4 +1,4 @@
-"""Reads the calls of a turn and writes tools' answers as tokens, with the tokenizer's chat template and parser."""
+"""`ToolFormat`: reads tool calls from sampled tokens, and tokenises the tools' answers with the chat template."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from ...data.messages import without_nones
 from ...rollout.texts import ToolCall, as_calls, has_parser, parsed_turn
 from ...usercode.untrusted import parse_json
 
-# The format of calls by Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
+# Tool calls as Hermes, Qwen 2.5 and 3, SmolLM and others write them: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 ASKED = {"role": "user", "content": "asked"}
 
 
 class ToolFormat:
-    """The format of tool calls and answers in a tokenizer's chat template.
+    """The format of tool calls and tools' answers in a tokenizer's chat template.
 
-    Calls are read by the tokenizer's own ``parse_response`` if it has a ``response_template`` or
-    ``response_schema``, else as JSON between ``<tool_call>`` and ``</tool_call>``.
+    Tool calls are read by the tokenizer's ``parse_response`` if the tokenizer has a ``response_template`` or a
+    ``response_schema``. Otherwise calls are JSON between ``<tool_call>`` and ``</tool_call>``.
 
     Args:
-        template_kwargs: further arguments of the template.
-        reader: `ImageReader` of a vision-language model. Its processor's template gets all contents as parts.
+        template_kwargs: further arguments of the chat template.
+        reader: the `ImageReader` of a vision-language model. The template of the model's processor gets every
+            message's content as a list of parts.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
@@ -36,7 +37,7 @@ class ToolFormat:
         self._parses = has_parser(tokenizer)
         template = getattr(tokenizer if reader is None else reader.processor, "chat_template", None)
         if not template:
-            raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
+            raise ValueError("tools need a chat template, but the tokenizer has none: set chat_template_path.")
         call = _assistant_message("", [ToolCall("the_name", {"the_argument": "the value"})])
         answer = {"role": "tool", "name": "the_name", "content": "the answer"}
         try:
@@ -48,23 +49,23 @@ class ToolFormat:
             shown = f"({type(error).__name__}: {error})"
         if "{'type': 'text'" in shown:
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} writes contents as they are, where a model that reads "
-                "images has parts: set chat_template_path to one that writes the parts of every message."
+                f"the chat template of {tokenizer.name_or_path} writes a list of content parts as it is, but a model "
+                "that reads images needs them: set chat_template_path to a template that writes all content parts."
             )
         for part in ("the_name", "the_argument", "the value", "the answer"):
             if part not in shown:
                 raise ValueError(
-                    f"the chat template of {tokenizer.name_or_path} doesn't write tools' calls and answers ({part!r} "
-                    f"of a conversation with both is missing in {shown[-200:]!r}): set chat_template_path to one that "
+                    f"the chat template of {tokenizer.name_or_path} doesn't write tools' calls and answers (a test "
+                    f"conversation lacks {part!r}: {shown[-200:]!r}): set chat_template_path to a template that "
                     "does, such as recipes/chat_templates/smollm2_tools.jinja."
                 )
         if not self._parses and not CALL.search(shown):
             raise ValueError(
-                f"nothing is known that reads tool calls as {tokenizer.name_or_path} writes them: set the tokenizer's "
+                f"no parser is known for the tool calls that {tokenizer.name_or_path} writes: set the tokenizer's "
                 "response_template (see response parsing in transformers' documentation)."
             )
-        # The special token that ends a turn in the template; None: the template writes none. It is the tokenizer's end
-        # token, or another one such as ``<|im_end|>`` in ChatML for base models.
+        # `_end` is the special token that ends an assistant message in the template: the tokenizer's EOS token, or e.g.
+        # ``<|im_end|>`` in ChatML for base models. None means that the template writes no such token.
         begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
         same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
         eos, special = tokenizer.eos_token_id, {*tokenizer.all_special_ids}
@@ -75,7 +76,7 @@ class ToolFormat:
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
-        """Return a turn as a message, and its calls. Malformed calls remain text."""
+        """Return sampled tokens as an assistant message, with the message's tool calls. Malformed calls remain text."""
         parsed = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
         if parsed is not None:
             message, calls = parsed
@@ -83,21 +84,21 @@ class ToolFormat:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         text, calls = text.removesuffix(self._tokenizer.eos_token or "").strip(), []
         if not self._parses:
-            with contextlib.suppress(ValueError):  # one call is malformed
+            with contextlib.suppress(ValueError):  # raised if one call is malformed
                 calls = as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
         return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
 
     def answer(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> ModelInput:
-        """Return the model's input from the end of a turn to the start of the next, with the tools' answers.
+        """Return the tokens that follow an assistant message: its end, the tools' answers, the next message's start.
 
-        It is appended to the sampled tokens, so that no sampled token is tokenised again.
+        The result is appended to the sampled tokens, so that no sampled token is tokenised again.
 
         Args:
-            own: the row's further arguments of the template.
-            last: the turn's last token; None: the template's end of a turn. If the model ended the turn with another
-                token, the result begins with the template's end of a turn.
+            own: further arguments of the chat template from the dataset row.
+            last: the last sampled token. If the token isn't the template's end of a message, the result begins with the
+                template's end of a message. None means that the message ended with the template's end.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
@@ -108,25 +109,24 @@ class ToolFormat:
             start += 1
         if (images := whole.images) is None:
             return ModelInput(whole.ids[start:])
-        images = dataclasses.replace(  # all are behind `start`; up to there the engine's tokens are the same
+        images = dataclasses.replace(  # no image is before `start`; before it the engine's ids are the same
             images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
         )
         return ModelInput(whole.ids[start:], images)
 
     def _place(self, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
-        """Return the index in ``whole``, which continues ``before``'s messages, where the turn's content ends."""
+        """Return the index in ``whole`` where the messages of ``before`` end. ``whole`` has further messages."""
         end = self._end
         if end in before:
-            # The turn ends at the last end token in `before`. Count the end tokens, because a template may write
-            # earlier turns differently once something follows them. Tokens behind the end, mostly a newline, weren't
-            # sampled.
+            # The last message ends at the last end token in `before`. End tokens are counted, because a template may
+            # write messages differently once others follow. Tokens behind the end token (a newline) weren't sampled.
             places = [place for place, token in enumerate(whole) if token == end]
             return places[before.count(end) - 1]
         if whole[: len(before)] == before:
             return len(before)
         raise ValueError(
-            f"the chat template of {self._tokenizer.name_or_path} neither ends turns with a special token, nor leaves "
-            "earlier turns as they are when a tool's answer follows: set chat_template_path."
+            f"the chat template of {self._tokenizer.name_or_path} neither ends messages with a special token, nor "
+            "leaves earlier messages unchanged before a tool's answer: set another chat_template_path."
         )
 
     def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
@@ -138,11 +138,11 @@ class ToolFormat:
         shown, pictures = self.reader.split(messages, "a tool's answer")
         if pictures:
             return self.reader.made(shown, pictures, arguments)
-        return ModelInput(self.reader.tokens(shown, arguments)[1])  # image tokens in a tool's text stay as they are
+        return ModelInput(self.reader.tokens(shown, arguments)[1])  # without images, image tokens in texts stay texts
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Return an assistant's message in the format of chat templates."""
+    """Return an assistant message with tool calls, in the format that chat templates read."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [

@@ -1,12 +1,12 @@
-"""The tools and environments of a run, which the model may call while it writes.
+"""`Toolbox`: runs the tools and environment methods that the model calls while it writes a completion.
 
-    sync tools                in a worker process, if there are workers and the tool can be pickled; else in a thread
+    sync tools                in a worker process if there are workers and the tool can be pickled, else in a thread
     async tools               on the event loop of async rewards, all conversations together
     an environment's methods  in the environment's own thread, one conversation's calls in their order (async methods
                               on the event loop)
     main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
 
-A slow tool delays only its own conversation. The answer to a late call is an error, which the model sees.
+A slow tool delays only its own conversation. If a call exceeds the timeout, the model reads an error as its answer.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 
 @dataclass(frozen=True, slots=True)
 class ConversationTools:
-    """One conversation's tools."""
+    """The tools of one conversation, and its environment if the run has environments."""
 
-    schemas: list[dict[str, Any]]  # JSON schemas of the tools, for chat templates
+    schemas: list[dict[str, Any]]  # JSON schemas of the conversation's tools, for chat templates
     environment: Environment | None = None
 
 
 class Toolbox:
-    """The tools of a run, and its environments.
+    """The tools and environments of a run: starts their calls and returns their answers.
 
     Args:
         tools: functions or import paths, sync or async, with type hints and a Google-style docstring.
         environment_factory: makes an environment. Its ``reset`` begins an episode, and its other public methods are
             tools. Or a dict of factories by name: a row's column ``environment`` picks one.
-        workers: number of processes for the sync tools; 0: sync tools run in threads.
-        timeout: maximum seconds of a call, except in the main thread; None: no limit.
+        workers: number of processes for the sync tools. 0 means that sync tools run in threads.
+        timeout: maximum seconds of a call. None means no limit. Calls in the main thread have no limit.
         main_thread: names of tools and environments that work only in the main thread.
-        most_environments: maximum number of environments lent at once; None: no limit.
+        most_environments: maximum number of environments that conversations use at once. None means no limit.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Toolbox:
         most_environments: int | None = None,
     ) -> None:
         self.timeout = timeout
-        self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
-        # Called with a tool's name, and the start and the end of a call.
+        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` since `take_counts`.
+        # Callback that gets a tool's name and the start and end times of a call.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
         for tool in tools or ():
@@ -96,20 +96,20 @@ class Toolbox:
         if unable := [name for name in main_thread or () if name not in able]:
             raise ValueError(
                 f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
-                f"this run: name some of {', '.join(able) or 'none'}, or leave it out."
+                f"this run: name some of {', '.join(able) or 'none'}, or leave main_thread_tools out."
             )
         self._advice = MainThreadAdvice()
-        self._told_of: set[tuple[str, str]] = set()  # kinds of failures and tools that were reported
+        self._told_of: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
         self.environments = Environments(self._factories, frozenset(self._main_thread), self._advice, most_environments)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
-        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # give rewards
+        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # with get_reward
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
         for key, environment in self.environments.first.items():
             methods = environment.methods
             if taken := methods.keys() & self._tools.keys():
                 of = type(environment.instance).__name__
-                raise ValueError(f"tool {taken.pop()!r} is a method of {of} too: rename one of them.")
+                raise ValueError(f"tool {taken.pop()!r} is also a method of the environment {of}: rename the tool.")
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
         pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
         self._pool = WorkerPool("tools", pooled, workers, timeout)
@@ -118,21 +118,21 @@ class Toolbox:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """Everything that the model may call: the tools, then the methods of one environment of each kind."""
+        """Functions that the model may call: all tools, then the methods of one environment per factory."""
         first = self.environments.first.values()
         return [*self._tools.values(), *(method for environment in first for method in environment.methods.values())]
 
     @property
     def factories(self) -> dict[str | None, Callable[[], Any]] | None:
-        """Factories of environments, by the name in a row's column ``environment``; None: there are none."""
+        """Environment factories by the name in a row's column ``environment``. None if the run has no environments."""
         return self._factories or None
 
     def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the schemas of the tools in a row's conversation."""
+        """Return the JSON schemas of the tools that the conversation of a dataset row may call."""
         return self._schemas[self._factory_of(row)]
 
     def open(self, row: dict[str, Any]) -> tuple[ConversationTools, Answers | None]:
-        """Return a conversation's tools, and the pending answer of its environment's ``reset(**row)``."""
+        """Begin a row's conversation. Return its tools and the pending answer of the environment's ``reset(**row)``."""
         key = self._factory_of(row)
         if not self.has_environments:
             return ConversationTools(self._schemas[key]), None
@@ -144,7 +144,7 @@ class Toolbox:
         return ConversationTools(self._schemas[key], environment), Answers([begun], self.timeout, self._advice)
 
     def call(self, session: ConversationTools, calls: Sequence[ToolCall]) -> Answers:
-        """Begin to run a turn's calls."""
+        """Start the tool calls of one assistant message. Return their pending answers without waiting."""
         self.counts["tools/calls"] += len(calls)
         environment, of_environment = session.environment, 0
         methods = environment.methods if environment is not None else {}
@@ -165,9 +165,9 @@ class Toolbox:
         return Answers(running, self.timeout, self._advice)
 
     def _start(self, call: ToolCall) -> RunningCall:
-        """Begin to run a tool."""
+        """Start a call of a tool function, which isn't a method of an environment."""
         name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
-        if name in self._pool:  # the pool itself ends late calls
+        if name in self._pool:  # the pool of worker processes enforces the timeout
             return RunningCall(name, self._pool.submit(name, arguments))
         if inspect.iscoroutinefunction(function):
 
@@ -175,7 +175,7 @@ class Toolbox:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, self._deadline() + GRACE)  # late only if it blocks the loop
+            return RunningCall(name, running, self._deadline() + GRACE)  # reached only if a tool blocks the loop
         user_call = UserCall(function, arguments)
         if name in self._main_thread:
             return RunningCall(name, user_call.future, asker_runs=user_call)
@@ -185,7 +185,7 @@ class Toolbox:
     def _start_method(
         self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
     ) -> RunningCall:
-        """Start an environment's method. ``earlier``: number of the turn's calls that its thread runs first."""
+        """Start an environment's method. ``earlier`` is the number of calls that its thread has to run first."""
         user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
         if environment.thread is None:
             return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
@@ -195,7 +195,7 @@ class Toolbox:
         return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
 
     def _deadline(self, calls: int = 1) -> float:
-        """Return the time when the last of ``calls`` consecutive calls is late, in `time.monotonic` seconds."""
+        """Return the deadline of ``calls`` calls that run one after the other, in `time.monotonic` seconds."""
         return math.inf if self.timeout is None else time.monotonic() + calls * self.timeout
 
     def _move_to_main_thread(self, name: str) -> bool:
@@ -206,7 +206,7 @@ class Toolbox:
         return moves
 
     def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
-        """Wait for the calls. Return the tools' messages with the returned values or errors."""
+        """Wait for the calls. Return one message of role `tool` per call, with the returned value or the error."""
         messages = []
         for name, outcome in answers.outcomes():
             self.counts["tools/seconds"] += outcome.seconds
@@ -217,14 +217,14 @@ class Toolbox:
                 self.counts["tools/failures"] += 1
                 if outcome.kind == "value":
                     self._tell_of_unshown(name, error)
-                elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # its own code raised
+                elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # the tool's own code raised
                     self._warn_once("raised", name, f"tool {name!r} raised {outcome.value[0]} ({place})")
                 content = str({"error": str(error)})
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """Return the messages with an error in place of images that can't be shown. Warn once per tool."""
+        """Return tools' messages, with ``error`` as the content of each message that has images. Warn once per tool."""
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
@@ -249,7 +249,7 @@ class Toolbox:
             )
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
+        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and reset the sums."""
         taken = dict.fromkeys(COUNTS, 0.0) | self.counts
         self.counts.clear()
         return taken
@@ -266,13 +266,13 @@ class Toolbox:
         if key not in self._factories:
             raise ValueError(
                 f"a row's column `environment` is {key!r}, but environment_factory has "
-                f"{', '.join(map(str, self._factories))}: name one of these in each row."
+                f"{', '.join(map(str, self._factories))}: each row must name one of these environments."
             )
         return key
 
 
 def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
-    """Return a reward function that calls ``get_reward`` of environments of the class ``of``; None for others."""
+    """Return a reward function: ``get_reward()`` of environments of the class ``of``, None for other environments."""
 
     def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return tools.environments.rewards([e if type(e) is of else None for e in environments])
@@ -290,6 +290,6 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(function)
     except Exception as error:  # transformers raises several types of errors
         raise ValueError(
-            f"tool {name!r} can't be described to the model ({error}): give it type hints and a Google-style "
+            f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
             "docstring with every argument under `Args:`."
         ) from None

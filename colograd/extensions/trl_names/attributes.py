@@ -1,6 +1,6 @@
 """TRL's attributes of a trainer, for scripts and callbacks that read them. Nothing else in the package uses them.
 
-TRL's hooks are refused in subclasses, with the stage to override instead.
+If a subclass overrides an internal method of TRL's trainer, an error names Colograd's method (stage) to override.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import Trainer
 from ...policy.frozen import FrozenModel
 from ...rewards.functions import ModelReward
 
-# Attributes of TRL's trainer that are fields of its configuration.
+# Attributes of TRL's trainer that are fields of the same name in `GRPOConfig`.
 OF_ARGUMENTS = (
     "num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
     "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
@@ -31,7 +31,7 @@ ALWAYS = {
     "chat_template": None, "use_transformers_continuous_batching": False, "continuous_batching_config": None,
     "pad_to_multiple_of": None,
 }  # fmt: skip
-# TRL attributes whose value a rollout source may have, with the value in other runs.
+# TRL attributes that a rollout source may provide, with their values in runs without the source.
 OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
 ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
 LOOP = "reward functions and tools share the process's event loop, which no trainer has"
@@ -41,7 +41,7 @@ ABSENT = {
     "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
 }
 
-# Public attributes with another type than in TRL's trainer.
+# Public attributes that differ from TRL's in type or value. The text says how an attribute differs.
 DIFFERENT = {
     "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
     "compute_loss_func": "None; TRL's is a text by which transformers before 5.19 leaves the loss unscaled",
@@ -51,7 +51,7 @@ DIFFERENT = {
     "generation_kwargs": "Only the configuration's; TRL's without vLLM have every sampling setting",
 }
 
-# Methods of TRL's and transformers' trainers that Colograd never calls, with the stage to override instead.
+# Methods of TRL's and transformers' trainers that Colograd never calls, with the method to override instead.
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
 EVALUATE, DATA = "evaluate", "get_train_dataloader"
 HOOKS = {
@@ -66,10 +66,10 @@ HOOKS = {
 
 
 class TRLNames:
-    """TRL's attributes that `transformers.Trainer` doesn't have."""
+    """Base class of `GRPOTrainer` with TRL's attributes that `transformers.Trainer` doesn't have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse overrides that can't work: of methods that are never called, and of transformers' ``compute_loss``."""
+        """Raise if a subclass overrides a method that is never called, or ``compute_loss`` as in transformers."""
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
@@ -81,16 +81,16 @@ class TRLNames:
         given = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
         if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
             raise ValueError(
-                f"{cls.__name__} defines compute_loss({', '.join(given)}) as transformers has it, but nothing here "
-                f"gives it {' or '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
-                "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, loss=...)` "
-                "of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
+                f"{cls.__name__} defines compute_loss({', '.join(given)}) with transformers' arguments, but nothing "
+                f"passes {' and '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
+                "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, "
+                "loss=...)` of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
             )
 
-    if not TYPE_CHECKING:  # a type checker knows the real attributes
+    if not TYPE_CHECKING:  # hidden from type checkers, which know the real attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Return the value of TRL's attribute from its equivalent in Colograd."""
+            """Return the value of an attribute of TRL's trainer, read from the equivalent in Colograd."""
             if name in OF_ARGUMENTS:
                 return getattr(self.args, name)
             if name in ALWAYS:
@@ -103,7 +103,7 @@ class TRLNames:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Refuse to set an attribute that only shows a value, because setting it would have no effect."""
+            """Set an attribute. Raise for TRL's attributes that only show a value, because setting has no effect."""
             if name in OF_ARGUMENTS or name in ALWAYS or name in _FOUND:
                 raise AttributeError(
                     f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
@@ -113,7 +113,7 @@ class TRLNames:
 
 
 def _end_tokens(trainer: Any) -> list[int]:
-    """Return the end tokens in TRL's order: the tokenizer's, unless the checkpoint has it, then the checkpoint's."""
+    """Return the checkpoint's end token ids, in TRL's order. A tokenizer's id that the list lacks comes first."""
     named = getattr(trainer.model.generation_config, "eos_token_id", None)
     named = [] if named is None else [named] if isinstance(named, int) else list(named)
     own = trainer.policy.tokenizer.eos_token_id
@@ -121,7 +121,7 @@ def _end_tokens(trainer: Any) -> list[int]:
 
 
 _FOUND = {
-    # As in TRL, an adapter's reference is no second model.
+    # None with a LoRA, as in TRL, because its reference is the base model without the LoRA.
     "ref_model": lambda trainer: (
         reference.model
         if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)

@@ -113,5 +113,5 @@ def test_what_is_no_session_has_one_reward(scorer_of: Any) -> None:
     def returns(**kwargs: Any) -> Any:
         return [[1.0]]
 
-    with pytest.raises(RewardError, match=r"only an agent's answers have .* a number for the completion"):
+    with pytest.raises(RewardError, match=r"only an agent's session can have .* one number per completion"):
         score(scorer_of(returns), plain)

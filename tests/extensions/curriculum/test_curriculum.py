@@ -149,20 +149,20 @@ def test_schedules_are_linear_between_their_points() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"solved": 1}, "has the key 'solved', but knows pass_threshold, solved_at"),
-        ({"solved_at": 2.0}, r"solved_at is 2.0, but a pass rate is in \(0, 1\]"),
+        ({"solved": 1}, "has the key 'solved', but the keys are pass_threshold, solved_at"),
+        ({"solved_at": 2.0}, r"solved_at is 2.0, but must be a pass rate in \(0, 1\]"),
         ({"solved_at": "much"}, "must be a number"),
         (
             {"shares": {"simple": 1}},
             "has the pool 'simple', but without a column the pools are new, hard",
         ),
-        ({"column": "source"}, "nothing shares out its values: set shares"),
+        ({"column": "source"}, "but shares is missing: set"),
         ({"shares": {"hard": -1}}, "a share is negative"),
         ({"shares": {"hard": float("inf")}}, "a share is negative or infinite"),
         ({"solved_at": [1]}, r"solved_at is \[1\], but must be a number"),
         ({"revisit_after": float("nan")}, "revisit_after is nan, but must be a number"),
         ({"shares": {"hard": "half"}}, "the share of hard is 'half'"),
-        ({"difficulty": "level"}, "set both or none"),
+        ({"difficulty": "level"}, "must both be set"),
     ],
 )
 def test_a_bad_curriculum_is_refused_with_the_rule(given: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_what_drafts_cannot_be_had_with(settings: dict[str, Any], said: str, tmp
 @pytest.mark.engine
 def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "model", family="lfm2")
-    with pytest.raises(ValueError, match="This model's layers have a state"):
+    with pytest.raises(ValueError, match="This model has layers with a recurrent state"):
         build(model, tmp_path, vllm_engine_kwargs={"speculative_config": NGRAM})
 
 

@@ -113,5 +113,5 @@ def test_the_judge_is_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOGRAD_JUDGE_MODEL", "m")
     (found,) = resolve_rewards(["judge"], None)
     assert found.name == "judge" and is_async(found.function)
-    with pytest.raises(ValueError, match=r"scale is \(1, 1\), but its first number must be below"):
+    with pytest.raises(ValueError, match=r"scale is \(1, 1\), but the first number must be below"):
         resolve_rewards([Judge(scale=(1, 1))], None)

@@ -125,7 +125,7 @@ def test_a_module_that_is_no_model_of_transformers_needs_a_tokenizer_only(config
     (model,) = with_models(Counting(), tiny.make_tokenizer(), config)
     assert model.__name__ == "Counting"
     assert model(*zip(*PLAIN, strict=True)) == [len(prompt + completion) for prompt, completion in PLAIN]
-    with pytest.raises(ValueError, match=r"'Counting' has no tokenizer .*: give it in reward_processing_classes"):
+    with pytest.raises(ValueError, match=r"'Counting' has no tokenizer .*: give one in reward_processing_classes"):
         with_models([Counting()], None, config)
 
 
@@ -158,7 +158,7 @@ def unusable(folder: Path, kind: str) -> tuple[Any, Any]:
         ("two outputs", "'Qwen2ForSequenceClassification' has num_labels 2, but a reward is one number"),
         ("folder of two outputs", "has num_labels 2, but a reward is one number"),
         ("no head", r"has no weights for score\\.weight: it wasn't trained to give rewards"),
-        ("no tokenizer", "has no tokenizer .*: give it in reward_processing_classes"),
+        ("no tokenizer", "has no tokenizer .*: give one in reward_processing_classes"),
         ("nothing there", "can't be loaded .*: give a folder, a Hub id, or the import path of a function"),
     ],
 )

@@ -141,5 +141,5 @@ def test_other_advantages_are_refused(tmp_path: Path) -> None:
     ]
     term = penalty_of(config, None)
     assert term is not None
-    with pytest.raises(ValueError, match="but the advantages aren't"):
+    with pytest.raises(ValueError, match="but the advantages weren't"):
         term.with_scores(StepBatch(tuple(rows), 1, 1, {}, tuple(groups)), estimator)

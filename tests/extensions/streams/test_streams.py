@@ -119,7 +119,7 @@ def test_a_stream_s_rows_have_their_own_keys(tokenizer: Any, first: int) -> None
         ({"max_steps": -1}, "max_steps is -1, but a streamed dataset has no length"),
         ({"dynamic_sampling": True}, "dynamic_sampling is true and the dataset is a stream"),
         ({"size": 0}, "train_dataset has no rows"),
-        ({"limit": 1}, "all are over the limit of 1 tokens"),
+        ({"limit": 1}, "all prompts exceed the limit of 1 tokens"),
         ({"size": 1}, "ended after 1 prompts, but one generation takes 2"),
         (
             {"rows": IterableDataset.from_generator(lambda: iter([{"question": "a"}]))},

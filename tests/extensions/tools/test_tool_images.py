@@ -117,7 +117,7 @@ def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> N
     processor.chat_template = processor.chat_template.replace("{% for part", message + "{% for part", 1).replace(
         "{% endfor %}{% for c", "{% endfor %}{% endif %}{% for c"
     )
-    with pytest.raises(ValueError, match="writes contents as they are, where a model that reads images has parts"):
+    with pytest.raises(ValueError, match="writes a list of content parts as it is, but a model that reads"):
         ToolFormat(processor.tokenizer, {}, ImageReader(processor, form.reader.image_token))
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_shown_is_told_to_the_model() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             answer_content(Outcome("value", content, 0.0), images=True)
-    with pytest.raises(ValueError, match="'image' can't be shown, only text"):
+    with pytest.raises(ValueError, match="'image' can't be shown to the model"):
         answer_content(Outcome("value", look(1, 1), 0.0))
     assert answer_content(Outcome("value", [1, {"type": "image"}], 0.0), images=True) == [1, {"type": "image"}]
 

@@ -1,1 +1,1 @@
-"""The part of this extension that touches vLLM."""
+"""The modules of `agents` that import vLLM."""

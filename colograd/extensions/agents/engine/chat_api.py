@@ -1,6 +1,6 @@
-"""Request and response bodies of the OpenAI and Anthropic APIs, read and written with vLLM's classes.
+"""`ChatAPI`: reads requests and writes responses of the OpenAI and Anthropic APIs, with vLLM's classes.
 
-vLLM's parsers extract tool calls and reasoning from sampled tokens. Nothing here samples.
+vLLM's parsers extract tool calls and reasoning from sampled tokens. This module doesn't sample.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Any
 from ....engine.sampling import Sampling
 from ....usercode.untrusted import clean, parse_json
 
-# Request parameters that change what is sampled, each with the values (in addition to None) that change nothing.
+# Request parameters that change the sampling, each with the neutral values (in addition to None) that change nothing.
 SHAPING: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": ([],),
     "ignore_eos": (False,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
-# Request parameters that aren't supported, each with the values (in addition to None) that are accepted.
+# Request parameters that aren't supported, each with the values (in addition to None) that are accepted nevertheless.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (0,), "top_logprobs": (0,),
     "logprob_token_ids": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
     "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
 }  # fmt: skip
-# Arguments of a tokenizer's `apply_chat_template` that aren't passed to the template.
+# Arguments of a tokenizer's `apply_chat_template` that requests may not set, because the template doesn't get them.
 NO_ARGUMENTS = {
     "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
     "padding", "truncation", "max_length",
 }  # fmt: skip
-# Pairs of a text in the chat template and the name of vLLM's parser for its tool calls. The first match is used.
+# Pairs: a text in the chat template, and the name of vLLM's parser for such tool calls. The first match is used.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
 )  # fmt: skip
-MARKERS = "<[{|"  # first characters of tool calls and special tokens
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands at the end of a text that lacks tokens of its last character
+MARKERS = "<[{|"  # First characters of tool calls and of special tokens.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # Stands for a last character that lacks some of its tokens.
 REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
 
 
 class BadRequest(ValueError):
-    """A request that isn't served, with the HTTP status and the API's error code."""
+    """A request that the endpoint rejects, with the HTTP status and the API's error code."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -53,40 +53,40 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request after its body was read and checked."""
+    """A request after its body was parsed and checked."""
 
-    api: str  # "chat", "completions" or "messages"
-    request: Any  # vLLM's request object; for "messages" the equivalent chat request
+    api: str  # "chat", "completions" or "messages".
+    request: Any  # vLLM's request object. For "messages" it is the equivalent chat request.
     n: int
     max_tokens: int | None
-    options: dict[str, Any]  # arguments of vllm.SamplingParams: stop, structured_outputs, `SHAPING`
-    shaping: dict[str, Any]  # sampling settings by name that differ from the run's
+    options: dict[str, Any]  # Arguments of vllm.SamplingParams: stop, structured_outputs, names in `SHAPING`.
+    shaping: dict[str, Any]  # Sampling settings by name that differ from the run's settings.
     temperature: float | None
     stream: bool
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the chat template
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # chat template's arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the n answers to a request."""
+    """One of the n answers to a request, parsed from sampled tokens."""
 
-    message: dict[str, Any]  # assistant message in the API's form; with `completions` only its content
-    finish_reason: str  # "stop", "length" or "tool_calls"
-    stop: str | None  # stop string that ended the answer
+    message: dict[str, Any]  # Assistant message in the API's form. With `completions` it has only the content.
+    finish_reason: str  # "stop", "length" or "tool_calls".
+    stop: str | None  # Stop string that ended the answer, or None.
     ids: Sequence[int]
     logprobs: Sequence[float]
-    tokens: Sequence[str]  # decoded text of each id; empty if no log-probabilities were requested
+    tokens: Sequence[str]  # decoded text of each id; empty if the request wants no log-probabilities
 
 
 class ChatAPI:
-    """Reader of requests and writer of responses for one model.
+    """Reads requests and writes responses for one model.
 
     Args:
         model: name of the model in requests and responses.
         template: the model's chat template, used to choose parsers.
-        tool_parser, reasoning_parser: names of vLLM's parsers; None: chosen by the template; "": none.
+        tool_parser, reasoning_parser: names of vLLM's parsers. None means a choice by the template, "" no parser.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # A malformed tool call is a mistake that the model should unlearn, so vLLM logs no traceback for it.
+        # The model should unlearn malformed tool calls, so they are no errors. vLLM's tracebacks for them are hidden.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
@@ -113,11 +113,11 @@ class ChatAPI:
         except (TypeError, KeyError, ImportError) as error:
             raise ValueError(
                 f"vLLM has no tool parser {tool_parser!r} or reasoning parser {reasoning_parser!r} ({error}): set "
-                "agent_tool_parser and agent_reasoning_parser to names of its own, or to '' for none."
+                "agent_tool_parser and agent_reasoning_parser to names of vLLM's parsers, or to '' for none."
             ) from None
 
     def read(self, api: str, body: Any, sampling: Sampling) -> Call:
-        """Read the body of a request; BadRequest: it is malformed, or sets an unsupported parameter."""
+        """Parse a request's body. Raise BadRequest if the body is malformed or sets an unsupported parameter."""
         try:
             return self._read(api, body, sampling)
         except BadRequest:
@@ -130,14 +130,14 @@ class ChatAPI:
         for name, neutral in UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value not in neutral:
-                raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't do: leave it out.")
+                raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't support: leave the parameter out.")
         n = 1 if (n := getattr(request, "n", None)) is None else n
         if n < 1:
-            raise BadRequest(f"n is {n}, but must be at least 1.")
-        fields = vars(request)  # getattr with the deprecated name would warn
+            raise BadRequest(f"n is {n}, but `n` must be at least 1.")
+        fields = vars(request)  # because getattr of a deprecated field would warn
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
-            raise BadRequest(f"max_tokens is {most}, but must be at least 1.")
+            raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
         shaping = {
             name: value
             for name, neutral in SHAPING.items()
@@ -156,7 +156,7 @@ class ChatAPI:
         given |= {"temperature": request.temperature, "options": options}
         if api == "completions":
             if (request.logprobs or 0) > 1:
-                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's are there: ask for 1.")
+                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's is available: use 1.")
             prompt = request.prompt
             if prompt is None or prompt == []:
                 raise BadRequest("prompt is missing.")
@@ -165,14 +165,14 @@ class ChatAPI:
             return Call(api, request, prompts=[prompt] if one else list(prompt), **given)
         arguments = dict(request.chat_template_kwargs or {})
         if others := NO_ARGUMENTS & arguments.keys():
-            raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't do: leave it out.")
+            raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
             arguments["reasoning_effort"] = request.reasoning_effort
             arguments.setdefault("enable_thinking", request.reasoning_effort != "none")
         if request.tools:
             if not self.tool_parser:
                 raise BadRequest(
-                    "tools were given, but nothing is known that reads this model's calls: the run must set "
+                    "tools were given, but no parser of this model's tool calls is known: the run must set "
                     "agent_tool_parser."
                 )
             if request.tool_choice is None:
@@ -181,7 +181,7 @@ class ChatAPI:
         if request.documents:
             arguments["documents"] = request.documents
         if self._parser is not None and request.tools and request.tool_choice != "none":
-            try:  # the output structure that its tool_choice requires
+            try:  # adds the output structure that the request's tool_choice requires
                 request = self._parser_of(request, arguments).adjust_request(request)
             except (ValueError, TypeError, KeyError) as error:
                 raise BadRequest(f"tools: {error}") from None
@@ -194,7 +194,7 @@ class ChatAPI:
         if not isinstance(body, dict):
             raise BadRequest("the body isn't a JSON object.")
         if api != "completions" and not isinstance(body.get("messages"), list):
-            raise BadRequest("messages is missing, or no list.")
+            raise BadRequest("messages is missing, or isn't a list.")
         try:
             if api == "completions":
                 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -227,7 +227,7 @@ class ChatAPI:
             options["structured_outputs"] = structure
 
     def choice(self, call: Call, ids: Sequence[int], logprobs: Sequence[float], length: bool, ends: Any) -> Choice:
-        """Convert sampled tokens into an answer, which the token limit ended if ``length``, or one of ``ends``."""
+        """Convert sampled tokens to an answer. It ended by the token limit (``length``) or by a token in ``ends``."""
         own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
         text, stop = self._text(call, own), None
         if not length:
@@ -236,7 +236,7 @@ class ChatAPI:
                 at, stop = min(found)
                 text = text[:at]
         reason = "length" if length else "stop"
-        # 0 requests the log-probability of the sampled token, False none.
+        # With logprobs 0 a request gets the log-probability of the sampled token, with False none.
         asked = call.request.logprobs is not None and call.request.logprobs is not False
         tokens = [self.tokenizer.decode([token]) for token in ids] if asked else []
         if call.api == "completions":
@@ -255,10 +255,10 @@ class ChatAPI:
             text = text[: max(0, len(text) - max(map(len, stops)) + 1)]
         if call.api == "completions" or self._parser is None:
             return {"content": text.rstrip(REPLACEMENT)}
-        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids
+        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids and ignore the text
         found = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
         last = "content" if found["content"] else "reasoning"
-        # A parser may still remove a call, a special token, or outer whitespace.
+        # Later tokens may make the parser remove a tool call, a special token, or outer whitespace.
         at = min((place for mark in MARKERS if (place := found[last].find(mark)) >= 0), default=len(found[last]))
         return found | {last: "" if found[last][:1].isspace() else found[last][:at].rstrip()}
 
@@ -287,7 +287,7 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return dict(clean(message))  # a call's arguments may hold surrogates as JSON escapes, for example
+        return dict(clean(message))  # e.g. surrogates, written as JSON escapes in a call's arguments
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
         """Return the body of a response that isn't streamed."""
@@ -348,7 +348,7 @@ class ChatAPI:
 def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
     found = [dict(message) for message in messages]
     if not found:
-        raise BadRequest("messages is empty, but needs at least one.")
+        raise BadRequest("messages is empty, but must have at least one message.")
     for index, message in enumerate(found):
         content = message.get("content")
         if content is not None and not isinstance(content, str):
@@ -356,7 +356,7 @@ def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
             for part in parts:
                 if part.get("type", "text") not in ("text", "refusal"):
                     raise BadRequest(
-                        f"messages.{index} has a part of type {part.get('type')!r}, but sessions are of text."
+                        f"messages.{index} has a part of type {part.get('type')!r}, but only text is supported."
                     )
         if message.get("tool_calls") is not None:
             message["tool_calls"] = [dict(call) for call in message["tool_calls"]]

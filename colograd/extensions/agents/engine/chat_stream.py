@@ -1,7 +1,7 @@
-"""Server-sent events of an answer while its tokens are sampled, in OpenAI's forms and Anthropic's.
+"""`Stream`: server-sent events of an answer while its tokens are sampled, in the forms of OpenAI and Anthropic.
 
-The events add up to the message that a response without streaming has. So text is held back if a parser may still find
-a call or reasoning in it, or if a stop string may begin there. Held-back text and tool calls are sent at the end.
+The events add up to the message of a response without streaming. So text is held back while a parser may still find a
+tool call or reasoning in the text, or a stop string may begin in the text. The last events send such text and calls.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 from .chat_api import Call, ChatAPI, Choice
 
-OFTEN = 16  # parse a text again when it has grown by 1/16: parsing all of it for each token would take n² time
+OFTEN = 16  # a text is parsed again after growing by 1/16, because parsing it for each token takes n² time
 
 
 class Stream:
-    """The events of one request."""
+    """The server-sent events of one streamed request."""
 
     def __init__(self, api: ChatAPI, call: Call, prompt_tokens: int) -> None:
         self.api, self.call, self.prompt_tokens = api, call, prompt_tokens
         self._sent = {"reasoning": "", "content": ""}
-        self._read = 0  # number of tokens at the last parse
+        self._read = 0  # number of tokens when the text was last parsed
         forms: dict[str, type[_Chat | _Anthropic]]
         forms = {"chat": _Chat, "completions": _Completions, "messages": _Anthropic}
         self._form = forms[call.api](api.model, prompt_tokens)
         self.begin = self._form.begin
 
     def more(self, ids: Sequence[int]) -> Iterator[str]:
-        """Yield events for the new text of a request's only answer. ``ids`` are all its tokens so far."""
+        """Yield events for the new text of a request with a single answer. ``ids`` are the answer's tokens so far."""
         if len(ids) < self._read + max(1, self._read // OFTEN):
             return
         self._read = len(ids)
@@ -46,7 +46,7 @@ class Stream:
         return text[len(sent) :]
 
     def end(self, choices: Sequence[Choice]) -> Iterator[str]:
-        """Yield the remaining events: the rest of the only answer, or the whole text of several answers."""
+        """Yield the last events: the unsent text of a single answer, or the whole texts of several answers."""
         whole = self.api.response(self.call, choices, self.prompt_tokens)
         for index, choice in enumerate(choices):
             for name in ("reasoning", "content"):
@@ -115,14 +115,14 @@ class _Completions(_Chat):
 
 
 class _Anthropic:
-    """Events in the form of Anthropic's messages, which have one answer."""
+    """Events in the form of Anthropic's messages API, where a request has one answer."""
 
     def __init__(self, model: str, prompt_tokens: int) -> None:
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
         }  # fmt: skip
-        self._block, self._open = -1, ""  # index of the last content block; its type while it is open
+        self._block, self._open = -1, ""  # Index of the last content block, and the block's type while open.
 
     @staticmethod
     def _event(kind: str, **content: Any) -> str:
@@ -157,7 +157,7 @@ class _Anthropic:
         yield self._more(type="text_delta", text=text)
 
     def end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-        if self._block < 0 and whole["content"][0]["type"] == "text":  # an empty text block
+        if self._block < 0 and whole["content"][0]["type"] == "text":  # the message is one empty text block
             yield from self._start("text", text="")
         for block in whole["content"]:
             if block["type"] == "tool_use":

@@ -1,1 +1,1 @@
-"""The part of `drafts` inside the engine."""
+"""The modules of `drafts` that import vLLM."""

@@ -1,10 +1,11 @@
-"""Speculative decoding that changes no token: each position is sampled with its request's own random numbers.
+"""Speculative decoding that samples the same tokens as decoding without drafts.
 
 Drafted tokens save engine steps, because one step computes the logits behind several tokens. vLLM accepts or replaces a
-draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). So a completion would depend on
-the drafts, and through them on other sequences of the batch. Here each position's token is sampled as without drafts,
-and a draft is kept if it equals that token. A draft d of probability p(d) is then kept with probability p(d), as by
-vLLM's rule for drafts without probabilities. The distribution is the target's by construction.
+draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). A completion would then depend
+on the drafts, and through them on other sequences of the batch. Here each position's token is sampled with the random
+numbers of its request, as without drafts. A draft is accepted if it equals the sampled token. So a draft d of
+probability p(d) is accepted with probability p(d), as by vLLM's rule for drafts without probabilities. The tokens have
+the target model's distribution by construction.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 
 
 class SeededSpeculation(RejectionSampler):
-    """vLLM's `RejectionSampler` (Model Runner V1), sampling with each request's own random numbers."""
+    """vLLM's `RejectionSampler` (Model Runner V1), but each position is sampled with its request's random numbers."""
 
-    drafted = 0  # drafted tokens since `take_counts`
-    accepted = 0  # accepted tokens since `take_counts`
+    drafted = 0  # Number of drafted tokens since `take_counts`.
+    accepted = 0  # Number of accepted drafted tokens since `take_counts`.
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        """See `RejectionSampler.forward`. ``logits`` (T, V) has a row per draft, and one more per request."""
+        """See `RejectionSampler.forward`. ``logits`` (T, V) has one row per draft, and one more row per request."""
         from vllm.v1.outputs import SamplerOutput
 
         constrained = self._constrained(metadata, logits, sampling_metadata)
@@ -46,7 +47,7 @@ class SeededSpeculation(RejectionSampler):
         if sampling_metadata.all_greedy:
             return found
         rows = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
-        # Plain torch, because vLLM's kernel for this was seen to leave wrong temperatures on a CPU.
+        # Plain torch, because vLLM's kernel for repeating values was seen to leave wrong temperatures on a CPU.
         temperature, top_k, top_p = (
             None if value is None else value.repeat_interleave(rows)
             for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
@@ -55,10 +56,10 @@ class SeededSpeculation(RejectionSampler):
         return apply_top_k_top_p(found, top_k, top_p)
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first wrong draft.
+        """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first rejected draft.
 
-        The loop goes from place to place, and draws only for requests with right drafts up to there. So no random
-        number is drawn in vain.
+        The loop samples one position at a time, only for requests with all earlier drafts accepted. So no random number
+        is drawn for a position that isn't used.
         """
         counts = metadata.num_draft_tokens
         drafts = [part.tolist() for part in metadata.draft_token_ids.split(counts)]
@@ -71,7 +72,7 @@ class SeededSpeculation(RejectionSampler):
             if sampling_metadata.all_greedy:
                 sampled = [greedy[row] for row in rows]
             else:
-                own = sampling_metadata.generators  # as vLLM's sampler draws without drafts
+                own = sampling_metadata.generators  # random generators by request, as in vLLM's sampler
                 generators = {row: own[request] for row, request in enumerate(alive) if request in own}
                 sampled = self.sampler.topk_topp_sampler(logits[rows], generators, None, None)[0].tolist()
                 if greedy is not None:
@@ -85,11 +86,11 @@ class SeededSpeculation(RejectionSampler):
             ]
             self.accepted += len(alive)
             place += 1
-        self.drafted += sum(token >= 0 for draft in drafts for token in draft)  # vLLM fills some steps with -1
+        self.drafted += sum(token >= 0 for draft in drafts for token in draft)  # vLLM pads some drafts with -1
         return tokens
 
     def _logprobs(self, metadata: Any, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> Any:
-        """Return log-probabilities of the kept tokens, in the places of ``tokens``. Other places are never read."""
+        """Return log-probabilities of ``tokens`` at sampled positions. Values at placeholders are 0, never read."""
         from vllm.v1.outputs import LogprobsTensors
 
         kept = tokens != PLACEHOLDER_TOKEN_ID
@@ -115,7 +116,7 @@ class SeededSpeculation(RejectionSampler):
 
 
 def _first_rows(counts: list[int]) -> list[int]:
-    """Return each request's first row in the logits. A request has a row per draft, and one more."""
+    """Return each request's first row in the logits. A request has one row per drafted token, and one more row."""
     return [drafts + request for request, drafts in enumerate(itertools.accumulate(counts[:-1], initial=0))]
 
 
@@ -125,17 +126,17 @@ class Drafts(EngineFeature):
     def built(self, engine: BuiltEngine) -> None:
         runner = engine.core.model_executor.driver_worker.worker.model_runner
         theirs = getattr(runner, "rejection_sampler", None)
-        if theirs is None:  # the runner drafts nothing
+        if theirs is None:  # the engine runs without drafts
             return
         if not isinstance(theirs, RejectionSampler):
             raise ValueError(
                 "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
-                "tokens depend on them: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove the drafts."
+                "tokens depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove them."
             )
         if runner.device.type == "cpu" and runner.model_config.is_hybrid:
             raise ValueError(
-                "This model's layers have a state, which vLLM takes back behind a wrong draft by a kernel for GPUs "
-                "alone: on a CPU remove speculative_config from vllm_engine_kwargs."
+                "This model has layers with a recurrent state. vLLM restores the state after a rejected draft only "
+                "with a kernel for GPUs: on a CPU remove speculative_config from vllm_engine_kwargs."
             )
         self._sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
         runner.rejection_sampler = self._sampler

@@ -1,4 +1,4 @@
-"""Log-probabilities of given continuations, all in the engine's queue at once."""
+"""Computes log-probabilities of given continuations with the engine, with all requests in its queue at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ....engine.sampling import Sampling
 from ....parallel import watchdog
 
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM wants to sample a token too
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # settings of a request: vLLM needs one sampled token
 
 
 def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score continuations of contexts on the engine's first rank, both as token ids: the sum of each one's
-    log-probabilities, and whether greedy decoding would write it."""
+    """Score (context, continuation) pairs of token ids on the engine's first rank. Return for each pair the sum of the
+    continuation's log-probabilities, and whether greedy decoding would write the continuation."""
     scores: dict[int, tuple[float, bool]] = {}
     waiting = {engine.submit([*context, *target], SCORED, seed=0): i for i, (context, target) in enumerate(parts)}
     names = [*waiting]
