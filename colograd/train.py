@@ -137,7 +137,7 @@ def make_trainer(
             )
         names, test = benchmark_names(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
-            raise ValueError(f"dataset_test_split is {test!r}, which is also the name of a benchmark in `exams`. Remove one of them.")
+            raise ValueError(f"dataset_test_split is {test!r}, which is also a benchmark in `exams`: rename the split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
     of_source = ("tools", "rollout_func", "environment_factory", "agent")
     sources: dict[str, Any] = {name: getattr(script, name) for name in of_source}
