@@ -88,7 +88,7 @@ def test_bad_use_is_an_error_with_the_functions_name_and_leaves_nothing_logged(s
         bare: r"log_extra\('answer', ...\) got 'text' \(str\), but takes a list with one value per completion",
         worded: r"log_metric\('share', ...\) got 'a lot' \(str\), but takes a finite number",
         unbounded: r"log_metric\('share', ...\) got nan \(float\), but takes a finite number",
-        presumptuous: "it logged the metric 'completions/mean_length', which is the trainer's own: rename it",
+        presumptuous: "it logged the metric 'completions/mean_length', a name of the trainer's metrics",
     }
     scorer = scorer_of(*said, workers=workers, on_error="abstain")
     assert score(scorer).isnan().all() and scorer.take_logged(17) == Logged({}, {})
