@@ -74,7 +74,7 @@ class OtherDistribution(Protocol):
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` (the entropy's gradient, or None) plus the KL divergence's gradient, for a tile of logits."""
+        """Return ``first`` (the entropy's gradient, or None) plus the KL divergence's gradient for a tile."""
 
 
 @dataclass(frozen=True, slots=True)
