@@ -312,8 +312,7 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that the entropy and router terms of a micro-batch's loss need.
 
-    None means that the micro-batch is the whole step, so the loss computes the value from the micro-batch.
-    """
+    None means that the micro-batch is the whole step, so the loss computes the value from the micro-batch."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
     denominator: float = 1.0  # Denominator of the step's loss; the trainer divides the summed gradient by it.
@@ -435,8 +434,7 @@ class MicroBatch:
 class StepBatch:
     """One optimizer step's packed rows on this rank, with the loss denominators over all ranks.
 
-    A step of one group with completions of 2 and 4 tokens, on one rank, has num_loss_tokens = 6, num_sequences = 2.
-    """
+    A step of one group with completions of 2 and 4 tokens, on one rank, has num_loss_tokens = 6, num_sequences = 2."""
 
     rows: tuple[PackedRow, ...]  # Rows, one per micro-batch, [M]. M is equal on ranks that run their forwards in step.
     num_loss_tokens: int  # Number of tokens in the loss over all ranks and groups, including groups not packed.

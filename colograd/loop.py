@@ -89,8 +89,7 @@ class Loop:
         """Train one epoch, without the steps that the checkpoint has trained.
 
         An epoch consists of whole rounds (the prompts sampled with one set of weights; `StepOrder` in data/order.py).
-        As in TRL the data loader counts optimizer steps, so it yields a round's prompts `num_iterations` times.
-        """
+        As in TRL the data loader counts optimizer steps, so it yields a round's prompts `num_iterations` times."""
         trainer, learner, times = self.trainer, self.trainer.learner, self.trainer.times
         length = self.args.round_length  # Number of optimizer steps per round.
         self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0

@@ -62,8 +62,7 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
     2602.02710). Any other scale returns r - mean (Dr. GRPO, arXiv 2503.20783). With ``baseline`` "leave_one_out"
     (RLOO, arXiv 2402.14740) r is compared with the mean of the group's n - 1 other rewards; that multiplies r - mean
     by n / (n - 1). A completion with reward NaN gets 0, and so do all if fewer than two have a reward. In float64 the
-    mean of equal float32 rewards is exact, so a group of equal rewards gets exactly 0.
-    """
+    mean of equal float32 rewards is exact, so a group of equal rewards gets exactly 0."""
     exact = rewards.double()
     judged = ~exact.isnan()
     count = int(judged.sum())

@@ -28,8 +28,7 @@ class SamplerCorrection:
     The mode `geometric_mask` has weights of 0 and 1. A completion's tokens have weight 1 if exp(mean over the tokens of
     log trainer - log sampler) is within the bounds. Unlike the product of the ratios, the mean doesn't depend on the
     completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights). As in verl, the default of `low` is then 1 / `high`.
-    """
+    without importance weights). As in verl, the default of `low` is then 1 / `high`."""
 
     mode: str
     low: float | None  # Lower bound of the ratio. None means no bound.

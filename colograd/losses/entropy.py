@@ -56,8 +56,7 @@ class EntropyController(TrainerCallback):
 
     Adaptive (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most ``entropy_target``, the
     coefficient rises by ``entropy_coef_delta``. Otherwise it falls by that, and the next step has no bonus. It stays
-    between ``entropy_coef_min`` and ``entropy_coef_max``. Checkpoints store it in trainer_state.json.
-    """
+    between ``entropy_coef_min`` and ``entropy_coef_max``. Checkpoints store it in trainer_state.json."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config

@@ -75,8 +75,7 @@ class GMPOLoss(OverCompletions):
 
     Before the mean, each token's log-ratio is clamped: to at most ``epsilon_high`` if A > 0, else to at least
     -``epsilon``. The bounds are of log-ratios; the paper uses 0.4. The paper has one advantage per completion. For
-    advantages that differ within a completion see `completion_mean`.
-    """
+    advantages that differ within a completion see `completion_mean`."""
 
     epsilon: float
     epsilon_high: float
@@ -101,8 +100,7 @@ class CISPOLoss(TokenLoss):
     """Clipped importance weights (CISPO, from MiniMax-M1, arXiv 2506.13585): -min(ratio, epsilon_high) * A * log pi.
 
     No gradient flows through the ratio, and no token loses its gradient. ``epsilon_high`` is the upper bound of the
-    ratio, not a distance from 1 (ScaleRL, arXiv 2510.13786, uses 5).
-    """
+    ratio, not a distance from 1 (ScaleRL, arXiv 2510.13786, uses 5)."""
 
     epsilon_high: float
 
@@ -119,8 +117,7 @@ class DPPOLoss(TokenLoss):
     """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with w =
     pi / sampler without gradient. A token has no gradient if its probability has already changed too much: increased by
     more than ``epsilon_high`` for A > 0, decreased by more than ``epsilon`` otherwise. PPO's bound of the ratio is
-    stricter for rare tokens, though they hardly matter. The paper uses 0.2 for both bounds and 20 for ``delta``.
-    """
+    stricter for rare tokens, though they hardly matter. The paper uses 0.2 for both bounds and 20 for ``delta``."""
 
     corrects: ClassVar[bool] = True
 
@@ -166,8 +163,7 @@ class VESPOLoss(TokenLoss):
 
     phi(w) = e^lambda w^k e^(-lambda w), without gradient; phi(1) = 1. k and lambda are the settings ``..._pos`` for
     A >= 0, else ``..._neg``. w is pi / sampler of the whole completion: the product of its tokens' ratios pi / pi_old
-    and sampler corrections.
-    """
+    and sampler corrections."""
 
     corrects: ClassVar[bool] = True
 

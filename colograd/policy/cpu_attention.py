@@ -20,8 +20,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run the fused forward. Return the output (B, H, T, D) and the scores' log-sum-exps (B, H, T), float32.
 
-    Queries are (B, H, T, D), keys and values (B, K, S, D) with K dividing H. ``mask`` is added to the scores.
-    """
+    Queries are (B, H, T, D), keys and values (B, K, S, D) with K dividing H. ``mask`` is added to the scores."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
@@ -33,8 +32,7 @@ def gradients(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Run the fused backward. Return the gradients of ``inputs`` (query, key, value).
 
-    ``gradient`` is the output's gradient. ``results`` are the two tensors that `attend` returned.
-    """
+    ``gradient`` is the output's gradient. ``results`` are the two tensors that `attend` returned."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dtype, (out, lse) = gradient.dtype, results
     row = gradient, *inputs, out

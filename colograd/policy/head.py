@@ -124,8 +124,7 @@ class Head:
         """Compute hidden @ weight.T + bias in a new tensor.
 
         A `wide` product is like vLLM's for a float32 head. On a GPU its 16-bit factors aren't converted, because
-        float32 holds the product of two bfloat16 numbers exactly.
-        """
+        float32 holds the product of two bfloat16 numbers exactly."""
         if not self.wide:
             return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
@@ -305,8 +304,7 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients of hidden states, weight and bias, one tile of logits at a time.
 
-        d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL).
-        """
+        d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL)."""
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
         other: OtherDistribution | None = ctx.other

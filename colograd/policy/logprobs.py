@@ -99,8 +99,7 @@ class PolicyForward:
 
     All computation runs inside calls of the model and of its head, because a sharded model gathers its weights in the
     hooks of these modules. If ranks exchange tensors in a forward, the model's ``around_forward`` is a context manager
-    that makes the forward fail on all ranks or on none.
-    """
+    that makes the forward fail on all ranks or on none."""
 
     model: torch.nn.Module  # The transformers model, or a wrapper such as a PeftModel.
     temperature: float
@@ -138,8 +137,7 @@ def policy_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute for each label its log-probability and the entropy of its distribution, at ``temperature``.
 
-    Return two tensors (N,) float32 in nats. The entropy is differentiable only with ``entropy_gradient``.
-    """
+    Return two tensors (N,) float32 in nats. The entropy is differentiable only with ``entropy_gradient``."""
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 
@@ -147,8 +145,7 @@ def policy_logprobs(
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
     """Return the step with `old_logprobs` in every row, computed by a forward with the present weights.
 
-    Dropout is off, because the sampler has no dropout and a resumed run must compute equal values.
-    """
+    Dropout is off, because the sampler has no dropout and a resumed run must compute equal values."""
     forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
         rows = tuple(dataclasses.replace(row, old_logprobs=forward(collate(row))[0]) for row in step.rows)

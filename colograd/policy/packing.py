@@ -144,8 +144,7 @@ def plan_rows(
 
     A group larger than the budget is split between completions, and every piece repeats the prompt. A single sequence
     larger than the budget gets a row without others. Without ``share_prompts`` every completion has a copy of its
-    prompt, and a row is budgeted at its padded size.
-    """
+    prompt, and a row is budgeted at its padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
         rollouts, advantages, position = scored.group.rollouts, advantages_of(scored), scored.group.position
@@ -197,8 +196,7 @@ def collate(row: PackedRow) -> MicroBatch:
     """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device.
 
     Token t of a completion is predicted at token t-1, and token 0 at the prompt's last token. In a tree the first token
-    of a branch is predicted at the last token of its parent branch.
-    """
+    of a branch is predicted at the last token of its parent branch."""
     segments: list[torch.Tensor] = []
     position_ids: list[torch.Tensor] = []
     attends_to: list[tuple[int, ...]] = []

@@ -118,8 +118,7 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
 
 def with_second_logprobs(models: SecondModels, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
     """Return the steps with the values of all reference and teacher models in their rows. The weights of a model are
-    copied to the device once for all steps. Rows that are already trained are skipped, because they have the values.
-    """
+    copied to the device once for all steps. Rows that are already trained are skipped, because they have the values."""
     rows = iter(fill(models, [row for step in steps for row in step.rows[step.trained :]], temperature))
     filled = [step.rows[: step.trained] + tuple(next(rows) for _ in step.rows[step.trained :]) for step in steps]
     return [dataclasses.replace(step, rows=rows_of_step) for step, rows_of_step in zip(steps, filled, strict=True)]

@@ -81,8 +81,7 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
 
     Numbers are integers or decimals, with or without commas or an exponent: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``,
     ``42.``, ``1e-05``. Numbers are compared exactly, as decimals, or to 12 digits if ``answer`` is a float. The reward
-    is None if ``answer`` has no number.
-    """
+    is None if ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     return [_right_number(number_in(text_of(completion)), expected) for completion, expected in pairs]
 
@@ -92,8 +91,7 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
 
     As in verl, only the last 300 characters are read, and ``#### $5`` and ``#### 5.`` don't count as numbers. verl
     compares texts, but this function compares numbers, so ``#### 5.00`` equals 5. ``answer`` is a number, or a text
-    that ends in a number, such as GSM8K's answers. The reward is None if ``answer`` has no number.
-    """
+    that ends in a number, such as GSM8K's answers. The reward is None if ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     rewards = []
     for completion, expected in pairs:

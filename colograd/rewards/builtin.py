@@ -17,8 +17,7 @@ def think_format_reward(completions: list[Any], prompt_texts: list[str] | None =
     """Return 1.0 if the completion starts with exactly one ``<think>...</think>`` block, else 0.0, as in TRL.
 
     The block may begin in the prompt, if the chat template ends with ``<think>``. A thought that the tokenizer's parser
-    has moved to a separate key of the message counts as such a block.
-    """
+    has moved to a separate key of the message counts as such a block."""
     begun = thought_begun(prompt_texts, len(completions))
     return [
         float(has_thought_apart(completion) or _THINK.match("<think>" * within + text_of(completion)) is not None)
