@@ -229,7 +229,6 @@ class GRPOTrainer(TrainerBase):
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Convert one group's rewards [G, R] to advantages: [G], or [sum of lengths] with one per completion token.
-
         With `scale_rewards: batch` or `normalize_then_sum` the step's standard deviation divides advantages later.
         Conversations with tools and agents may add advantages from rewards of single turns."""
         advantages = self.estimator.of_group(rewards)

@@ -21,10 +21,8 @@ CANCELLED = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """Converts rewards to advantages by the settings of a run. All settings are TRL's, except for the baseline.
-
-    With `scale_rewards: batch` or `normalize_then_sum` advantages are later divided by `step_std`, a number per step.
-    """
+    """Converts rewards to advantages by the settings of a run. All settings are TRL's, except for the baseline. With
+    `scale_rewards: batch` or `normalize_then_sum` advantages are later divided by `step_std`, a number per step."""
 
     scale: str  # `scale_rewards`: group, batch, batch_centered, mean or none.
     aggregation: str  # `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
@@ -36,9 +34,8 @@ class AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert one group's rewards [G, R] (NaN: a function abstained) to advantages [G].
-
-        Later `scale_over_steps` divides the advantages by `step_std`, if the settings require that."""
+        """Convert one group's rewards [G, R] (NaN: a function abstained) to advantages [G]. Later `scale_over_steps`
+        divides the advantages by `step_std`, if the settings require that."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
@@ -55,14 +52,13 @@ class AdvantageEstimator:
 
 
 def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") -> torch.Tensor:
-    """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages.
-
-    ``scale`` "group" is GRPO's (r - mean) / (std + 1e-4) (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1). "mean" divides
-    r - mean by a positive mean, which maximises a success's log-likelihood instead of its probability (MaxRL, arXiv
-    2602.02710). Any other scale returns r - mean (Dr. GRPO, arXiv 2503.20783). With ``baseline`` "leave_one_out"
-    (RLOO, arXiv 2402.14740) r is compared with the mean of the group's n - 1 other rewards; that multiplies r - mean
-    by n / (n - 1). A completion with reward NaN gets 0, and so do all if fewer than two have a reward. In float64 the
-    mean of equal float32 rewards is exact, so a group of equal rewards gets exactly 0."""
+    """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages. ``scale``
+    "group" is GRPO's (r - mean) / (std + 1e-4) (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1). "mean" divides r - mean
+    by a positive mean, which maximises a success's log-likelihood instead of its probability (MaxRL, arXiv 2602.02710).
+    Any other scale returns r - mean (Dr. GRPO, arXiv 2503.20783). With ``baseline`` "leave_one_out" (RLOO, arXiv
+    2402.14740) r is compared with the mean of the group's n - 1 other rewards; that multiplies r - mean by n / (n - 1).
+    A completion with reward NaN gets 0, and so do all if fewer than two have a reward. In float64 the mean of equal
+    float32 rewards is exact, so a group of equal rewards gets exactly 0."""
     exact = rewards.double()
     judged = ~exact.isnan()
     count = int(judged.sum())
@@ -112,7 +108,6 @@ def group_std(rewards: torch.Tensor) -> torch.Tensor:
 
 def step_std(scores: Sequence[torch.Tensor]) -> float:
     """Compute the divisor of a step's advantages: 1e-4 plus the standard deviation of all ranks' scores. A collective.
-
     ``scores`` has a tensor [G] for each group that this rank trains in the step."""
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
@@ -124,9 +119,8 @@ def divided(group: ScoredGroup, std: float) -> ScoredGroup:
 
 
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
-    """Divide each step's advantages by the step's `step_std`, if the run's settings require that. A collective.
-
-    A group in ``sampled`` that no step trains is divided by the `step_std` of the step that lists the group."""
+    """Divide each step's advantages by the step's `step_std`, if the run's settings require that. A collective. A group
+    in ``sampled`` that no step trains is divided by the `step_std` of the step that lists the group."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

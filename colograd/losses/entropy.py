@@ -29,9 +29,8 @@ def with_step_entropy(
     entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """Return the step with `StepConstants` on its rows: step-wide values that the loss's terms need. A collective.
-
-    A top-entropy quantile needs the entropies of all tokens before the first loss. So if the step has several
+    """Return the step with `StepConstants` on its rows: step-wide values that the loss's terms need. A collective. A
+    top-entropy quantile needs the entropies of all tokens before the first loss. So if the step has several
     micro-batches, ``entropies`` runs an additional forward of every micro-batch, timed by ``timed``."""
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
@@ -53,7 +52,6 @@ def with_step_entropy(
 
 class EntropyController(TrainerCallback):
     """Callback with the entropy bonus's coefficient: constant, or adapted so that the entropy stays near a target.
-
     Adaptive (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most ``entropy_target``, the
     coefficient rises by ``entropy_coef_delta``. Otherwise it falls by that, and the next step has no bonus. It stays
     between ``entropy_coef_min`` and ``entropy_coef_max``. Checkpoints store it in trainer_state.json."""

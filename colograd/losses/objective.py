@@ -115,9 +115,8 @@ class Objective:
         batch: MicroBatch,
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:
-        """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
-
-        If the batch has no old log-probabilities (on-policy), ``logprobs`` are used, detached."""
+        """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats. If
+        the batch has no old log-probabilities (on-policy), ``logprobs`` are used, detached."""
         values = {} if values is None else values
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
@@ -177,7 +176,6 @@ class Objective:
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:
         """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
-
         With `unbiased_kl` k3 is multiplied by the token's importance ratio, so its expected gradient is the gradient of
         the divergence. A token that is e^20 times less likely under the policy than under the reference model has no
         gradient, because k3 would overflow."""

@@ -14,9 +14,8 @@ from .tokens import Means
 
 
 class LossTerm:
-    """A term that an extension adds to the loss. A subclass overrides the methods that its term needs.
-
-    The extension lists a function (configuration, policy) -> `LossTerm` or None under "loss_term" in its `HOOKS`."""
+    """A term that an extension adds to the loss. A subclass overrides the methods that its term needs. The extension
+    lists a function (configuration, policy) -> `LossTerm` or None under "loss_term" in its `HOOKS`."""
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -46,11 +46,10 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Give each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,).
-
-    The gradient of token t's result goes only to the value of token t, so tokens may have different advantages
-    (GSPO-token, arXiv 2507.18071, eq. 14). With equal advantages and weights in a completion, the sum over its tokens
-    has the gradient of the mean."""
+    """Give each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,). The gradient of
+    token t's result goes only to the value of token t, so tokens may have different advantages (GSPO-token, arXiv
+    2507.18071, eq. 14). With equal advantages and weights in a completion, the sum over its tokens has the gradient of
+    the mean."""
     mean = per_sequence_sum(values.detach() * sequence_mean_weights(batch), batch)[batch.sequence]
     return mean + (values - values.detach())
 
@@ -156,10 +155,9 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
 
 @dataclass(frozen=True)
 class ClippedLoss(TokenLoss):
-    """The clipped surrogate loss of PPO and GRPO. Subclasses choose the average over tokens.
-
-    A token's loss is -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A). ``delta`` is an upper bound of
-    the ratio in the first argument (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
+    """The clipped surrogate loss of PPO and GRPO. Subclasses choose the average over tokens. A token's loss is
+    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A). ``delta`` is an upper bound of the ratio in the
+    first argument (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
 
     epsilon: float
     epsilon_high: float

@@ -167,7 +167,6 @@ def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query, key and value with the sinks as an additional key of value 0, so that kernels need no special case.
-
     The head size grows. In the first new dimension a query has its head's sink, the new key has 1, all other keys 0."""
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
@@ -209,7 +208,6 @@ def _segment_attention(
     options: tuple[float | None, float, float | None], window: int | None, sink: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the attention of a packed row, (1, T, H, D), by one call per segment on copies of the segment's keys.
-
     With ``sink`` the last key is a sink that all tokens attend to. ``options`` are scaling, dropout and soft cap."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)

@@ -18,9 +18,8 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Run the fused forward. Return the output (B, H, T, D) and the scores' log-sum-exps (B, H, T), float32.
-
-    Queries are (B, H, T, D), keys and values (B, K, S, D) with K dividing H. ``mask`` is added to the scores."""
+    """Run the fused forward. Return the output (B, H, T, D) and the scores' log-sum-exps (B, H, T), float32. Queries
+    are (B, H, T, D), keys and values (B, K, S, D) with K dividing H. ``mask`` is added to the scores."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
@@ -30,9 +29,8 @@ def gradients(
     gradient: torch.Tensor, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], causal: bool,
     scale: float | None, mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Run the fused backward. Return the gradients of ``inputs`` (query, key, value).
-
-    ``gradient`` is the output's gradient. ``results`` are the two tensors that `attend` returned."""
+    """Run the fused backward. Return the gradients of ``inputs`` (query, key, value). ``gradient`` is the output's
+    gradient. ``results`` are the two tensors that `attend` returned."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dtype, (out, lse) = gradient.dtype, results
     row = gradient, *inputs, out
@@ -51,9 +49,8 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute torch's `scaled_dot_product_attention` on a CPU, without dropout and with a fast backward.
-
-    ``mask`` is bool (True: the query attends to the key), or a float tensor that is added to the scores."""
+    """Compute torch's `scaled_dot_product_attention` on a CPU, without dropout and with a fast backward. ``mask`` is
+    bool (True: the query attends to the key), or a float tensor that is added to the scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
     found: torch.Tensor = _Attention.apply(query, key, value, mask, causal, scale)

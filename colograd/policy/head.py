@@ -121,10 +121,8 @@ class Head:
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute hidden @ weight.T + bias in a new tensor.
-
-        A `wide` product is like vLLM's for a float32 head. On a GPU its 16-bit factors aren't converted, because
-        float32 holds the product of two bfloat16 numbers exactly."""
+        """Compute hidden @ weight.T + bias in a new tensor. A `wide` product is like vLLM's for a float32 head. On a
+        GPU its 16-bit factors aren't converted, because float32 holds the product of two bfloat16 numbers exactly."""
         if not self.wide:
             return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
@@ -302,9 +300,8 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients of hidden states, weight and bias, one tile of logits at a time.
-
-        d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL)."""
+        """Compute the gradients of hidden states, weight and bias, one tile of logits at a time. d logprob / d logit =
+        onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL)."""
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
         other: OtherDistribution | None = ctx.other
@@ -362,7 +359,6 @@ def _add_tile(
     sums: OtherSums | None,
 ) -> None:
     """Update the ``running`` statistics (4, n) of n labels (logit, moment, total, maximum) by a tile of `Head.logits`.
-
     The tile is overwritten."""
     label_logit, moment, total, maximum = running.unbind()
     tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)

@@ -20,9 +20,8 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile (n labels x c tokens) of the product of hidden states and head weight.
-
-    The logits are behind * tanh(before * product) if ``capped``, else behind * before * product."""
+    """A tile (n labels x c tokens) of the product of hidden states and head weight. The logits are behind * tanh(before
+    * product) if ``capped``, else behind * before * product."""
 
     product: torch.Tensor  # Product of hidden states and weight, (n, c), contiguous.
     labels: torch.Tensor  # Labels, (n,) int64.

@@ -58,7 +58,6 @@ def tells_routing(model: Any) -> bool:
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
     """Replace the forward of the model's decoder layers by compiled code, for packed rows. The first row compiles it.
-
     Parameter names stay. Copies of the model are compiled, too. ``backend`` and ``mode`` go to `torch.compile`."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     # torch doesn't trace attention, because each row's layout would make a new graph.
@@ -72,9 +71,8 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
     """Put the model into training mode inside the context, if its layers are compiled and it has no dropout. So a check
-    runs the graphs of the training, because evaluation mode has different graphs.
-
-    No gradient may exist yet, because torch can't trace a parameter if its gradient has a different dtype."""
+    runs the graphs of the training, because evaluation mode has different graphs. No gradient may exist yet, because
+    torch can't trace a parameter if its gradient has a different dtype."""
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield

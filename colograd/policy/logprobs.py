@@ -95,11 +95,10 @@ def remove(model: Any, kind: type[ForwardStep]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
-    """Forward of the policy, from a packed row to the log-probabilities of its labels.
-
-    All computation runs inside calls of the model and of its head, because a sharded model gathers its weights in the
-    hooks of these modules. If ranks exchange tensors in a forward, the model's ``around_forward`` is a context manager
-    that makes the forward fail on all ranks or on none."""
+    """Forward of the policy, from a packed row to the log-probabilities of its labels. All computation runs inside
+    calls of the model and of its head, because a sharded model gathers its weights in the hooks of these modules. If
+    ranks exchange tensors in a forward, the model's ``around_forward`` is a context manager that makes the forward fail
+    on all ranks or on none."""
 
     model: torch.nn.Module  # The transformers model, or a wrapper such as a PeftModel.
     temperature: float
@@ -135,17 +134,15 @@ class PolicyForward:
 def policy_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute for each label its log-probability and the entropy of its distribution, at ``temperature``.
-
-    Return two tensors (N,) float32 in nats. The entropy is differentiable only with ``entropy_gradient``."""
+    """Compute for each label its log-probability and the entropy of its distribution, at ``temperature``. Return two
+    tensors (N,) float32 in nats. The entropy is differentiable only with ``entropy_gradient``."""
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """Return the step with `old_logprobs` in every row, computed by a forward with the present weights.
-
-    Dropout is off, because the sampler has no dropout and a resumed run must compute equal values."""
+    """Return the step with `old_logprobs` in every row, computed by a forward with the present weights. Dropout is off,
+    because the sampler has no dropout and a resumed run must compute equal values."""
     forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
         rows = tuple(dataclasses.replace(row, old_logprobs=forward(collate(row))[0]) for row in step.rows)
@@ -153,9 +150,8 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
 
 
 def run_body(row: Pass, body: Any = None) -> torch.Tensor:
-    """Run the body (decoder without head) of the model, or ``body``, on a packed row. Return (1, T, hidden).
-
-    A model without packed attention computes on padded rows."""
+    """Run the body (decoder without head) of the model, or ``body``, on a packed row. Return (1, T, hidden). A model
+    without packed attention computes on padded rows."""
     model, batch = row.model, row.batch
     if body is None:
         body = model.base_model if model.base_model is not model else model.get_decoder()

@@ -31,10 +31,9 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A layer with a LoRA adapter, y = W x + scaling * B A x (LoRA, arXiv 2106.09685).
-
-    With DoRA (arXiv 2402.09353, equation 5) each row of W + scaling * B A is scaled to a trained length. For a
-    parameter of E experts, A has E times as many rows and B has E times as many columns as for one expert."""
+    """A layer with a LoRA adapter, y = W x + scaling * B A x (LoRA, arXiv 2106.09685). With DoRA (arXiv 2402.09353,
+    equation 5) each row of W + scaling * B A is scaled to a trained length. For a parameter of E experts, A has E times
+    as many rows and B has E times as many columns as for one expert."""
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
     parameter: str  # Name of the parameter, e.g. model.layers.0.self_attn.q_proj.weight. For experts equal to `name`.

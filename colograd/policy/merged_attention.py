@@ -146,9 +146,8 @@ def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple
 def _gradients(
     call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """Run the backward of a call's kernel. Return the gradients of its ``inputs`` (queries, keys, values).
-
-    ``rows`` has three tensors for the call's queries: the output's gradient, the output, and the log-sum-exp."""
+    """Run the backward of a call's kernel. Return the gradients of its ``inputs`` (queries, keys, values). ``rows`` has
+    three tensors for the call's queries: the output's gradient, the output, and the log-sum-exp."""
     if call.sequences is None:
         each = _one_by_one(call, rows[0], *inputs, *rows[1:])
         return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
@@ -180,7 +179,6 @@ def _window(call: Call) -> tuple[bool, dict[str, int]]:
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return torch's flash attention, forward and backward, for sequences of different lengths and grouped heads.
-
     `torch.nn.attention.varlen` isn't used, because since torch 2.14 it calls cuDNN on some GPUs. It isn't known whether
     cuDNN's backward accepts an output and log-sum-exp that its forward didn't compute."""
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
@@ -218,10 +216,9 @@ def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Return the calls for a kernel that takes many sequences (flash): a call for all segments' attention to their own
-    keys, then a call per depth of `blocks`.
-
-    With a ``window`` there is a single call, because the query's position decides how many keys of an earlier segment
-    are in the window. Each segment then gets a copy of the earlier keys in the window of its first query."""
+    keys, then a call per depth of `blocks`. With a ``window`` there is a single call, because the query's position
+    decides how many keys of an earlier segment are in the window. Each segment then gets a copy of the earlier keys in
+    the window of its first query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

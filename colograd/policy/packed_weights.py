@@ -29,9 +29,8 @@ class PackedWeight(Protocol):
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return the packed (e.g. quantised) weight of a layer, or None for a module without a packed weight.
-
-    An extension lists a function (module) -> `PackedWeight` or None under "packed_weight" in its `HOOKS`."""
+    """Return the packed (e.g. quantised) weight of a layer, or None for a module without a packed weight. An extension
+    lists a function (module) -> `PackedWeight` or None under "packed_weight" in its `HOOKS`."""
     found = (find(module) for find in registry.hooks("packed_weight"))
     return next((packed for packed in found if packed is not None), None)
 

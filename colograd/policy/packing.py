@@ -140,11 +140,10 @@ def pack(
 def plan_rows(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[PackedRow, ...]:
-    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing.
-
-    A group larger than the budget is split between completions, and every piece repeats the prompt. A single sequence
-    larger than the budget gets a row without others. Without ``share_prompts`` every completion has a copy of its
-    prompt, and a row is budgeted at its padded size."""
+    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A group larger than the budget is
+    split between completions, and every piece repeats the prompt. A single sequence larger than the budget gets a row
+    without others. Without ``share_prompts`` every completion has a copy of its prompt, and a row is budgeted at its
+    padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
         rollouts, advantages, position = scored.group.rollouts, advantages_of(scored), scored.group.position
@@ -193,10 +192,9 @@ class _End(NamedTuple):
 
 
 def collate(row: PackedRow) -> MicroBatch:
-    """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device.
-
-    Token t of a completion is predicted at token t-1, and token 0 at the prompt's last token. In a tree the first token
-    of a branch is predicted at the last token of its parent branch."""
+    """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device. Token t of a
+    completion is predicted at token t-1, and token 0 at the prompt's last token. In a tree the first token of a branch
+    is predicted at the last token of its parent branch."""
     segments: list[torch.Tensor] = []
     position_ids: list[torch.Tensor] = []
     attends_to: list[tuple[int, ...]] = []

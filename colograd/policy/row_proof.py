@@ -35,7 +35,6 @@ TOLERANCE_16_BIT = 0.1
 
 class RowSupport(NamedTuple):
     """An extension's support of packed rows for layers that mix tokens without attention, such as state-space layers.
-
     The extension lists it under "rows" in its `HOOKS`."""
 
     layer_types: Callable[[Any], frozenset[str]]  # Maps a model to the supported types among its layers, maybe none.
@@ -106,7 +105,6 @@ def obstacle(model: Any) -> str:
 
 def expect_rows(model: Any, why: str = "") -> str:
     """Choose packed or padded rows from a model's configuration, without a check, and set the attention accordingly.
-
     Return the reason to pad rows (``why``, if that isn't empty), or "" for packed rows. `choose_rows` checks the choice
     later, on the device that trains."""
     model = unwrap(model)
@@ -160,9 +158,8 @@ def _own_attention(model: Any) -> str:
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
-    """Make groups for the check of rows: two groups with made-up tokens, and a group for each prompt in ``given``.
-
-    A group has two completions. A prompt with images gets a third completion that repeats the prompt and its images."""
+    """Make groups for the check of rows: two groups with made-up tokens, and a group for each prompt in ``given``. A
+    group has two completions. A prompt with images gets a third completion that repeats the prompt and its images."""
     vocabulary = vocabulary_size(model)
     groups: list[ScoredGroup] = []
     token = 11
@@ -199,10 +196,9 @@ def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors of absolute differences in nats, float32: from the trainer's log-probabilities on ``rows`` to
-    the sampler's, and to those from transformers' forward of one sequence at a time.
-
-    ``own`` is the attention implementation of transformers' forward; None means the model's usual one. The second
-    tensor leaves out completions that transformers' forward would misread (`ForwardStep.misreads`)."""
+    the sampler's, and to those from transformers' forward of one sequence at a time. ``own`` is the attention
+    implementation of transformers' forward; None means the model's usual one. The second tensor leaves out completions
+    that transformers' forward would misread (`ForwardStep.misreads`)."""
     to_sampler, to_own = [], []
     with evaluation_mode(model):
         with as_it_trains(model):
@@ -237,9 +233,8 @@ def allowed(dtype: torch.dtype) -> float:
 
 
 def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> torch.Tensor:
-    """Compute the log-probabilities [C] float32 of the tokens ``ids`` after the prompt ``asked``.
-
-    The row is padded, because packed rows may not have been checked yet."""
+    """Compute the log-probabilities [C] float32 of the tokens ``ids`` after the prompt ``asked``. The row is padded,
+    because packed rows may not have been checked yet."""
     rollout = _written(asked, array("i", ids))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (row,) = pack([group], 1, False, model.device, share_prompts=False)

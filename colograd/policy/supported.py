@@ -54,10 +54,9 @@ def check_installed(wanted: Wanted) -> None:
 
 
 class ModelFeature:
-    """Base class of an extension's checks and changes while a model is loaded. Every method does nothing by default.
-
-    An extension lists a derived class under "model_feature" in its `HOOKS`. The argument ``model`` is a transformers
-    model without an adapter around it. The methods are called in the order in which this class defines them."""
+    """Base class of an extension's checks and changes while a model is loaded. Every method does nothing by default. An
+    extension lists a derived class under "model_feature" in its `HOOKS`. The argument ``model`` is a transformers model
+    without an adapter around it. The methods are called in the order in which this class defines them."""
 
     def check(self, wanted: Wanted) -> None:
         """Raise a ValueError if the model can't be trained with the run's settings."""
@@ -80,9 +79,8 @@ class ModelFeature:
         """Change the model of the checkpoint at ``path`` before an adapter is added to the model."""
 
     def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
-        """Return the processor of a model that reads images, or None for any other model.
-
-        ``given`` is the `processing_class` that the user passed: a processor, a tokenizer, or None."""
+        """Return the processor of a model that reads images, or None for any other model. ``given`` is the
+        `processing_class` that the user passed: a processor, a tokenizer, or None."""
         return None
 
     def why_rows_stay_whole(self, model: Any) -> str:
@@ -104,9 +102,8 @@ def features() -> tuple[ModelFeature, ...]:
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
-    """Raise a ValueError if ``model`` (a name or an object) can't be trained with the run's settings.
-
-    ``peft_config`` is the configuration of a new adapter. None means that no adapter is added."""
+    """Raise a ValueError if ``model`` (a name or an object) can't be trained with the run's settings. ``peft_config``
+    is the configuration of a new adapter. None means that no adapter is added."""
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
     wanted = Wanted(model_config, config, str(model) if by_name else None, has_adapter, has_images)

@@ -174,7 +174,6 @@ def _unwrapped(function: Any) -> Any:
 
 def code_digest(function: Any) -> str:
     """Return a digest of a function's source and of the statements of its module that define the names it uses.
-
     Comments, formatting, and values that a module computes at run time don't change the digest. A function without
     source has the digest of an empty module."""
     function = _unwrapped(function)

@@ -60,9 +60,8 @@ class Scoring:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained.
-
-        Afterwards `Scorer.take_logged` returns logged values, and `Scorer.take_turns` rewards of single turns."""
+        """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained. Afterwards
+        `Scorer.take_logged` returns logged values, and `Scorer.take_turns` rewards of single turns."""
         scorer, log = self.scorer, CallLog()
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]

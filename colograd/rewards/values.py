@@ -65,7 +65,6 @@ def check_log(
 
 def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
     """Return the group with rewards of single turns stored in its rollouts' ``columns``, in place of present ones.
-
     ``of_parts`` maps the name of a reward function to a list [G], for each completion its turns' rewards or None."""
     if not of_parts and not any(PARTS in rollout.columns for rollout in group.rollouts):
         return group
