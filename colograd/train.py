@@ -61,7 +61,7 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
             at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
             return "" if at is None else str(at())
 
-        with process.rank_variables(), process.collector_at_rest(), Waiting(first, stage, shown):  # Includes imports.
+        with process.rank_variables(), process.collector_at_rest(), Waiting(first, stage, shown):
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if process.is_verbose(argv):
@@ -132,12 +132,12 @@ def make_trainer(
 
         if not evaluates:
             raise ValueError(
-                f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
+                f"exams is {script.exams}, but the run has no evaluation: set eval_strategy: steps and eval_steps, or "
                 "eval_on_start."
             )
         names, test = benchmark_names(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
-            raise ValueError(f"dataset_test_split is {test!r}, which is also a benchmark in `exams`: rename the split.")
+            raise ValueError(f"dataset_test_split is {test!r}, the name of a benchmark in `exams`: rename the split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
     of_source = ("tools", "rollout_func", "environment_factory", "agent")
     sources: dict[str, Any] = {name: getattr(script, name) for name in of_source}

@@ -1,4 +1,4 @@
-"""The complete loss of a micro-batch: a loss of `token_losses`, combined with what any loss can have (importance ratio,
+"""The complete loss of a micro-batch: a loss of `token_losses`, combined with options of any loss (importance ratio,
 sampler correction, masks, KL term, entropy bonus, terms of extensions)."""
 
 from __future__ import annotations

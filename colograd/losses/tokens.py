@@ -103,8 +103,8 @@ class TokenLoss(ABC):
             return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
         except TypeError as error:
             raise ValueError(
-                f"loss_type {config.loss_type!r} can't be made ({error}): make it a dataclass. Each field of a loss "
-                "class needs a default or the name of a configuration field."
+                f"loss_type {config.loss_type!r} can't be instantiated ({error}): make the loss class a dataclass. "
+                "Each of its fields needs a default or the name of a configuration field."
             ) from None
 
     @abstractmethod

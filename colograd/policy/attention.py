@@ -267,7 +267,7 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return a causal mask (queries, keys) bool in which the last query is at the last key. With ``sink`` all queries
+    """Return a causal mask (queries, keys) bool, with the last query at the last key. With ``sink`` all queries
     attend to the first key. Small masks are cached, because shapes repeat in every layer. Large masks aren't cached,
     because 256 of them would take gigabytes."""
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
@@ -320,7 +320,7 @@ def _with(**values: Any) -> Iterator[None]:
 
 
 def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
-    """Return a context in which forwards use ``tokens`` instead of the threshold `IN_PLACE_FROM`."""
+    """Return a context where forwards use ``tokens`` instead of the threshold `IN_PLACE_FROM`."""
     return _with(_in_place_from=tokens)
 
 
@@ -395,7 +395,7 @@ _packed_rows = False
 
 
 def packed_rows() -> AbstractContextManager[None]:
-    """Return a context in which `_mask` makes no masks. transformers makes masks before layers receive the layout, so a
+    """Return a context where `_mask` makes no masks. transformers makes masks before layers receive the layout, so a
     mask can't depend on the layout."""
     return _with(_packed_rows=True)
 
@@ -405,8 +405,8 @@ _watching: tuple[set[int], set[int]] | None = None  # The two sets of window siz
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Record sliding window sizes in tokens inside the context: those that masks need, and those that layers passed to
-    attention. A window that only masks have would be ignored silently, because packed rows have no masks."""
+    """Record sliding window sizes (in tokens) inside the context: the windows of masks, and the windows that layers
+    pass to attention. A window that only masks have would be ignored silently, because packed rows have no masks."""
     windows = set[int](), set[int]()
     with _with(_watching=windows):
         yield windows

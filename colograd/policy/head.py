@@ -224,7 +224,7 @@ def label_logprobs(
 
     Args:
         hidden: (N, hidden) hidden states that predict the labels.
-        weight: (V, hidden) weight of the head, or this rank's shard of it.
+        weight: (V, hidden) weight of the head, or this rank's shard of the weight.
 
     Raises:
         RuntimeError: a second derivative is requested, which isn't implemented.
@@ -440,6 +440,6 @@ class _Place:
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which torch accumulates the parameter's gradient. Only leaf tensors have a `grad_dtype`."""
+    """Return the dtype of a parameter's gradient: its `grad_dtype` if it is a leaf that has one, else its dtype."""
     own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return own or parameter.dtype

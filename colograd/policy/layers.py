@@ -32,8 +32,8 @@ def check_compiled(config: GRPOConfig, why_padded: str) -> None:
     """Raise a ValueError if `torch_compile` is set, but the model needs padded rows for the reason ``why_padded``."""
     if config.torch_compile and why_padded:
         raise ValueError(
-            f"torch_compile is true, but compiled layers take packed rows, and this model's are padded ({why_padded}): "
-            "set it to false."
+            f"torch_compile is true, but compiled layers need packed rows, and this model's rows are padded "
+            f"({why_padded}): set torch_compile to false."
         )
 
 
@@ -112,8 +112,9 @@ def _forward(
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # The first line may only be the backend's name.
         raise NotCompiled(
-            f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU it needs a "
-            "C++ compiler (g++, or the one that CXX names), on a GPU Triton and a C compiler. Or set it to false."
+            f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU torch needs "
+            "a C++ compiler (g++, or the compiler in CXX), on a GPU Triton and a C compiler. Otherwise set "
+            "torch_compile to false."
         ) from error
 
 

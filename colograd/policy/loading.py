@@ -93,14 +93,14 @@ class Policy:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
         if asked:
             raise ValueError(
-                f"router_aux_loss_coef is {asked}, but {type(unwrap(self.model)).__name__} has no routers whose logits "
-                "transformers returns, and so no load-balancing loss: remove it."
+                f"router_aux_loss_coef is {asked}, but {type(unwrap(self.model)).__name__} has no routers with logits "
+                "that transformers returns, and so no load-balancing loss: remove router_aux_loss_coef."
             )
         return 0.0
 
     @property
     def end_tokens(self) -> set[int | None]:
-        """Token ids that end a completion: the tokenizer's end and padding tokens, and those of `generation_config`."""
+        """Token ids that end a completion: the tokenizer's end and padding tokens, and `generation_config`'s."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         also = named if isinstance(named, list) else [named]
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *also}
@@ -239,8 +239,8 @@ def check_tokenizer(given: Any) -> None:
     kind = type(given).__name__
     if hasattr(given, "tokenizer"):
         raise ValueError(
-            f"processing_class is a {kind}, for more than text, but the model reads only text: give the processor's "
-            "tokenizer (processing_class.tokenizer)."
+            f"processing_class is a {kind}, a processor of more than text, but the model reads only text: give the "
+            "processor's tokenizer (processing_class.tokenizer)."
         )
     raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers, or None.")
 
@@ -251,13 +251,13 @@ def chat_template(path: str) -> str:
         return file_or_shipped(Path(path)).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"chat_template_path is {path!r}, which can't be read ({error.strerror}): give a file of a Jinja template."
+            f"chat_template_path is {path!r}, which can't be read ({error.strerror}): give a Jinja template's path."
         ) from None
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
-    """Return the folder or Hub id from which the user loaded the model object. Raises ValueError for an object that
-    can't be trained, or that comes from no checkpoint."""
+    """Return the folder or Hub id of the checkpoint that the user's model object comes from. Raises ValueError for an
+    object that can't be trained, or that comes from no checkpoint."""
     if config.model_init_kwargs is not None:
         raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
     if is_adapted(model) and peft_config is not None:

@@ -1,6 +1,6 @@
 """LoRA policies (peft): the layers with an adapter, and the model inside a PeftModel. Extension `lora` adds adapters.
 
-The base model's weights stay those of the checkpoint, because the adapter is never merged into the policy.
+The base model's weights stay as in the checkpoint, because the adapter is never merged into the policy.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
 def pack(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[MicroBatch, ...]:
-    """Pack groups into micro-batches whose tensors all exist at once. For the arguments see `plan_rows`."""
+    """Pack groups into micro-batches, with the tensors of all micro-batches. For the arguments see `plan_rows`."""
     return tuple(collate(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
 
 

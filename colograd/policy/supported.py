@@ -56,7 +56,7 @@ def check_installed(wanted: Wanted) -> None:
 class ModelFeature:
     """Base class of an extension's checks and changes while a model is loaded. Every method does nothing by default. An
     extension lists a derived class under "model_feature" in its `HOOKS`. The argument ``model`` is a transformers model
-    without an adapter around it. The methods are called in the order in which this class defines them."""
+    without an adapter around it. The methods are called in the order of their definitions."""
 
     def check(self, wanted: Wanted) -> None:
         """Raise a ValueError if the model can't be trained with the run's settings."""
@@ -134,8 +134,8 @@ def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
     """Raise a ValueError if `sequence_parallel_size` is ``size`` > 1, but the model's rows can't be divided."""
     if size > 1 and (reason := why_rows_stay_whole(model, why_padded)):
         raise ValueError(
-            f"sequence_parallel_size is {size}, but {reason}, which ranks can't share out: set sequence_parallel_size "
-            "to 1."
+            f"sequence_parallel_size is {size}, but {reason}, so ranks can't divide a row's tokens: set "
+            "sequence_parallel_size to 1."
         )
 
 

@@ -61,7 +61,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 @functools.cache
 def builtin_rewards() -> dict[str, Callable[..., Any]]:
-    """Return all named reward functions, name -> function: the built-in ones, and those that extensions offer."""
+    """Return all named reward functions, name -> function: built-in ones and functions that extensions offer."""
     return {
         "last_number": last_number,
         "gsm8k_reward": gsm8k_reward,

@@ -71,7 +71,7 @@ class RewardError(RuntimeError):
         problem: the wrong value, the rule and the remedy. If the function raised, also the function's traceback.
     """
 
-    says_all = True  # Printed without a traceback, because the message says all (see `process.tell_briefly`).
+    says_all = True  # Printed without a traceback, because the message is complete (see `process.tell_briefly`).
 
     def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
         # All arguments go into `Exception.args`, so that the error can be pickled and sent to other ranks.

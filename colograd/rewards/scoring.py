@@ -102,8 +102,8 @@ class Scoring:
             outcome = call.result(limit)
         except futures.TimeoutError:
             raise fail(
-                f"it blocks the event loop for longer than reward_timeout ({scorer.timeout:g} s). Await slow calls in "
-                "an async reward function, or make the function a sync function and set reward_workers."
+                f"the function blocks the event loop for longer than reward_timeout ({scorer.timeout:g} s). Await slow "
+                "calls in an async reward function, or make the function a sync function and set reward_workers."
             ) from None
         scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
         if outcome.kind == "late":
@@ -113,15 +113,15 @@ class Scoring:
             raise raised_error(reward, self.groups[0], outcome)
         if outcome.kind == "died":
             raise fail(
-                f"its worker process ended with status {outcome.value}: the function exits, crashes, or runs out of "
-                "memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
+                f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
+                "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
             )
         column, parts = checked_values(reward, position, rollouts, outcome.value, scorer.split_parts)
         columns, metrics = outcome.logged
         if columns or metrics:
             check_log(reward, position, rollouts, columns, metrics)
         for name in columns.keys() & log.columns.keys():
-            raise fail(f"it logged the column {name!r}, as another reward function did: rename the column in one.")
+            raise fail(f"the function logged the column {name!r}, as another function did: rename one of the two.")
         log.columns |= columns
         for name, values in metrics.items():
             log.metrics.setdefault(name, []).extend(values)
@@ -150,7 +150,7 @@ def usual_workers(on_gpu: bool) -> int:
 
 
 class Scorer:
-    """Calls reward functions on groups, and keeps what the functions log until it is taken.
+    """Calls reward functions on groups, and keeps logged values until a caller takes them.
 
     Args:
         rewards: R reward functions.
@@ -194,7 +194,7 @@ class Scorer:
             self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
     def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
-        """Start one call of each reward function for all ``groups``; the arguments are those of `keywords_for`. Return
+        """Start one call of each reward function for all ``groups``; for the arguments see `keywords_for`. Return
         a future. Sync functions that run in this process finish before `submit` returns."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))

@@ -47,12 +47,12 @@ def check_log(
         if len(values) != len(rollouts):
             raise fail(
                 None,
-                f"it logged {len(values)} values in the column {name!r} for {len(rollouts)} completions. Pass exactly "
-                "one value per completion to log_extra, with None for a completion without a value.",
+                f"the function logged {len(values)} values in the column {name!r} for {len(rollouts)} completions. "
+                "Pass exactly one value per completion to log_extra, with None for a completion without a value.",
             )
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
-            raise fail(None, f"it logged the metric {name!r}, a name of the trainer's metrics: rename the metric.")
+            raise fail(None, f"the function logged the metric {name!r}, a name of the trainer's metrics: rename it.")
     if "token_weights" in columns:  # The column has no effect without the extension `token_weights`.
         require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
     for kind in (kind for kind in hooks("riders") if kind.COLUMN in columns):
