@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         from .trainer import GRPOTrainer
 
         return GRPOTrainer
-    if name == "get_kbit_device_map":  # Missing in some versions of TRL. Maps the whole model to this GPU.
+    if name == "get_kbit_device_map":  # Not all versions of TRL have it. The model goes on this GPU.
         return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if name in OF_TRL:
         import trl

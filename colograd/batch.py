@@ -57,7 +57,7 @@ class ModelInput:
         ModelInput(ids=(11, 12, 13))
     """
 
-    ids: tuple[int, ...]  # [P] token ids. An image takes one token per image feature.
+    ids: tuple[int, ...]  # Token ids of the prompt, [P]. An image takes one token per image feature.
     media: Media | None = None
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class Prompt(_Asked):
     """
 
     example: dict[str, Any]
-    input: ModelInput  # A list of [P] token ids is converted to a `ModelInput`.
+    input: ModelInput  # The model's input. A list of [P] token ids is converted to a `ModelInput`.
     position: int
 
 
@@ -216,7 +216,7 @@ class Group:
     """
 
     example: dict[str, Any]
-    rollouts: tuple[Rollout, ...]  # The G completions.
+    rollouts: tuple[Rollout, ...]  # Completions of the group, [G].
     position: int  # Position of the prompt in the run's stream of prompts.
 
     @property
@@ -335,7 +335,7 @@ class PackedGroup:
         return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
 
 
-FIELDS = ("old_logprobs", "ref_logprobs")  # Fields of `PackedRow` with [N] values; all other such values: `scores`.
+FIELDS = ("old_logprobs", "ref_logprobs")  # `PackedRow` fields with [N] values. Others are in `scores`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ class PackedRow:
 
     @property
     def rollouts(self) -> tuple[RolloutId, ...]:
-        """The completions in this row, in the row's order."""
+        """Identities of the completions in this row, in the row's order."""
         return tuple(identity for part in self.parts for identity in part.ids)
 
 

@@ -52,13 +52,13 @@ class Loop:
         trainer = self.trainer
         self._prepare()
         self._tell("on_train_begin")
-        trainer.measure_budget()  # Sets the tokens per micro-batch. Measuring needs the optimizer, which exists now.
+        trainer.measure_budget()  # Measures the maximum tokens per micro-batch. Measuring needs the optimizer.
         if self.args.eval_on_start:
             trainer._evaluate(None, self.ignore_keys, skip_scheduler=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # Last, so that nothing else draws from the generators.
+                trainer._load_rng_state(self.checkpoint)  # Last, so that nothing draws random numbers before training.
             self._run_epoch(epoch)
             self._tell("on_epoch_end")
             self._log_evaluate_save()
@@ -91,7 +91,7 @@ class Loop:
         An epoch consists of whole rounds (the prompts sampled with one set of weights; `StepOrder` in data/order.py).
         As in TRL the data loader counts optimizer steps, so it yields a round's prompts `num_iterations` times."""
         trainer, learner, times = self.trainer, self.trainer.learner, self.trainer.times
-        length = self.args.round_length  # Number of optimizer steps per round.
+        length = self.args.round_length  # Number of optimizer steps per round (the prompts sampled together).
         self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
@@ -105,7 +105,7 @@ class Loop:
             sampled = trainer.sampler.collect(prompts[: self.args.steps_per_generation])
             for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
-                # Runs `Learner.train(step)`. The method has transformers' name, because subclasses may wrap it.
+                # `training_step` runs `Learner.train(step)`. Its name is transformers', because subclasses may wrap it.
                 trainer._tr_loss += trainer.training_step(trainer.model, step)
                 self._update(epoch)
                 trainer.report_step(learner.finish_step())
@@ -151,7 +151,7 @@ class Loop:
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            if trainer.checkpointer.save():  # False: saving failed with a warning, or waits for the round's end.
+            if trainer.checkpointer.save():  # `save` returns False if saving failed, or waits for the round's end.
                 self._tell("on_save")
             trainer.control.should_save = False
 

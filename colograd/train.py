@@ -118,13 +118,13 @@ def make_trainer(
     from colograd.policy.supported import check_supported
 
     config.resolve_loading(**{**model.init_kwargs(), **(config.model_init_kwargs or {})})  # type: ignore[dict-item]
-    with on_all_ranks("the start"):  # Before importing the trainer, because the import takes long.
+    with on_all_ranks("the start"):  # Check the model before importing the trainer, because the import takes long.
         check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    with on_all_ranks("loading the data"):  # One node may lack the files. Then all ranks fail.
+    with on_all_ranks("loading the data"):  # If one node lacks the files, all ranks raise the error.
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:

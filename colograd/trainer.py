@@ -217,7 +217,7 @@ class GRPOTrainer(TrainerBase):
             self, self.args, self.engine, source, self.device_turns, task.scorer, self.estimator, self.events
         )
 
-    # -- Stages: a subclass may override any of the next four methods.
+    # -- Stages: a subclass of `GRPOTrainer` may override any of the next four methods.
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
         """Sample a group for each prompt, and yield each group as soon as all its completions are finished."""
@@ -293,7 +293,7 @@ class GRPOTrainer(TrainerBase):
         self.sharding.discard()
         self._unlogged = []
         self.round.forget()
-        self.sampler.take_counts()  # Drops the metrics that a failed step has left.
+        self.sampler.take_counts()  # Drops reward metrics that a failed step has left.
         if self.engine is not None:
             self.engine.invalidate()  # The step count may restart at 0 with different weights, so copy weights anew.
         with self.recorder.run():

@@ -37,7 +37,7 @@ def with_step_entropy(
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
             micro_batches = map(collate, step.rows)
             values = [torch.stack([entropies(one), one.loss_mask]) for one in micro_batches]
-            of_all, mask = torch.cat(values, dim=1).cpu() if values else torch.zeros(2, 0)  # One device-to-host copy.
+            of_all, mask = torch.cat(values, dim=1).cpu() if values else torch.zeros(2, 0)
             own = of_all[mask > 0]
         everywhere = torch.cat(gather(own if step.counted else own[:0]))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)

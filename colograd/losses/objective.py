@@ -59,7 +59,7 @@ class Objective:
     beta: float = 0.0
     unbiased_kl: bool = True  # Whether the KL term is multiplied by the token's importance ratio, as in DeepSeek-V3.2.
     entropy_bonus: bool = False
-    terms: tuple[LossTerm, ...] = ()  # Terms that extensions add.
+    terms: tuple[LossTerm, ...] = ()  # Terms that extensions add to the loss.
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
@@ -139,7 +139,7 @@ class Objective:
             per_token = per_token * self._on_policy(logprobs.detach(), batch)
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
-            # Only the tokens of highest entropy are trained.
+            # With `top_entropy_quantile` below 1 only the tokens of highest entropy are trained.
             threshold: float | torch.Tensor | None = batch.step_constants.threshold
             if threshold is None:
                 counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)

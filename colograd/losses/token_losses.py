@@ -33,7 +33,7 @@ def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
-# -- Clipped losses
+# -- Losses with PPO's clip
 
 
 class DAPOLoss(ClippedLoss):

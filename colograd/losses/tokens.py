@@ -18,7 +18,7 @@ import torch
 from ..batch import MicroBatch, StepBatch
 from ..config import GRPOConfig
 
-Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
+Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # Metric name -> (sum, count).
 Extremes = dict[str, torch.Tensor]
 MOST_LOG_RATIO = 20.0  # Bound of log-ratios in nats, as in verl and OpenRLHF. Above 88 a float32 ratio is infinite.
 
@@ -135,7 +135,7 @@ class OverCompletions(TokenLoss):
         return float(max(step.num_sequences, 1))
 
 
-# -- Clipped losses
+# -- Clipped losses of PPO and GRPO
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
@@ -146,7 +146,7 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
     batch, means = tokens.batch, sequence_mean_weights(tokens.batch)
     weights = means if tokens.per_sequence else batch.loss_mask
     shares = {"low_mean": low, "high_mean": high, "region_mean": low + high}
-    counted = per_sequence_sum(batch.loss_mask, batch) > 0  # Completions with a token in the loss.
+    counted = per_sequence_sum(batch.loss_mask, batch) > 0
     lowest = per_sequence_sum(low * means, batch).where(counted, math.inf).min()
     highest = per_sequence_sum(high * means, batch).where(counted, -math.inf).max()
     sums: Means = {f"clip_ratio/{name}": summed(values, weights) for name, values in shares.items()}

@@ -183,7 +183,7 @@ def _plain_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Compute attention with sinks, (B, T, H, D), for rows that aren't packed. transformers' `sdpa` ignores sinks."""
     size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-    if mask is None:  # transformers omits a mask that is plainly causal.
+    if mask is None:  # transformers passes no mask if a causal mask is enough.
         mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
     query, key, value = _with_sinks(query, key, value, sinks, scaling)
     key, value = _heads_for_masks(query, key, value)
@@ -326,7 +326,7 @@ def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
     """Return the calls of fused kernels that compute this row's attention. Empty: no fused kernel can compute it."""
-    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # `_merged_attention` pads narrower values.
+    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # `_merged_attention` pads values.
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
         return ()
@@ -340,8 +340,8 @@ def _merged_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Run ``calls`` of fused kernels on a packed row, and merge the results into the row's attention (1, T, H, D)."""
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention has larger keys than values.
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Shapes: (T, heads, D).
+    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention has keys that are larger than values.
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, heads, D).
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scale)
     return found[..., :size].unsqueeze(0)
@@ -367,7 +367,7 @@ def tower_attention(
     query, key, value = _in_one_dtype(query, key, value)
     fits = query.shape[-1] % HEAD_STEP == 0 and dropout == 0.0 and _flash_takes(query)
     if cu_seq_lens_q is not None and max_length_q is not None and fits:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Shapes: (T, H, D).
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, H, D).
         scale, longest = scaling if scaling is not None else q.shape[-1] ** -0.5, int(max_length_q)
         call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
         found: torch.Tensor = MergedAttention.apply(q, k, v, None, (call,), scale)

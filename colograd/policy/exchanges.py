@@ -13,7 +13,7 @@ def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
     if not tensor.requires_grad:
         return tensor
     entered = tensor.view_as(tensor)
-    if entered.requires_grad:  # False under `torch.no_grad`.
+    if entered.requires_grad:  # Under `torch.no_grad` no hook can be registered.
         entered.register_hook(lambda gradient: group.sum_(gradient.clone(memory_format=torch.contiguous_format)))
     return entered
 

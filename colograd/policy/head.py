@@ -288,7 +288,7 @@ class _LabelLogprobs(torch.autograd.Function):
         normaliser = maximum + total.log()
         ctx.head, ctx.other = head, other
         divergence, of_other = (None, None) if sums is None else sums.result(total, normaliser)
-        entropy = total.log() - moment / total  # H = log Z - E[x], with x = logit - maximum.
+        entropy = total.log() - moment / total  # Entropy H = log Z - E[x], with x = logit - maximum.
         of_backward = entropy if entropy_gradient else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, of_backward, divergence, of_other)
         if not entropy_gradient:
@@ -313,7 +313,7 @@ class _LabelLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         kernels = kernels_for(states, head, other)
         gradient, of_entropy = gradient.contiguous(), of_entropy.contiguous()
-        dtype = head.exact if needs_bias else head.dtype  # Unrounded, for a bias's gradient.
+        dtype = head.exact if needs_bias else head.dtype  # A bias's gradient needs unrounded numbers.
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
@@ -403,7 +403,7 @@ def _turn_to_gradient(
     tile.sub_(normaliser[:, None])
     if spread is None:
         tile.exp_().mul_(-gradient[:, None])
-    else:  # p (slope log p - constant - logq - gradient)
+    else:  # The result is p (slope log p - constant - logq - gradient), p = softmax.
         power = tile.exp()
         tile.mul_((spread.slope * chain)[:, None]).sub_((gradient + spread.constant * chain)[:, None])
         if spread.logq is not None:

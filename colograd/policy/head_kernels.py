@@ -66,7 +66,7 @@ def _logits(tile, hidden, place, inside, low, before, behind, CAPPED: tl.constex
     """Read the columns ``place`` of a row. Return the final logits, and the values before the factor ``behind``."""
     bounded = tl.load(tile + place, mask=inside, other=0.0).to(tl.float32) * before
     if CAPPED:
-        bounded = 1.0 - 2.0 / (tl.exp(2.0 * bounded) + 1.0)  # tanh of `bounded`, also if exp overflows.
+        bounded = 1.0 - 2.0 / (tl.exp(2.0 * bounded) + 1.0)  # Formula of tanh that is right even if exp overflows.
     logits = bounded * behind
     if hidden is not None:
         logits = tl.where(tl.load(hidden + place, mask=inside, other=1), low, logits)

@@ -110,7 +110,7 @@ def _forward(
         return compiled(layer, *args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # The first line may only be the backend's name.
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # Line 1 may be just a backend's name.
         raise NotCompiled(
             f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU torch needs "
             "a C++ compiler (g++, or the compiler in CXX), on a GPU Triton and a C compiler. Otherwise set "

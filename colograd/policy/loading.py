@@ -111,7 +111,7 @@ class Policy:
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
         every = config.checkpointing
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
-        parts = parts_of(self.model)  # Shards, if the ranks of an engine hold the policy together.
+        parts = parts_of(self.model)  # Shards, if an engine's ranks hold one policy together.
         elements = self.model.num_parameters() if parts is None else parts.elements
         shapes = {
             name: p.shape if parts is None else torch.Size(parts.shards[name].shape)
@@ -186,7 +186,8 @@ def load_policy(
         registry.require("lora", "a PeftModel")
         (take_adapter,) = registry.hooks("adapter")
         adapter = take_adapter(loaded)
-    copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel  # Without LoRA slots.
+    # A tensor-parallel engine that gets copies of the policy's weights has no LoRA slots.
+    copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
     if adapter is not None and not adapter.why_merged and copies_into_parts:
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
@@ -219,7 +220,7 @@ def load_policy(
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    for set_up in registry.hooks("policy"):  # Functions (model, config) that install an extension's forward options.
+    for set_up in registry.hooks("policy"):  # Extensions' functions (model, config) that add options of the forward.
         set_up(loaded, config)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, peft_config is not None, processor)
 
@@ -288,7 +289,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
-    saved = read_config(path, config)  # None if unreadable. Then `from_pretrained` raises the error.
+    saved = read_config(path, config)  # None if there is no readable configuration. Then `from_pretrained` fails.
     for feature in features():
         kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):

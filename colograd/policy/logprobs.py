@@ -113,7 +113,7 @@ class PolicyForward:
     def run(self, last: Compute, micro_batch: MicroBatch) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Run a forward with ``last`` as its innermost function (e.g. `label_values`). Return the tensors of ``last``,
         and the values that `ForwardStep`s have computed, by name."""
-        watchdog.progress()  # Each row resets the timer of `rank_timeout`.
+        watchdog.progress()  # The forward of each row resets the timer of `rank_timeout`.
         names: list[str] = []
 
         def compute(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -123,7 +123,7 @@ class PolicyForward:
             row = Pass(model, batch, self.temperature, self.entropy_gradient)
             results = run(row)
             names.extend(row.values)
-            return *results, *row.values.values()  # Flat, as a sharded model's hooks need.
+            return *results, *row.values.values()  # A flat tuple of tensors, because a sharded model's hooks need that.
 
         with calls(self.model, compute), getattr(self.model, "around_forward", nullcontext)():
             results: tuple[torch.Tensor, ...] = self.model(micro_batch)
@@ -155,7 +155,7 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
     model, batch = row.model, row.batch
     if body is None:
         body = model.base_model if model.base_model is not model else model.get_decoder()
-    if body is model:  # For Llama 4 `get_decoder` returns the model.
+    if body is model:  # Llama 4's `get_decoder` returns the whole model.
         body = model.model
     if model.config._attn_implementation != attention.NAME:
         return padded.hidden_states(body, batch, row.inputs, row.of_layers)
@@ -194,7 +194,7 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Calls still run the module's hooks."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # As accelerate may have set.
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may have set it.
     module.forward = compute
     try:
         yield

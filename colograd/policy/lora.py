@@ -49,7 +49,7 @@ class AdaptedLayer:
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
         """Make the `AdaptedLayer` of a peft layer with ``adapter``. Its tensors are the parameters, not copies."""
         parameter = f"{name}.weight"
-        if (own := getattr(module, "parameter_name", None)) is not None:  # peft's nested layers for fused experts.
+        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests its layers for fused experts.
             name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
         scaling, magnitudes = float(module.scaling[adapter]), getattr(module, "lora_magnitude_vector", None) or {}
         magnitude = magnitudes[adapter].weight if adapter in magnitudes else None
@@ -65,15 +65,15 @@ class AdaptedLayer:
         """Return the base weight plus the adapter's change as a new float32 tensor, in the base weight's layout."""
         if self.experts:
             base = self.module.get_param()
-            a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # Shape: (E, rank, in).
-            b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # Shape: (E, out, rank).
+            a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # Matrices A per expert: (E, rank, in).
+            b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # Matrices B: (E, out, rank).
             delta = torch.bmm(b, a).mul_(self.scaling).view(-1, len(self.lora_b), self.lora_a.shape[1])
             if getattr(self.module.get_base_layer(), "is_transposed", False):
                 delta = delta.transpose(1, 2)
             return (delta if base.dim() == 3 else delta[0]).add_(base)
         packed = packed_weight(self.module.get_base_layer())
         base = self.module.get_base_layer().weight if packed is None else packed.values()
-        turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # Stored as (in, out).
+        turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # Weight is stored as (in, out).
         delta = (self.lora_b.float() @ self.lora_a.float()).mul_(self.scaling)
         weight = delta.add_(base.t() if turned else base)
         if self.magnitude is not None:

@@ -153,7 +153,7 @@ def _gradients(
         return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
     (gradient, out, whole), (causal, window) = rows, _window(call)
     row, none = (gradient, *inputs, out, whole.t().contiguous()), out.new_zeros(2, dtype=torch.uint64)
-    options = 0.0, causal, none, none  # Dropout 0, causal flag, and two unused tensors (seed and offset).
+    options = 0.0, causal, none, none  # Kernel arguments: dropout 0, causal flag, two unused tensors.
     return tuple(kernels()[1](*row, *call.sequences, *options, scale=scale, **window))
 
 
@@ -174,7 +174,7 @@ def _window(call: Call) -> tuple[bool, dict[str, int]]:
     attends to. -1 means all keys."""
     left = -1 if call.window is None else call.window - 1
     sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
-    return call.causal and call.window is None, sizes  # With a window, `window_size_right` of 0 makes it causal.
+    return call.causal and call.window is None, sizes  # With a window, `window_size_right` 0 hides later keys.
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -201,7 +201,7 @@ def collate(row: PackedRow) -> MicroBatch:
     media: dict[int, tuple[Media, ...]] = {}
     logit_positions: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
-    at = 0  # Number of tokens laid out so far.
+    at = 0  # Number of the row's tokens laid out so far.
 
     def add(ids: torch.Tensor, before: _End) -> _End:
         nonlocal at
@@ -217,7 +217,7 @@ def collate(row: PackedRow) -> MicroBatch:
             media[len(segments)] = (prompt.media,)
         # A prompt is split into segments where a branch begins after only a part of the prompt.
         cuts = {branch.prompt for r in part.rollouts for branch in r.branches if branch.after is None}
-        ends = {0: _End((), 0, at)}  # Keys: number of prompt tokens. For key 0 `place` is arbitrary and unused.
+        ends = {0: _End((), 0, at)}  # Number of prompt tokens -> `_End` after them. At 0, `place` is unused.
         for first, last in itertools.pairwise((0, *sorted(cuts - {0, len(prompt)}), len(prompt))):
             ends[last] = add(torch.tensor(prompt.ids[first:last]), ends[first])
         for rollout in part.rollouts:

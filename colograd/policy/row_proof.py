@@ -171,7 +171,7 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
         token += 101 * len(lengths)
         asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
         rollouts = [_written(asked, ids) for ids in completions]
-        if asked.media is not None:  # Images in a completion, as in a tool's answer.
+        if asked.media is not None:  # A completion with images, like a tool's answer with images.
             rollouts.append(_written(asked, array("i", asked.ids), (asked.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "values": ("weighted_sum",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
-    "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),  # Module of an extension.
-    "models": ("RewardModel", "with_models"),  # Module of an extension.
+    "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),
+    "models": ("RewardModel", "with_models"),  # `mathematics` and `models` are modules of the extension `graders`.
     "scoring": ("Ready", "Scorer", "Scoring"),
 }
 

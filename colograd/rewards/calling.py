@@ -47,7 +47,7 @@ def keywords_for(
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
-    own.pop(PARTS, None)  # `PARTS` has rewards of a previous scoring.
+    own.pop(PARTS, None)  # `PARTS` has rewards of a previous scoring, which functions don't get.
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     names = dict.fromkeys(("prompts", "completions", *PER_TOKEN, *columns, *own, *shared))
     parameters = parameters_of(reward.function)
@@ -69,7 +69,7 @@ def keywords_for(
             if "completion_ids" in names:
                 ids = rollout.completion_ids
                 keywords["completion_ids"].append(list(ids) if log is not None else ids)
-            if "completion_mask" in names:  # 1 for a token that the model wrote, else 0.
+            if "completion_mask" in names:  # The mask is 1 for a token that the model wrote, else 0.
                 mask = rollout.sampled.to(torch.uint8)
                 keywords["completion_mask"].append(mask.tolist() if log is not None else mask.numpy().tobytes())
             for name in own_names:

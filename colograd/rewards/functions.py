@@ -119,7 +119,7 @@ def resolve_rewards(
         function = _found(item) if isinstance(item, str) else item
         if problem := _problem(function):
             raise ValueError(f"reward function {item if isinstance(item, str) else reprlib.repr(item)!r} {problem}")
-        if check := getattr(function, "check_settings", None):  # Only language-model judges have this check.
+        if check := getattr(function, "check_settings", None):  # LLM judges have `check_settings`.
             check()
         name, taken = function_name(function), {reward.name for reward in resolved}
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
@@ -189,7 +189,7 @@ def code_digest(function: Any) -> str:
         for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
-    for node in todo:  # The body appends to `todo`.
+    for node in todo:  # The loop's body appends to `todo`.
         found.update(ast.dump(node).encode())
         for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
             todo += defined.pop(name, [])

@@ -16,7 +16,7 @@ from ..usercode.copies import own_copy
 from ..usercode.worker_process import CallLog
 from .functions import RewardError, RewardFunction
 
-TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # Messages used as text.
+TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
 
 
 class StateCopies:

@@ -65,7 +65,7 @@ class Scoring:
         scorer, log = self.scorer, CallLog()
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        columns, of_parts = list[list[float]](), dict[str, list[Any]]()  # Lists with one item per completion.
+        columns, of_parts = list[list[float]](), dict[str, list[Any]]()
         for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
             try:
@@ -80,7 +80,7 @@ class Scoring:
             if any(part is not None for part in parts):
                 of_parts[reward.name] = parts
         start, metrics = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
-        for group in self.groups:  # The first group gets the metrics of all groups.
+        for group in self.groups:  # Metrics aren't logged per group. So the first group gets all metrics.
             own = slice(start, start + len(group.rollouts))
             cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
             scorer.logged[group.position] = Logged(cut, metrics)
@@ -180,7 +180,7 @@ class Scorer:
         self.environments: Lender | None = None  # `Lender` that takes a group's environments back after scoring.
         self._told_late: set[str] = set()
         self._state = StateCopies()
-        self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []  # Calls that wait.
+        self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
         able = {reward.name: reward.function for reward in sync if reward not in here}
@@ -208,7 +208,7 @@ class Scorer:
         except RewardError:
             scoring.cancel()
             raise
-        if (lender := self.environments) is not None:  # Environments are objects in this process.
+        if (lender := self.environments) is not None:  # Only functions in this process use environments.
             here = [
                 call
                 for reward, call in zip(self.rewards, calls, strict=True)
