@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         from .trainer import GRPOTrainer
 
         return GRPOTrainer
-    if name == "get_kbit_device_map":  # Not all versions of TRL have it. The model goes on this GPU.
+    if name == "get_kbit_device_map":  # TRL's `get_kbit_device_map` is missing in some versions of TRL.
         return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if name in OF_TRL:
         import trl

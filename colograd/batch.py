@@ -168,7 +168,7 @@ class Rollout(_Asked):
     policy_version: int  # Optimizer step of the engine's weights when the completion's group was finished.
     messages: tuple[dict[str, Any], ...] = ()  # Messages of a conversation after the prompt. Empty for plain text.
     columns: Mapping[str, Any] = field(default_factory=dict)  # Columns of this completion for the reward functions.
-    branches: tuple[Branch, ...] = ()  # Branches, if the completion is a tree. Empty: a token sees all before itself.
+    branches: tuple[Branch, ...] = ()  # Branches of a completion that is a tree. Empty means that it isn't a tree.
     riders: tuple[Rider, ...] = ()  # Riders: data of extensions that travels with the completion.
 
     def get(self, kind: type[T]) -> T | None:
@@ -335,7 +335,7 @@ class PackedGroup:
         return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
 
 
-FIELDS = ("old_logprobs", "ref_logprobs")  # `PackedRow` fields with [N] values. Others are in `scores`.
+FIELDS = ("old_logprobs", "ref_logprobs")  # Per-label fields of `PackedRow`. Teachers' values are in `scores`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +416,7 @@ class MicroBatch:
         return first_rider(self.riders, kind)
 
     def candidates(self, device: torch.device, first: int = 0) -> Any:
-        """Return the tokens that the sampler could choose for each label; None: all. See `RowRider.candidates`."""
+        """Return the tokens that the sampler could choose for each label. None means all tokens."""
         found = (rider.candidates(device, first) for rider in self.riders)
         return next((each for each in found if each is not None), None)
 

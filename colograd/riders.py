@@ -48,7 +48,7 @@ class Rider:
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Return the rollouts of a group with equal parts of their riders stored once in memory."""
+        """Return a group's rollouts with equal data of their riders stored once in memory."""
         return rollouts
 
     def to_json(self) -> Any:
@@ -62,7 +62,7 @@ class Rider:
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        """Return the riders of a group as an Arrow table in bytes that begin with MARK. Empty: there is no table."""
+        """Return the riders of a group as an Arrow table in bytes that begin with MARK. Empty bytes mean no table."""
         return b""
 
     @classmethod
@@ -155,7 +155,7 @@ def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> 
 
 
 def with_shared_riders(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Return the rollouts of a group with equal parts of all their riders stored once in memory."""
+    """Return a group's rollouts with equal data of all riders (data of extensions) stored once in memory."""
     for kind in dict.fromkeys(type(rider) for rider in rollouts[0].riders):
         rollouts = kind.shared(rollouts)
     return rollouts

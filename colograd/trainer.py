@@ -341,7 +341,7 @@ class GRPOTrainer(TrainerBase):
             self.memory_plan = self.memory_plan.with_measured(*self.learner.measure_budget(shape))
 
     def at_boundary(self) -> bool:
-        """Return whether no packed step waits for its training. A checkpoint can only be written then."""
+        """Return whether no packed step waits for training. Checkpoints need that, because they hold no rollouts."""
         return not self.learner.pending
 
     # -- Closing

@@ -53,8 +53,9 @@ def with_step_entropy(
 class EntropyController(TrainerCallback):
     """Callback with the entropy bonus's coefficient: constant, or adapted so that the entropy stays near a target.
     Adaptive (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most ``entropy_target``, the
-    coefficient rises by ``entropy_coef_delta``. Otherwise it falls by that, and the next step has no bonus. It stays
-    between ``entropy_coef_min`` and ``entropy_coef_max``. Checkpoints store it in trainer_state.json."""
+    coefficient rises by ``entropy_coef_delta``. Otherwise it falls by ``entropy_coef_delta``, and the next step has no
+    bonus. It stays between ``entropy_coef_min`` and ``entropy_coef_max``. Checkpoints store it in trainer_state.json.
+    """
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config

@@ -29,7 +29,7 @@ class LossTerm:
 
     @property
     def waits(self) -> str:
-        """The reason why no group may be trained before its whole step is sampled. Empty: groups may be trained."""
+        """The reason why no group may be trained before its whole step is sampled. Empty means no reason."""
         return ""
 
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:

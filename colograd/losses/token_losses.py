@@ -114,10 +114,10 @@ class CISPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class DPPOLoss(TokenLoss):
-    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with w =
-    pi / sampler without gradient. A token has no gradient if its probability has already changed too much: increased by
-    more than ``epsilon_high`` for A > 0, decreased by more than ``epsilon`` otherwise. PPO's bound of the ratio is
-    stricter for rare tokens, though they hardly matter. The paper uses 0.2 for both bounds and 20 for ``delta``."""
+    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with w = pi /
+    sampler without gradient. A token has no gradient if its probability has already changed too much: increased by more
+    than ``epsilon_high`` for A > 0, decreased by more than ``epsilon`` otherwise. PPO's bound of the ratio limits rare
+    tokens, which hardly matter, like likely tokens. The paper uses 0.2 for both bounds and 20 for ``delta``."""
 
     corrects: ClassVar[bool] = True
 

@@ -41,7 +41,7 @@ def gradients(
 
 
 def slow(query: torch.Tensor) -> bool:
-    """Return whether torch's attention backward is slow for ``query``: bfloat16 on a CPU without its instructions."""
+    """Return whether torch's attention backward is slow for ``query``: bfloat16 on a CPU without such instructions."""
     return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 

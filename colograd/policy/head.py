@@ -432,7 +432,7 @@ class _Place:
 
     @classmethod
     def of(cls, labels: torch.Tensor, row: slice, vocabulary: slice, head: Head | None = None) -> _Place:
-        """Compute the labels' columns in the tile. With a ``head``, also compute the mask ``hidden``."""
+        """Find the column of each label in a tile of logits. With a ``head``, also make the mask ``hidden``."""
         own = labels[row]
         inside = (own >= vocabulary.start) & (own < vocabulary.stop)
         hidden = None if head is None else head.hidden(row, vocabulary)

@@ -1,6 +1,6 @@
 """Forward of a packed row: from a `MicroBatch` to the log-probability and entropy of each label.
 
-    MicroBatch -> hidden states of the model's body -> states that predict a label -> `head`, one tile of logits a time
+    MicroBatch -> hidden states of the model's body -> states that predict labels -> `head`, tile by tile of logits
 
 An extension can wrap this chain by a `ForwardStep`. A step is installed on a model once (`install`), or belongs to the
 loss term that reads its values. For a model without steps, the chain runs unwrapped.
@@ -194,7 +194,7 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Calls still run the module's hooks."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may have set it.
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may set `forward`.
     module.forward = compute
     try:
         yield

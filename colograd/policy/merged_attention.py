@@ -43,7 +43,7 @@ class Call:
     # `sequences`, for a kernel of many sequences (flash): start indices of the sequences' queries and of their keys,
     # (N + 1,) each, with the end as last entry; then the maximum numbers of queries and of keys in a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
-    lengths: tuple[int, ...] = ()  # `lengths`, for a CPU kernel of one sequence: tokens of each sequence. Empty: one.
+    lengths: tuple[int, ...] = ()  # `lengths`, for CPU kernels: tokens of each sequence. Empty means one sequence.
 
 
 class MergedAttention(torch.autograd.Function):

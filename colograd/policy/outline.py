@@ -68,5 +68,5 @@ def with_adapter(model: Any, rank: int) -> Any:
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
     """Return the weights of an `outline` that loading with the quantisation ``settings`` would quantise, each with its
-    number of bytes then. Return an empty dict without settings. The extension `quantized` computes this."""
+    number of bytes after quantisation. Return an empty dict without settings. Extension `quantized` does this."""
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

@@ -1,4 +1,4 @@
-"""Access to weights that a layer stores in a packed form, such as quantised weights. An extension finds these."""
+"""Access to weights that a layer stores in a packed form, such as quantised weights. Extensions find such weights."""
 
 from __future__ import annotations
 

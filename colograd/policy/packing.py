@@ -68,7 +68,7 @@ def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[Packe
     fewer rows than other ranks appends dummy rows without a gradient."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:  # Each rank of a row needs a token; else it has no expert gradient.
+    if rules.equal_counts:  # A dummy row has a token per rank, for gradients of experts.
         filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
         rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
@@ -186,7 +186,7 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 class _End(NamedTuple):
     """End of a segment (a prompt or branch) of a row, where a following segment can continue."""
 
-    path: tuple[int, ...]  # Indices of the segments from the prompt's first to this segment.
+    path: tuple[int, ...]  # Indices of the segments from the prompt's first segment up to this segment.
     tokens: int  # Number of tokens in the segments of `path`.
     place: int  # Index in the row of this segment's last token.
 

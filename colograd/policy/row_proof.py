@@ -1,8 +1,8 @@
 """Check on a few tokens whether a model computes right log-probabilities on packed rows, or only on padded rows.
 
 An architecture may mix tokens outside transformers' attention interface, ignore options of the interface (windows,
-biases), or change its logits in an unknown way. The check compares the log-probabilities of packed rows with those from
-the logits that transformers computes for each sequence.
+biases), or change its logits in an unknown way. The check compares the log-probabilities of packed rows with
+log-probabilities from the logits that transformers computes for each sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCE_16_BIT = 0.1
 
 class RowSupport(NamedTuple):
     """An extension's support of packed rows for layers that mix tokens without attention, such as state-space layers.
-    The extension lists it under "rows" in its `HOOKS`."""
+    The extension lists a `RowSupport` under "rows" in its `HOOKS`."""
 
     layer_types: Callable[[Any], frozenset[str]]  # Maps a model to the supported types among its layers, maybe none.
     prepare: Callable[[Any], None]  # Changes a model's layers so that they take packed rows.
@@ -196,9 +196,9 @@ def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors of absolute differences in nats, float32: from the trainer's log-probabilities on ``rows`` to
-    the sampler's, and to those from transformers' forward of one sequence at a time. ``own`` is the attention
-    implementation of transformers' forward; None means the model's usual one. The second tensor leaves out completions
-    that transformers' forward would misread (`ForwardStep.misreads`)."""
+    the sampler's, and to the log-probabilities of transformers' forward of one sequence at a time. ``own`` is the
+    attention implementation of transformers' forward; None means the model's usual one. The second tensor leaves out
+    completions that transformers' forward would misread (`ForwardStep.misreads`)."""
     to_sampler, to_own = [], []
     with evaluation_mode(model):
         with as_it_trains(model):

@@ -26,7 +26,7 @@ BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The model that a run is going to train, as known before its weights are read. The checks read this."""
+    """The model that a run is going to train, as known before its weights are read. The checks take this object."""
 
     model_config: Any  # Configuration of the model, or of an adapter's base. None: it can't be read.
     config: GRPOConfig

@@ -48,7 +48,7 @@ def thought_begun(prompt_texts: Sequence[str] | None, count: int) -> list[bool]:
 
 
 def has_thought_apart(completion: Any) -> bool:
-    """Return whether the completion's last message has its thought in a key of its own, such as "thinking"."""
+    """Return whether the completion's last message has the model's thought under a separate key, e.g. "thinking"."""
     return bool(completion) and isinstance(completion, list) and any(completion[-1].get(key) for key in _THOUGHTS)
 
 

@@ -42,7 +42,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def is_of_module(function: Callable[..., Any]) -> bool:
-    """Return whether a worker process can import ``function``: a plain function that its module has under its name."""
+    """Return whether a worker process can import ``function``: a plain function that is an attribute of its module."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     return (
         inspect.isfunction(function)

@@ -218,7 +218,7 @@ class Scorer:
         return scoring
 
     def note_late(self, name: str, completions: int) -> None:
-        """Count a call that exceeded `reward_timeout`. Warn at a function's first such call that it abstains."""
+        """Count a call that exceeded `reward_timeout`. At a function's first late call, warn the user."""
         self.counts[f"rewards/{name}/timeouts"] += 1
         if name not in self._told_late:
             self._told_late.add(name)
