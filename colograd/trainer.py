@@ -289,7 +289,7 @@ class GRPOTrainer(TrainerBase):
                 if there is one. False starts from the model. None takes the value from the configuration.
         """
         watchdog.set_limit(self.args.rank_timeout)  # A previous trainer in this process may have set a different limit.
-        self.learner.pending = []  # A previous call of `train` may have failed and left packed steps.
+        self.learner.pending = []  # A previous call of `train` may have failed before training all packed steps.
         self.sharding.discard()
         self._unlogged = []
         self.round.forget()

@@ -116,7 +116,7 @@ def packed_attention(
         )
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ValueError(f"{type(module).__name__} isn't causal, but packed attention is causal.")
+        raise ValueError(f"{type(module).__name__} isn't causal, but packed attention can only be causal.")
     if attention_mask is not None or options.get("position_bias") is not None:
         raise ValueError(
             f"{type(module).__name__} passes an attention mask or bias, but packed attention reads only the row's "
@@ -326,7 +326,7 @@ def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
     """Return the calls of fused kernels that compute this row's attention. Empty: no fused kernel can compute it."""
-    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # `_merged_attention` pads values.
+    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # Smaller values are padded later.
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
         return ()

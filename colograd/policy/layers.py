@@ -57,8 +57,8 @@ def tells_routing(model: Any) -> bool:
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Replace the forward of the model's decoder layers by code that is compiled at the first packed row. Parameter names
-    stay. Copies of the model are compiled, too. ``backend`` and ``mode`` go to `torch.compile`."""
+    """Replace the forward of the model's decoder layers by code that is compiled at the first packed row. Parameters
+    keep their names. Copies of the model are compiled, too. ``backend`` and ``mode`` go to `torch.compile`."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     # torch doesn't trace attention, because each row's layout would make a new graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))

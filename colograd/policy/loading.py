@@ -243,7 +243,7 @@ def check_tokenizer(given: Any) -> None:
             f"processing_class is a {kind}, a processor of more than text, but the model reads only text: give the "
             "processor's tokenizer (processing_class.tokenizer)."
         )
-    raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers, or None.")
+    raise ValueError(f"processing_class is a {kind}, but it must be a tokenizer of transformers, or None.")
 
 
 def chat_template(path: str) -> str:

@@ -217,7 +217,7 @@ def collate(row: PackedRow) -> MicroBatch:
             media[len(segments)] = (prompt.media,)
         # A prompt is split into segments where a branch begins after only a part of the prompt.
         cuts = {branch.prompt for r in part.rollouts for branch in r.branches if branch.after is None}
-        ends = {0: _End((), 0, at)}  # Number of prompt tokens -> `_End` after them. At 0, `place` is unused.
+        ends = {0: _End((), 0, at)}  # `ends`: number of prompt tokens -> `_End` after this prefix of the prompt.
         for first, last in itertools.pairwise((0, *sorted(cuts - {0, len(prompt)}), len(prompt))):
             ends[last] = add(torch.tensor(prompt.ids[first:last]), ends[first])
         for rollout in part.rollouts:

@@ -45,8 +45,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """
     if not 1 <= soft_punish_cache <= max_completion_len:
         raise ValueError(
-            f"soft_punish_cache is {soft_punish_cache}, but must be from 1 to max_completion_len "
-            f"({max_completion_len}): change it."
+            f"soft_punish_cache is {soft_punish_cache}, but soft_punish_cache must be from 1 to max_completion_len "
+            f"({max_completion_len})."
         )
 
     def soft_overlong_punishment_reward(

@@ -134,8 +134,8 @@ def checked_values(
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):
         raise fail(
             None,
-            f"it returned {reprlib.repr(values)} ({type(values).__name__}), but must return a list of {size} numbers, "
-            "one per completion.",
+            f"it returned {reprlib.repr(values)} ({type(values).__name__}), but a reward function must return a list "
+            f"of {size} numbers, one per completion.",
         )
     if len(values) != size:
         raise fail(
@@ -156,8 +156,8 @@ def checked_values(
             hint = " To abstain, return None." if is_nan else ""
             raise fail(
                 index,
-                f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but must be a finite float32 number or "
-                f"None.{hint}",
+                f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but a reward must be a finite float32 "
+                f"number or None.{hint}",
             )
         numbers_G.append(number)
     return numbers_G, parts

@@ -43,5 +43,5 @@ def training_rows(path: str = PATH) -> Any:
 def _row(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     gold = behind_hashes(str(row["answer"]))
     if gold is None:
-        raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`.")
+        raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`")
     return {"prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}], "answer": gold}

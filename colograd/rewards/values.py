@@ -53,7 +53,7 @@ def check_log(
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
             raise fail(None, f"the function logged the metric {name!r}, a name of the trainer's metrics: rename it.")
-    if "token_weights" in columns:  # The column has no effect without the extension `token_weights`.
+    if "token_weights" in columns:  # This column needs the extension `token_weights`.
         require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
     for kind in (kind for kind in hooks("riders") if kind.COLUMN in columns):
         for index, (rollout, value) in enumerate(zip(rollouts, columns[kind.COLUMN], strict=True)):
