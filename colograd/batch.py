@@ -129,7 +129,7 @@ class Prompt(_Asked):
     position: int
 
 
-TEACHER = "teacher"  # Dataset column with the name of the teacher model that scores a prompt, if a run has several.
+TEACHER = "teacher"  # Dataset column with the name of the prompt's teacher model, in a run with several teachers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +161,8 @@ class Rollout(_Asked):
     """
 
     input: ModelInput  # The prompt. A list of [P] token ids is converted to a `ModelInput`.
-    completion_ids: array[int]  # Completion: [C] token ids as sampled, never re-tokenised. Any sequence is converted.
-    sampler_logprobs: torch.Tensor  # Log-probabilities, [C] float32, in nats, at the sampling temperature.
+    completion_ids: array[int]  # Completion: token ids as sampled, [C], never re-tokenised. A list is converted.
+    sampler_logprobs: torch.Tensor  # The engine's log-probabilities, [C] float32, in nats, at its temperature.
     sampled: torch.Tensor  # Mask, [C] bool. False marks a token that a tool wrote; the loss ignores that token.
     finish_reason: FinishReason
     policy_version: int  # Optimizer step of the engine's weights when the completion's group was finished.

@@ -28,12 +28,12 @@ class Rider:
         return self
 
     def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
-        """Return two dicts of metrics: values to be summed over rollouts, and values to be reduced to a maximum."""
+        """Return a rollout's metrics in two dicts: values to sum over rollouts, and values to take the maximum of."""
         return {}, {}
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Join the riders of a packed row's rollouts into one `RowRider`. Called if a rollout has a ``cls``."""
+        """Join the riders of a packed row's rollouts into one `RowRider`. Called if there is such a rider."""
         return None
 
     @classmethod
@@ -57,7 +57,7 @@ class Rider:
 
     @classmethod
     def from_json(cls, value: Any, rollout: Rollout) -> Self:
-        """Make the rider from its JSON value. Raise ValueError or AssertionError if the rollout doesn't fit."""
+        """Make the rider from its JSON value. Raise ValueError or AssertionError if it doesn't fit ``rollout``."""
         return cls()
 
     @classmethod

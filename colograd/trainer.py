@@ -144,7 +144,7 @@ class GRPOTrainer(TrainerBase):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
-        # Callbacks read these two attributes, so the attributes must hold the datasets that the user passed.
+        # Callbacks read `train_dataset` and `eval_dataset`, and expect the datasets that the user passed.
         self.train_dataset = task.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
         self._tokenised = (self.train_dataset, eval_dataset)
@@ -334,7 +334,7 @@ class GRPOTrainer(TrainerBase):
         self.recorder.step(metrics)
 
     def measure_budget(self) -> None:
-        """Measure how many tokens of a micro-batch fit into memory, unless the number is set or already measured."""
+        """Measure the maximum number of tokens per micro-batch, unless the maximum is set or already measured."""
         args: GRPOConfig = self.args
         if not self.learner.rules.max_tokens:
             shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
