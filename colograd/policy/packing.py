@@ -1,4 +1,4 @@
-"""Pack groups into rows of at most a token budget, and make a `MicroBatch` of each row, where labels are shifted.
+"""Pack groups into rows of at most a token budget, and convert rows to `MicroBatch`es. Only this file shifts labels.
 
 A group is packed as [prompt][completion 1] ... [completion G]. The prompt goes through the model once, and a completion
 attends to the prompt and to its own tokens. A row holds as many groups as the budget allows, without padding. A
@@ -133,7 +133,7 @@ def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
 def pack(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[MicroBatch, ...]:
-    """Pack groups into micro-batches, with the tensors of all micro-batches. For the arguments see `plan_rows`."""
+    """Pack groups into rows by `plan_rows` (see there for the arguments), and make the micro-batches of all rows."""
     return tuple(collate(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
 
 
@@ -175,7 +175,7 @@ def plan_rows(
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """Return a group's advantages as a list with one tensor per completion: of shape () if all its tokens share one
+    """Return a group's advantages as a tuple with one tensor per completion: of shape () if all tokens share one
     advantage, else [C]."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
