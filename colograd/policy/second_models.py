@@ -65,7 +65,7 @@ class Kind(NamedTuple):
     configs: Callable[[GRPOConfig], Mapping[str, GRPOConfig]] = lambda config: {"": config}
 
 
-OF = " of "  # Separator between a row's field and a model's name in keys of `SecondModels`, e.g. "scores of math".
+OF = " of "  # Separator between a row's field and a model's name in a key of `SecondModels`: "teacher_top of math".
 SecondModels = dict[str, SecondModel]  # Maps a row's field, plus `OF` and a name if several models fill it, to a model.
 
 

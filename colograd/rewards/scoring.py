@@ -4,8 +4,8 @@
     async functions    on one event loop in a thread, all groups concurrently
     reward models      in this process, all waiting groups together, when the first result is needed
 
-If a call takes longer than `reward_timeout`, the function abstains. A late sync call in this process ends the run
-instead, because nothing can reliably interrupt the call.
+If a call takes longer than `reward_timeout`, the function abstains. But with `reward_on_error: raise` a late sync call
+in this process ends the run, because nothing can reliably interrupt the call.
 """
 
 from __future__ import annotations
