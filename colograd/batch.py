@@ -327,8 +327,8 @@ class PackedGroup:
 
     ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[torch.Tensor, ...]  # One tensor per completion, of shape () or [C].
-    example: Mapping[str, Any] = field(default_factory=dict)  # Row of the dataset that the prompt comes from.
+    advantages: tuple[torch.Tensor, ...]  # Advantages: a tensor per completion, of shape () or [C].
+    example: Mapping[str, Any] = field(default_factory=dict)  # The dataset's row of the prompt.
 
     @property
     def num_tokens(self) -> int:

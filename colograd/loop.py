@@ -76,7 +76,7 @@ class Loop:
         self.first_epoch, self.steps_trained = trainer._init_training_state(
             max_steps, self.steps_per_epoch, self.epochs, self.checkpoint, None
         )
-        # The first result, the model, is ignored, because nothing wraps the trainer's model.
+        # The first result of `_prepare_for_training` is the model. It is ignored, because nothing wraps the model.
         _, self.loader = trainer._prepare_for_training(max_steps, loader, self.checkpoint)
         self.started = time.time()
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen

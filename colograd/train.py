@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(trainer)
-    except KeyboardInterrupt:  # The second Ctrl-C. The first one asks for a checkpoint and ends the training.
+    except KeyboardInterrupt:  # The second Ctrl-C. The first Ctrl-C requests a checkpoint and ends the training.
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
@@ -124,7 +124,7 @@ def make_trainer(
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    with on_all_ranks("loading the data"):  # If one node lacks the files, all ranks raise the error.
+    with on_all_ranks("loading the data"):  # If one node lacks the files, all ranks raise an error.
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:

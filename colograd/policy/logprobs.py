@@ -69,7 +69,7 @@ class ForwardStep:
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
-        """Return additional inputs of transformers' forward for one sequence, which packed rows are compared with."""
+        """Return additional inputs of transformers' forward for one sequence, to check packed rows by that forward."""
         return {}
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:

@@ -84,7 +84,7 @@ class ModelFeature:
         return None
 
     def why_rows_stay_whole(self, model: Any) -> str:
-        """Return the reason why the tokens of one row can't be divided among ranks (sequence parallel). Empty: none."""
+        """Return the reason why the tokens of one row can't be divided among ranks (sequence parallel), or ""."""
         return ""
 
     def check_adapter(self, policy: Any, folder: str) -> None:
