@@ -136,7 +136,7 @@ def _found(spec: str) -> Any:
     if not is_import_path(spec):
         near = difflib.get_close_matches(spec, builtin_rewards(), n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"reward function {spec!r} isn't a built-in function ({', '.join(builtin_rewards())}): the nearest name is "
+            f"reward function {spec!r} isn't one of the built-in ones ({', '.join(builtin_rewards())}): the nearest is "
             f"{near!r}. For a function of your own give its import path (package.module:function). For a reward model "
             "give its folder or Hub id."
         )
